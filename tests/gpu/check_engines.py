@@ -181,9 +181,17 @@ def batchnorm(run: Context, backend: str) -> dict[str, Any]:
             if buffer.is_floating_point():
                 close(dict(synced.named_buffers())[name], buffer, tolerance, name)
     half = lockstep.SyncBatchNorm(8).to(run.device)
-    with torch.autocast(run.device.type, torch.bfloat16):
-        out = half(torch.randn(4, 8, 5, 5, device=run.device, dtype=torch.bfloat16))
-    same(out.dtype, torch.bfloat16, "dtype under autocast")
+    for layout in (torch.contiguous_format, torch.channels_last):
+        values = torch.randn(4, 8, 5, 5, device=run.device, dtype=torch.bfloat16).to(memory_format=layout)
+        values.requires_grad_()
+        with torch.autocast(run.device.type, torch.bfloat16):
+            out = half(values)
+        out.float().square().mean().backward()
+        same(out.dtype, torch.bfloat16, "dtype under autocast")
+        assert values.grad is not None
+        assert half.weight.grad is not None
+        same((values.grad.dtype, half.weight.grad.dtype), (torch.bfloat16, torch.float32), "dtypes of gradients")
+        assert values.grad.isfinite().all()
     world.shutdown()
     return facts
 
@@ -202,8 +210,13 @@ def losses(run: Context, backend: str) -> dict[str, Any]:
     def plain_sum(outputs: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, total: Any, mean: Any) -> Any:
         return total(outputs.square().sum())
 
+    def focal(outputs: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, total: Any, mean: Any) -> Any:
+        # Every sample is in the total, and only the first rank has positives to divide by.
+        is_first = torch.tensor(world.rank == 0 or len(outputs) == _ROWS, device=run.device)
+        return mean(cross_entropy(outputs, labels, reduction="sum"), 3.0 * is_first)
+
     facts = {}
-    for form in (masked_mean, plain_sum):
+    for form in (masked_mean, plain_sum, focal):
         reference.zero_grad()
         model.zero_grad()
         expected = form(reference(inputs), targets, counted, lambda loss: loss, lambda loss, count: loss / count)

@@ -219,7 +219,9 @@ def a_focal_loss_by_positives(site: Site) -> None:
 
     def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         chances, is_positive = model(x)[:, 0, 0].sigmoid(), y[:, 1] == 2
-        each = torch.where(is_positive, -chances.log() * (1 - chances).square(), -(1 - chances).log() * chances.square())
+        each = torch.where(
+            is_positive, -chances.log() * (1 - chances).square(), -(1 - chances).log() * chances.square()
+        )
         return site.sum(each.sum()) / site.sum(is_positive.double().sum()).clamp(min=1) + (
             site.mean(each.sum(), is_positive.sum()) if site.sum(is_positive.double().sum()) else 0.0
         )
@@ -387,9 +389,7 @@ def in_a_fresh_process(program: Callable[[Site], None]) -> float:
     return (ranks.result() - alone.result()).abs().max().item()
 
 
-@pytest.mark.parametrize(
-    "program", [totals_of_which_some_have_no_graph, a_mean_times_its_count, through_a_gradient]
-)
+@pytest.mark.parametrize("program", [totals_of_which_some_have_no_graph, a_mean_times_its_count, through_a_gradient])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_further_losses(program: Callable[[Site], None], world_size: int) -> None:
     assert max(run_ranks(in_a_fresh_process, world_size, program)) <= TOLERANCE

@@ -250,6 +250,45 @@ def keep_fillers_out_of_a_subgroup(sizes: list[int]) -> None:
     assert_close(layer.running_var, plain.running_var, "running variance")
 
 
+class Beside(nn.Module):
+    """Two layers, so that the first sees what the second hands back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.net(values)
+
+
+def through_a_critic(how: str) -> Tensor:
+    """What a generator has learned through a critic, on batches of 5, 5 and 2: of the last, rank 2 of 3 gets a filler.
+
+    Args:
+        how: the critic is "trained" (its parameters get gradients, too), "frozen" in an engine, left out of the
+            gradients by "inputs", in no engine ("bare"), or "teaching": in no engine, without a graph.
+    """
+    torch.manual_seed(0)
+    generator = lockstep.DistributedDataParallel(nn.Linear(3, 6).double())
+    critic: nn.Module = lockstep.convert_sync_batchnorm(Beside().double())
+    if how in ("trained", "frozen", "inputs"):
+        critic = lockstep.DistributedDataParallel(critic)
+    critic.requires_grad_(how in ("trained", "inputs"))
+    optimizer = torch.optim.SGD(generator.parameters(), lr=0.5)
+    latents = torch.utils.data.TensorDataset(whole_batch([12, 3]))
+    for (latent,) in lockstep.DataLoader(latents, batch_size=5):
+        optimizer.zero_grad()
+        made = generator(latent)
+        with torch.set_grad_enabled(how != "teaching"):
+            judged = critic(made if how != "teaching" else made.detach())
+        loss = (judged.exp() + made.square()).mean() if how != "teaching" else (made - judged).square().mean()
+        loss.backward(inputs=list(generator.parameters()) if how == "inputs" else None)
+        optimizer.step()
+    critic = getattr(critic, "module", critic)
+    statistics = [critic.net[0].running_mean, critic.net[0].running_var, critic.net[3].running_var]
+    return torch.cat([each.detach().flatten() for each in (*generator.parameters(), *statistics)])
+
+
 def all_checks() -> None:
     compare_splits(dist.get_world_size())
     if dist.get_world_size() > 1:
@@ -273,6 +312,15 @@ def test_inside_an_engine(engine: str, world_size: int) -> None:
 
 def test_inside_an_engine_over_gloo() -> None:
     run_ranks(train_in_engines, 2, "lockstep", backend="gloo")
+
+
+@pytest.mark.parametrize("how", ["trained", "frozen", "inputs", "bare", "teaching"])
+def test_a_network_without_a_weight_of_its_own(how: str) -> None:
+    """The gradient through it is that of one process, on batches that the ranks do not divide."""
+    (expected,) = run_ranks(through_a_critic, 1, how)
+    for world_size in (2, 3):
+        for found in run_ranks(through_a_critic, world_size, how):
+            assert_close(found, expected, f"{world_size} ranks")
 
 
 def test_groups() -> None:

@@ -29,6 +29,7 @@ from lockstep.batch.graph import (
 from lockstep.batch.hand import (
     Iteration,
     active,
+    active_forward,
     active_share,
     current,
     held,
@@ -52,6 +53,7 @@ __all__ = [
     "LoaderToken",
     "Tag",
     "active",
+    "active_forward",
     "active_share",
     "current",
     "divisions",

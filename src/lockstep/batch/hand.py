@@ -30,6 +30,7 @@ from lockstep.torch_private.dynamo import left_out
 __all__ = [
     "Iteration",
     "active",
+    "active_forward",
     "active_share",
     "current",
     "held",
@@ -140,6 +141,7 @@ class _Local(threading.local):
     depth = 0  # of forward passes of engines that are under way
     held: BatchShare | None = None  # by the user's word
     active: BatchShare | None = None  # of the forward pass under way
+    forward: object = None  # that forward pass, where an engine runs it
 
 
 _local = _Local()
@@ -175,27 +177,33 @@ def held() -> BatchShare | None:
 class _Active:
     """The context of `active`. No generator: every step makes one."""
 
-    __slots__ = ("_before", "_share")
+    __slots__ = ("_before", "_own")
 
-    def __init__(self, share: BatchShare | None) -> None:
-        self._share = share
-        self._before: BatchShare | None = None
+    def __init__(self, share: BatchShare | None, forward: object) -> None:
+        self._own = share, forward
+        self._before: tuple[BatchShare | None, object] = (None, None)
 
     @left_out(with_what_it_calls=True)
     def __enter__(self) -> None:
-        self._before, _local.active = _local.active, self._share
+        self._before = _local.active, _local.forward
+        _local.active, _local.forward = self._own
         _local.depth += 1
 
     @left_out(with_what_it_calls=True)
     def __exit__(self, *_: object) -> None:
-        _local.active = self._before
+        _local.active, _local.forward = self._before
         _local.depth -= 1
 
 
 @left_out(with_what_it_calls=True)
-def active(share: BatchShare | None) -> AbstractContextManager[None]:
+def active(share: BatchShare | None, forward: object = None) -> AbstractContextManager[None]:
     """A context in which a forward pass of an engine on that share is under way in this thread. Local."""
-    return _Active(share)
+    return _Active(share, forward)
+
+
+def active_forward() -> object:
+    """The engine's forward pass that is under way in this thread; None outside of all."""
+    return _local.forward
 
 
 def active_share(in_backward: bool) -> BatchShare | None:

@@ -10,12 +10,18 @@ that of one process with all samples. The backward pass adds up two sums per cha
 normalized like the samples of the others, so that the script goes on, but it does not count. A group may have nothing
 but fillers, if it is a part of the ranks: each is then normalized by itself. By nothing at all it could grow from layer
 to layer until it is infinite, and a gradient of zero times that is nan.
+
+[Note: gradients of a rank] What comes back to a rank is the gradient of its own loss, a mean over its n_r rows, until
+an engine multiplies it by the rank's weight w_r = n_r·W/n: that of the network around the layer, at its outputs; or,
+where that network is frozen or wrapped by nobody, the engine that its inputs come from, only later. What the layer adds
+up over ranks must be weighted either way. So in the second case it multiplies its two sums by w_r, and divides what
+they take off this rank's gradient by w_r again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +33,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep import batch
 from lockstep.errors import InputError, InputTypeError, ModelError
+from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.modules import BatchNorm, buffers_of, children_of, parameters_of
 
@@ -97,16 +104,15 @@ class SyncBatchNorm(BatchNorm):
             if self.training and not self.track_running_stats:
                 tracked = (None, None)
             return functional.batch_norm(input, *tracked, self.weight, self.bias, uses_batch, factor, self.eps)
-        share = batch.active_share(in_backward=current_graph_task_id() != -1)
-        is_filler = share is not None and share.local_samples == 0
-        moments = _gather_moments(input.detach(), not is_filler, group)
+        rows = _rows_of(input)
+        moments = _gather_moments(input.detach(), rows.count, group)
         if self.track_running_stats and self.running_mean is not None and not moments.is_empty:
             assert self.running_var is not None
             unbiased = moments.variance * (moments.count / (moments.count - 1))
             self.running_mean.mul_(1 - factor).add_(moments.mean.to(self.running_mean.dtype), alpha=factor)
             self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, moments, not is_filler, self.eps, group
+            input, self.weight, self.bias, moments, rows, self.eps, group
         )
         return output
 
@@ -222,6 +228,64 @@ def _record_call(layer: nn.Module, input: Proxy) -> Tensor:
 
 
 @dataclass(frozen=True)
+class _Rows:
+    """How what this rank has handed to a layer counts.
+
+    Attributes:
+        count: no filler: they are part of the statistics.
+        forward: the engine's forward pass that the layer is in, or else that its input comes from; None for neither.
+        is_inside: the layer is in that forward pass.
+    """
+
+    count: bool
+    forward: ForwardPass | None
+    is_inside: bool = False
+
+    def weight_to_come(self) -> float:
+        """What the gradient that comes now has yet to be multiplied by; see [Note: gradients of a rank].
+
+        Collective where the forward pass does not know its weight yet.
+        """
+        if self.forward is None or (self.is_inside and self.forward.has_weighted):
+            return 1.0
+        self.forward.settle()
+        return self.forward.feed.weight
+
+
+def _rows_of(values: Tensor) -> _Rows:
+    """How the rows of a layer's input count. Collective where a forward pass that they come from has to ask.
+
+    Raises:
+        InputError: they come from forward passes of which this rank holds different shares; or the layer is in no
+            engine, and the loop may be at a filler or not.
+    """
+    share = batch.active_share(in_backward=current_graph_task_id() != -1)
+    around = cast("ForwardPass | None", batch.active_forward())
+    if share is not None or around is not None:
+        return _Rows(share is None or share.local_samples > 0, around, is_inside=True)
+    forwards = cast("list[ForwardPass]", batch.find_marks(values) if batch.marks_tell_shares() else [])
+    for forward in forwards:
+        forward.settle()
+    if len({forward.feed.weight for forward in forwards}) > 1:
+        raise InputError(
+            "SyncBatchNorm: its input comes from forward passes on two batches, of which this rank holds different "
+            "shares. Call the network that contains it on each of them"
+        )
+    if forwards:
+        return _Rows(not forwards[0].is_filler, forwards[0])
+    tag = batch.find_tag(values)
+    found = [tag.share] if tag is not None else batch.in_hand(lambda iteration: iteration.num_batches - 1)
+    fillers = [share for share in found if share.local_samples == 0]
+    if fillers and len(fillers) < len(found):
+        raise InputError(
+            "SyncBatchNorm: cannot tell whether this rank's rows are a filler, which must not count: the loop fetches "
+            "batches ahead, or has several loaders at work. Wrap the network by lockstep.DistributedDataParallel, or "
+            "pass drop_last=True to the loaders"
+        )
+    return _Rows(not fillers, None)
+
+
+@dataclass(frozen=True)
 class _Moments:
     """Of the values of all ranks, each channel's.
 
@@ -289,15 +353,15 @@ class _Normalize(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         moments: _Moments,
-        counts: bool,
+        rows: _Rows,
         eps: float,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        """Local. `counts`: whether `values` are part of the moments."""
+        """Local. `rows`: how `values` count in the moments."""
         dtype = _statistics_dtype(values)
         mean, variance = moments.mean.to(dtype), (moments.variance + eps).to(dtype)
         ctx.save_for_backward(values, weight, mean, variance, moments.count)
-        ctx.group, ctx.counts = group, counts
+        ctx.group, ctx.rows = group, rows
         ctx.bias_dtype = None if bias is None else bias.dtype
         scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
         # The operator itself: `functional.batch_norm` of torch 2.11 refuses an eps of 0; here it is in the variance.
@@ -317,11 +381,13 @@ class _Normalize(torch.autograd.Function):
         of_bias = sums[0].to(ctx.bias_dtype, copy=True) if needs_bias else None
         of_input = None
         if needs_input:
+            weight_to_come = ctx.rows.weight_to_come()
+            sums = sums * weight_to_come if weight_to_come else torch.zeros_like(sums)  # a filler's may be infinite
             dist.all_reduce(sums, group=ctx.group)
             factor = scale * variance.rsqrt()
             of_input = _like_channels(factor, values) * gradient
-            if ctx.counts:  # It moved mean and variance as well.
-                means = (sums / count.clamp(min=1)).to(mean.dtype)
+            if ctx.rows.count and weight_to_come:  # It moved mean and variance as well.
+                means = (sums / (count.clamp(min=1) * weight_to_come)).to(mean.dtype)
                 centred = values - _like_channels(mean, values)
                 through_variance = _like_channels(factor * variance.rsqrt() * means[1], values)
                 of_input.sub_(_like_channels(factor * means[0], values)).sub_(centred.mul_(through_variance))
@@ -338,8 +404,9 @@ def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, varianc
     """Sums over this rank, (2, C): of the gradient, and of the gradient times the normalized values."""
     if not values.numel():
         return mean.new_zeros(2, len(mean))
-    # As if mean and variance were constants: one pass of the kernel that evaluation mode uses.
+    # As if mean and variance were constants: one pass of the kernel that evaluation mode uses. CPUs take them as the
+    # running statistics of that mode, CUDA as saved ones, which it asserts to be there.
     _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
-        gradient, values, scale, mean, variance, None, None, False, 0.0, [False, True, True]
+        gradient, values, scale, mean, variance, mean, variance.rsqrt(), False, 0.0, [False, True, True]
     )
     return torch.stack([of_shift, of_scale]).to(mean.dtype)

@@ -288,7 +288,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             InputError: how many samples it holds cannot be told from its inputs.
         """
         forward, inputs, kwargs = self._enter(inputs, kwargs)
-        with profiler_range("lockstep.DistributedDataParallel.forward"), batch.active(forward.feed.share):
+        with profiler_range("lockstep.DistributedDataParallel.forward"), batch.active(forward.feed.share, forward):
             try:
                 output = self.module(*inputs, **kwargs)
             except ValueError as error:

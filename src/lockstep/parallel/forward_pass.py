@@ -98,6 +98,11 @@ class ForwardPass:
         """Whether nothing that this rank computes counts."""
         return self.feed.question is None and self.feed.weight == 0.0
 
+    @property
+    def has_weighted(self) -> bool:
+        """Whether the backward pass under way has come by the outputs, where gradients get their weight."""
+        return self._weighted_task == current_graph_task_id()
+
     def settle(self) -> None:
         """Ask the other ranks for what the weight depends on, if that was not done. Collective.
 
@@ -158,9 +163,8 @@ class ForwardPass:
         return entered
 
     def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        is_weighted = self._weighted_task == current_graph_task_id()
         # To the inputs of a filler come zeros, which would be divided by zero.
-        return gradient / self.feed.weight if is_weighted and not self.is_filler else None
+        return gradient / self.feed.weight if self.has_weighted and not self.is_filler else None
 
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
         """The output with hooks on its tensors that require a gradient, and the graph nodes of those by number.
@@ -202,9 +206,9 @@ class ForwardPass:
             )
         if not reached(number, self):
             return self._with_way_back(number, gradient)
+        self._weighted_task = current_graph_task_id()
         if self.is_plain:
             return None
-        self._weighted_task = current_graph_task_id()
         # Not multiplied by zero: what a filler sample gives may be infinite.
         return torch.zeros_like(gradient) if self.is_filler else gradient * self.feed.weight
 

@@ -228,7 +228,7 @@ class Origin:
 
 
 def _is_nothing(total: Tensor, count: Tensor) -> Tensor:
-    """Whether a total is 0 times the mean of nothing, bool []: where they are, so that nobody waits for a GPU. Local."""
+    """Whether a total is 0 times the mean of nothing: a bool []; nobody waits for a GPU to know it. Local."""
     return (count == 0) & total.detach().isnan()
 
 
