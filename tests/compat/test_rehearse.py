@@ -200,6 +200,18 @@ def test_gpus_of_a_node_taken_for_those_of_the_job(tmp_path: Path) -> None:
     assert (done.found, done.code) == (marked("faulty_worlds.py"), 0), done.output
 
 
+def test_gpus_of_a_node_where_ranks_are_more(tmp_path: Path) -> None:
+    """The division by 2, which makes no mean of 4 ranks."""
+    done = rehearse(tmp_path, "--nproc", "4", "--gpus", "2", str(PROGRAMS / "faulty_divisor.py"))
+    assert (done.found, done.code) == (marked("faulty_divisor.py"), 0), done.output
+
+
+def test_ranks_that_two_nodes_start_for_one_group_are_judged_together(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nodes", "2", "--nproc", "2", str(PROGRAMS / "faulty_spawn_nodes.py"))
+    assert (done.found, done.code) == (marked("faulty_spawn_nodes.py"), 0), done.output
+    assert done.report["ranks"] == 4
+
+
 def test_copies_that_join_no_group(tmp_path: Path) -> None:
     done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_copies.py"))
     assert (done.found, done.code) == (marked("faulty_copies.py"), 0), done.output
@@ -222,6 +234,12 @@ def test_what_only_lockstep_lets_through(tmp_path: Path) -> None:
         or ("super().__init__(data)" in line and Sampler.__init__ is not object.__init__)
     }
     assert (done.found, done.code) == (marked("faulty_older.py") - needless, 0), done.output
+
+
+def test_what_only_lockstep_lets_through_in_ranks_that_the_script_starts(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_older_spawn.py"))
+    assert (done.found, done.code) == (marked("faulty_older_spawn.py"), 0), done.output
+    assert done.output.count("DataLoader and BatchSampler take whole floats as batch_size (faulty_older_spawn.py:") == 1
 
 
 @pytest.mark.parametrize("name", ["clean_copies.py", "clean_older.py", "clean_accelerate.py", "clean_fabric.py"])

@@ -39,7 +39,7 @@ from lockstep.commands.horovodrun_config import CONTROLLERS, read_config
 from lockstep.commands.parsing import Parser
 from lockstep.compat.horovod import __version__
 from lockstep.compat.horovod.runner import is_this_host, parse_hosts
-from lockstep.compat.legacy.choice import tell_ranks
+from lockstep.compat.legacy import choice
 from lockstep.errors import InputError, LaunchError
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.screen import say
@@ -136,6 +136,7 @@ def _make_parser() -> Parser:
     parser.add_argument("--gloo", dest="use_gloo", action="store_true", help="accepted: there is no other controller")
     parser.add_argument("--mpi", dest="use_mpi", action="store_true", help="refused; says how to use MPI")
     parser.add_argument("--jsrun", dest="use_jsrun", action="store_true", help="refused; says how to use it")
+    choice.add_arguments(parser)
     for names, num_values in _TUNING.items():
         spellings = names.split("/")
         if num_values:
@@ -202,7 +203,7 @@ def plan(chosen: argparse.Namespace, folder: str | None = None) -> LaunchConfig:
     if folder is not None:
         env.LOCKSTEP_ELASTIC_FOLDER.set(folder, variables)
     target, args, is_module = _find_target(chosen.command)
-    tell_ranks(variables, None, target, is_module, args)
+    choice.tell_ranks(variables, chosen.compat, target, is_module, args)
     restarts = 0
     if _is_elastic(chosen):
         restarts = chosen.reset_limit if chosen.reset_limit is not None else _ELASTIC_RESTARTS

@@ -28,7 +28,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, MappingProxyType, ModuleType
 
 from lockstep.compat.asking import hears_no
-from lockstep.compat.notice import print_notice
+from lockstep.compat.notice import opt_out, print_notice
 
 __all__ = ["CHOICES", "SHIMS", "ShimFinder"]
 
@@ -126,7 +126,7 @@ class _ShimLoader(Loader):
         if spec.name in SHIMS:
             print_notice(
                 f"{spec.name} is not installed here, so `import {spec.name}` finds {self._name}; "
-                "`lockstep run --no-compat` leaves it out"
+                f"{opt_out()} leaves it out"
             )
         module = importlib.import_module(self._name)
         self._own_spec = module.__spec__

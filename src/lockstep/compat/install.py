@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -24,13 +25,14 @@ from lockstep.after_import import call_after_import
 from lockstep.compat.asking import hint_for_told
 from lockstep.compat.finder import ShimFinder
 from lockstep.compat.legacy.choice import Choice, choose_here
-from lockstep.compat.legacy.needs import CHANGES, hint_for
+from lockstep.compat.legacy.needs import CHANGES, SAID_AT_USE, hint_for
 from lockstep.compat.notice import print_notice
 from lockstep.log import get_logger
 
 __all__ = ["explain", "install"]
 
 _given: list[Choice] = []
+_said: set[str] = set()
 
 
 def install(choice: Choice | None = None) -> None:
@@ -60,12 +62,23 @@ def _change_torch() -> None:
     if not choice.changes:
         return
     try:
-        done = importlib.import_module("lockstep.compat.legacy").install(choice.changes)
+        patches = importlib.import_module("lockstep.compat.legacy.patches")
+        done = patches.install(choice.changes)
+        patches.listeners.append(_say_at_use)
     except Exception as error:  # A torch of tomorrow, which must be importable all the same.
         get_logger(__name__).warning("torch cannot be changed for old scripts: %r", error)
     else:
-        if done:
-            print_notice(choice.sentence(done))
+        if sentence := choice.sentence(done):
+            print_notice(sentence)
+
+
+def _say_at_use(change: str, _: str) -> None:
+    if change not in _said and change in SAID_AT_USE:
+        _said.add(change)
+        callsite = importlib.import_module("lockstep.comm.callsite")  # of torch's world, which is not there earlier
+        file, line, _ = callsite.call_site()
+        if sentence := _choice().sentence_at_use(change, f"{os.path.basename(file)}:{line}"):
+            print_notice(sentence, in_first_child=True)
 
 
 def explain(error: BaseException) -> None:

@@ -7,14 +7,25 @@ from typing import Any
 
 from lockstep import env
 
-__all__ = ["print_notice"]
+__all__ = ["opt_out", "print_notice"]
 
 
-def print_notice(text: str) -> None:
-    """Print a line on stderr: on rank 0 of the first attempt, and not in processes that it has spawned. Local."""
+def opt_out() -> str:
+    """What keeps the shims out, as this process was started: an option of our launchers, else a variable. Local."""
+    return "--no-compat" if env.LOCKSTEP_RENDEZVOUS.get() is not None else "LOCKSTEP_COMPAT=0"
+
+
+def print_notice(text: str, *, in_first_child: bool = False) -> None:
+    """Print a line on stderr: on rank 0 of the first attempt, and not in processes that it has spawned. Local.
+
+    Args:
+        text: the line.
+        in_first_child: print it in the first process that each has spawned, too; for what its parent does not see.
+    """
     is_first = env.RANK.get() in (None, 0) and env.TORCHELASTIC_RESTART_COUNT.get() in (None, 0)
     # Not imported for this: it would take what is the main module now for that of the script.
-    if is_first and not _is_spawned(sys.modules.get("multiprocessing.process")):
+    processes = sys.modules.get("multiprocessing.process")
+    if is_first and (not _is_spawned(processes) or (in_first_child and _is_first_child(processes))):
         print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
@@ -23,3 +34,7 @@ def _is_spawned(processes: Any) -> bool:
     if processes is None:
         return False
     return processes.parent_process() is not None or getattr(processes.current_process(), "_inheriting", False)
+
+
+def _is_first_child(processes: Any) -> bool:
+    return str(processes.current_process().name).endswith("-1")  # SpawnProcess-1; a child of a child is …-1:1

@@ -16,6 +16,8 @@ def _old(name: str, use: Use, why: str) -> NameRecord:
 
 RECORDS = (
     _old("torch.Tensor.eq", Use.PATCH, "2-d results lie in memory row by row, so that view(-1) takes them"),
+    NameRecord("torch.full", Use.PATCH, "of a whole number gives floats, as until torch 1.5", _OLD, "with --compat"),
+    _old("torch.serialization.load", Use.PATCH, "takes argparse.Namespace and numpy's numbers, which run no code"),
     _old("torch.utils.data.DataLoader.__init__", Use.PATCH, "batch_size=64.0 is 64"),
     _old("torch.utils.data.BatchSampler.__init__", Use.PATCH, "batch_size=64.0 is 64"),
     _old("torch.utils.data.Sampler.__init__", Use.PATCH, "takes data_source and ignores it, as it did"),

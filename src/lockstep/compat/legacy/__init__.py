@@ -27,6 +27,8 @@ what old scripts use                               here        how
 `pred.t().eq(target)[:k].view(-1)`                 supported   2-d results of `Tensor.eq` lie in memory as until torch
                                                                1.6, so that `view` takes them
 `StepLR(…, verbose=True)` and other schedulers     different   taken, and nothing is printed
+`torch.full((n,), 1)`                              supported   floats, with `--compat` alone, and in the script's own
+                                                               code alone: today's code gets whole numbers on purpose
 `torch._six`, `torch.cuda.comm`                    supported   the names that they had
 `python -m torch.distributed.launch`               supported   `lockstep launch`, in every spelling it ever had
 `--local_rank` or `--local-rank`                   supported   passed as the script declares it; `spelling.py`
@@ -37,8 +39,9 @@ what old scripts use                               here        how
 `dist.get_rank()` before `init_process_group`      refused     torch raises, as it always did
 `loss.data[0]`                                     refused     a scalar has no entry 0 since torch 0.5: `loss.item()`
 `tensor.cuda(async=True)`                          refused     a keyword of Python since 3.7: `non_blocking=True`
-`torch.load` of `args` and numpy numbers           supported   `argparse.Namespace` and numpy's arrays and numbers are
-                                                               declared safe: reading them runs no code
+`torch.load` of `args` and numpy numbers           supported   where torch refuses a file for `argparse.Namespace` or
+                                                               numpy's arrays and numbers alone: reading them runs no
+                                                               code
 `torch.load` of other pickled classes              refused     it would run code of the file; `weights_only=False` if
                                                                you trust it
 `group=0`                                          refused     an error since torch 1.0: leave it out
@@ -49,7 +52,7 @@ Importing this imports no torch.
 
 General layout, from the bottom up:
 
-* `sources`: reads a script and its modules; `checkpoints`: finds loads that need classes declared safe.
+* `sources`: reads a script and its modules.
 * `signs`: what one file needs; `needs`: what the whole script needs; `spelling`: how it spells `--local_rank`.
 * `choice`: decides which changes a rank makes, or takes the launcher's decision.
 * `multigpu`: the `*_multigpu` functions; `patches`: changes torch.

@@ -15,7 +15,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep import env
-from lockstep.compat.legacy.needs import CHANGES, find_needs
+from lockstep.compat.legacy.needs import CHANGES, SAID_AT_USE, find_needs
+from lockstep.compat.notice import opt_out
 from lockstep.errors import SetupError
 
 __all__ = ["Choice", "add_arguments", "choose", "choose_here", "tell_ranks"]
@@ -56,15 +57,27 @@ class Choice:
         raise ValueError("expected an object with script and changes")
 
     def sentence(self, done: Sequence[str]) -> str:
-        """What has been done, and how to have torch left alone.
+        """What has been done, and how to have torch left alone; empty if nothing is to be said yet.
 
         Args:
             done: the changes that have been made.
         """
         if self.is_asked:
             return f"torch is changed for old scripts, as --compat asks: {', '.join(CHANGES[name] for name in done)}"
-        made = ", ".join(f"{CHANGES[name]} ({self.changes[name]})" for name in done)
-        return f"{self.script} is written for an older torch: {made}; --no-compat leaves torch alone"
+        return self._say([f"{CHANGES[name]} ({self.changes[name]})" for name in done if name not in SAID_AT_USE])
+
+    def sentence_at_use(self, change: str, site: str) -> str:
+        """What torch would have turned away just now; empty if all has been said at the beginning.
+
+        Args:
+            change: one of `needs.SAID_AT_USE`.
+            site: the line of the call.
+        """
+        return "" if self.is_asked else self._say([f"{CHANGES[change]} ({site})"])
+
+    def _say(self, changes: list[str]) -> str:
+        made = f"{self.script} is written for an older torch: {', '.join(changes)}; {opt_out()} leaves torch alone"
+        return made if changes else ""
 
 
 def choose(target: str, is_module: bool = False, words: Sequence[str] = ()) -> Choice:

@@ -12,8 +12,11 @@ import functools
 import inspect
 import math
 import os
+import pickle
 import queue
-from collections.abc import Callable, Iterable, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,9 +30,10 @@ from torch.utils.data import Sampler
 from lockstep.compat.legacy import multigpu
 from lockstep.compat.legacy.needs import CHANGES
 from lockstep.errors import DataError, InputError
+from lockstep.frames import is_internal_file, is_library_file, library_folders
 from lockstep.torch_private.patching import add, add_module, patch, wrap
 
-__all__ = ["install", "installed", "listeners"]
+__all__ = ["install", "listeners", "on_install"]
 
 _C10D = "torch.distributed.distributed_c10d"
 _NOT_GIVEN = object()
@@ -37,8 +41,10 @@ _DOC = f"What torch had under this name, added by {__name__}."
 
 _installed: set[str] = set()
 
-listeners: list[Callable[[str], None]] = []
-"""Called with a name of `needs.CHANGES` whenever a call is about to be let through that torch would turn away."""
+listeners: list[Callable[[str, str], None]] = []
+"""Called with a name of `needs.CHANGES` and what it was about, when a call is let through that torch turns away."""
+
+_watchers: list[Callable[[list[str]], None]] = []
 
 
 def install(changes: Iterable[str] | None = None) -> list[str]:
@@ -59,17 +65,21 @@ def install(changes: Iterable[str] | None = None) -> list[str]:
         raise InputError(f"no such change for old scripts: {', '.join(unknown)}; there are {', '.join(_CHANGES)}")
     new = [name for name in wanted if name not in _installed]
     _installed.update(new)
-    return [name for name in new if _CHANGES[name]()]
+    done = [name for name in new if _CHANGES[name]()]
+    for watcher in _watchers:
+        watcher(new)
+    return done
 
 
-def installed() -> frozenset[str]:
-    """The changes that have been asked for in this process so far. Local."""
-    return frozenset(_installed)
+def on_install(watcher: Callable[[list[str]], None]) -> None:
+    """Call `watcher` with the changes that have been asked for so far, and with any that follow. Local."""
+    watcher(list(_installed))
+    _watchers.append(watcher)
 
 
-def _tell(change: str) -> None:
+def _tell(change: str, detail: str = "") -> None:
     for listener in listeners:
-        listener(change)
+        listener(change, detail)
 
 
 # ---- missing names ---------------------------------------------------------------------------------
@@ -139,8 +149,8 @@ def _add_dist_backend() -> bool:
     return add("torch.distributed._backend", _BackendOfWorld())
 
 
-def _trust_plain_data() -> bool:
-    """Let `torch.load` take what checkpoints of old hold beside tensors, and what runs no code when it is read."""
+def _plain_data() -> list[Any]:
+    """What checkpoints of old hold beside tensors, and what runs no code when it is read."""
     trusted: list[Any] = [argparse.Namespace]
     try:
         import numpy
@@ -153,8 +163,7 @@ def _trust_plain_data() -> bool:
         for function, name in ((rebuild_number, "scalar"), (rebuild_array, "_reconstruct")):
             # Files name the module that had them when they were written: another one since numpy 2.
             trusted += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
-    torch.serialization.add_safe_globals(trusted)
-    return True
+    return trusted
 
 
 # ---- calls that torch turns away -------------------------------------------------------------------
@@ -211,6 +220,28 @@ def _whole_path(init_method: str | None) -> str | None:
     return f"file://{os.path.abspath(parts.netloc)}" + (f"?{parts.query}" if parts.query else "")
 
 
+def _take_plain_data(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.load`, which reads tensors and plain values alone since torch 2.6 unless told otherwise."""
+
+    def load(f: Any, *args: Any, **options: Any) -> Any:
+        start = f.tell() if hasattr(f, "tell") else None
+        try:
+            return original(f, *args, **options)
+        except pickle.UnpicklingError as error:
+            if options.get("weights_only") is not None:
+                raise
+            refused = str(error)
+        if start is not None:
+            f.seek(start)
+        with torch.serialization.safe_globals(_plain_data()):
+            result = original(f, *args, **options)
+        named = re.search(r"GLOBAL (\S+)", refused)
+        _tell("load", named[1] if named is not None else "other classes")
+        return result
+
+    return load
+
+
 def _take_whole_floats(original: Callable[..., None]) -> Callable[..., None]:
     """The constructors of DataLoader and BatchSampler, whose second argument is `batch_size`."""
 
@@ -245,6 +276,26 @@ def _lay_out_in_order(original: Callable[..., torch.Tensor]) -> Callable[..., to
         return result
 
     return eq
+
+
+def _fill_with_floats(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.full`, whose result takes its dtype from the value since torch 1.7; for the script alone."""
+    folders = library_folders()
+
+    def full(size: Any, fill_value: Any, *args: Any, **options: Any) -> torch.Tensor:
+        is_untyped = options.get("dtype") is None and options.get("out") is None
+        if is_untyped and isinstance(fill_value, int) and not _called_by_library(folders):
+            options["dtype"] = torch.get_default_dtype()
+            _tell("full")
+        return original(size, fill_value, *args, **options)
+
+    return full
+
+
+def _called_by_library(folders: Sequence[str]) -> bool:
+    """Whether what calls the caller of this is no code of the user's."""
+    file = sys._getframe(2).f_code.co_filename
+    return is_internal_file(file) or is_library_file(file, folders)
 
 
 def _accept_verbose(name: str, scheduler: type) -> bool:
@@ -285,6 +336,7 @@ _CHANGES: Mapping[str, Callable[[], bool]] = MappingProxyType(
         "sampler": _let_data_through,
         "eq": functools.partial(wrap, "torch.Tensor.eq", _lay_out_in_order),
         "verbose": _let_verbose_through,
-        "load": _trust_plain_data,
+        "full": functools.partial(wrap, "torch.full", _fill_with_floats),
+        "load": functools.partial(wrap, "torch.serialization.load", _take_plain_data, "torch"),
     }
 )

@@ -1,7 +1,9 @@
 """What the syntax tree of one file says about the release of torch that it was written for.
 
-A sign is taken only where today's torch would turn the call away or lack the name: `batch_size=args.batch_size / n`,
-and not `int(args.batch_size / n)`; an import of `torch._six`, and not one whose ImportError the file catches.
+A sign is taken only where today's torch may turn the call away or lacks the name: `batch_size=args.batch_size / n`,
+and not `int(args.batch_size / n)`; an import of `torch._six`, and not one whose ImportError the file catches. No text
+shows what a call gets, such as the place in `"file://{}".format(place)` or what a checkpoint holds: the user is told of
+those changes when a call has come that torch turns away (`needs.SAID_AT_USE`).
 """
 
 from __future__ import annotations
@@ -11,10 +13,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lockstep.compat.legacy.checkpoints import loads_of_objects
 from lockstep.compat.legacy.sources import docstrings, dotted_name, keyword_of, name_of
 
-__all__ = ["OLD_FILE_URL", "Signs", "signs_in"]
+__all__ = ["OLD_FILE_URL", "Signs", "has_untyped_full", "signs_in"]
 
 OLD_FILE_URL = re.compile(r"file://[^/?]+(\?.*)?")
 """A place to meet that names no folder."""
@@ -74,7 +75,7 @@ def signs_in(tree: ast.Module) -> Signs:
         _samplers_with_data,
         _views_of_eq,
         _verbose_schedulers,
-        loads_of_objects,
+        _bare_loads,
     )
     needs = tuple(found for finder in finders for found in finder(nodes, calls))
     return Signs(needs, any(name_of(call.func) == "init_process_group" for call in calls))
@@ -214,6 +215,20 @@ def _is_float(node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "float"
     return isinstance(node, ast.Constant) and isinstance(node.value, float)
+
+
+def _bare_loads(_: list[ast.AST], calls: list[ast.Call]) -> _Found:
+    for call in calls:
+        if dotted_name(call.func) == "torch.load" and keyword_of(call, "weights_only") is None:
+            yield "load", call.lineno
+
+
+def has_untyped_full(tree: ast.Module) -> bool:
+    """Whether a file calls `torch.full` so that the value alone decides whether the result is of floats. Pure."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and dotted_name(node.func) == "torch.full"]
+    untyped = [call for call in calls if keyword_of(call, "dtype") is None and keyword_of(call, "out") is None]
+    fills = [call.args[1] if len(call.args) > 1 else keyword_of(call, "fill_value") for call in untyped]
+    return any(fill is not None and not _is_float(fill) for fill in fills)
 
 
 def _samplers_with_data(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:

@@ -45,8 +45,9 @@ class Process:
         world_size: of that group, else 1.
         joined: whether it was in a group.
         finished: the script came to its end there.
-        family: the same for processes that were started together, by one call of `mp.spawn`; empty for those that
-            the rehearsal itself has started.
+        family: the same for processes that were started together, by one call of `mp.spawn`, or by one on each node
+            and joined one group; empty for those that the rehearsal itself has started.
+        starter: pid of the process that spawned it; 0 if the rehearsal itself has started it.
         pid: its number.
         events: what it saw, in the order of time.
     """
@@ -58,6 +59,7 @@ class Process:
     pid: int
     events: tuple[TraceEvent, ...]
     family: str = ""
+    starter: int = 0
 
     def of(self, kind: str) -> Iterator[TraceEvent]:
         """Its events of one kind."""
@@ -128,7 +130,7 @@ def _load(path: Path) -> Process:
         for one in raw["events"]
     )
     who = (raw["rank"], raw["world_size"], raw["joined"], raw["finished"], raw["pid"])
-    return Process(*who, events, raw["family"])
+    return Process(*who, events, raw["family"], raw["starter"])
 
 
 def _load_or_say(path: Path) -> Process | str:

@@ -25,14 +25,15 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def join_rehearsal(family: str) -> None:
+def join_rehearsal(family: str, starter: int) -> None:
     """In a spawned process, before anything else: become part of the rehearsal.
 
     Args:
         family: of the processes that were spawned together; see [Note: families] in `spawning.py`.
+        starter: pid of the process that spawns them.
     """
     rank.install()
     from lockstep.tools.rehearse.watch.recorder import recorder
 
-    recorder.family = family
+    recorder.family, recorder.starter = family, starter
     wrap(process.BaseProcess, "run", _run)

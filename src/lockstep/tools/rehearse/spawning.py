@@ -4,7 +4,8 @@ A process that multiprocessing spawns imports the script again before it is told
 before multiprocessing's own code runs, so its command line gets a line in front: a call of `spawned.join_rehearsal`.
 
 [Note: families] A script may start ranks several times, one after the other. Those of one `mp.spawn` are a family, and
-are judged by themselves: rank 0 of the first has nothing to do with rank 1 of the second.
+are judged by themselves: rank 0 of the first has nothing to do with rank 1 of the second. Where the `mp.spawn` of each
+node gives its ranks to one group, they are one family: when they join it, all take the name that rank 0 has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lockstep.tools.rehearse.patching import wrap
 
 __all__ = ["install"]
 
-_FIRST = "from lockstep.tools.rehearse.spawned import join_rehearsal; join_rehearsal({family!r}); "
+_FIRST = "from lockstep.tools.rehearse.spawned import join_rehearsal; join_rehearsal({family!r}, {starter}); "
 # How often this process has called `mp.spawn`.
 _starts = itertools.count(1)
 _family = ""
@@ -31,7 +32,7 @@ def _command_line(original: Callable[..., Any]) -> Callable[..., Any]:
         if "-c" in words:
             code = words.index("-c") + 1
             if "spawn_main" in words[code]:
-                words[code] = _FIRST.format(family=_family) + words[code]
+                words[code] = _FIRST.format(family=_family, starter=os.getpid()) + words[code]
         return words
 
     return get_command_line

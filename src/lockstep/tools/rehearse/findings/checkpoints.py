@@ -34,11 +34,10 @@ def _copy_of(job: RehearsedJob, process: Process) -> str:
 
     One of several is that of a parent who has started ranks for itself, or of a process in a job without any group.
     """
-    if process.family:
-        ranks = {one.rank for one in job.processes if one.family == process.family and one.joined}
-        return "" if len(ranks) < process.world_size else process.family.partition("-")[0]
-    if any(one.family.partition("-")[0] == str(process.pid) for one in job.processes):
-        return str(process.pid)
+    own = process.family or next((one.family for one in job.processes if one.starter == process.pid), "")
+    if own:
+        starters = {one.starter for one in job.processes if one.family == own}
+        return "" if len(starters) > 1 else own
     return "" if any(one.joined for one in job.processes) else f"rank {process.rank}"
 
 

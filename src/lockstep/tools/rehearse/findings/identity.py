@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,20 +23,26 @@ _MAX_NAMES = 4  # one assigned to the next
 _DEVICE_SETTERS = ("set_device", "set_device_index", "set_device_idx")
 
 
-def _global_source(value: ast.expr | None) -> str:
-    """How an expression gets a global rank, and does nothing else with it; empty if it does not."""
+def _global_source(value: ast.expr | None, file: str) -> str:
+    """How an expression in a file gets a global rank, and does nothing else with it; empty if it does not."""
     if isinstance(value, ast.Subscript):
-        return _global_variable(value.slice) if ast.unparse(value.value).endswith("environ") else ""
+        return _global_variable(value.slice) if _is_environment(ast.unparse(value.value), file) else ""
     if not isinstance(value, ast.Call):
         return ""
     name = ast.unparse(value.func)
     if name in _CONVERSIONS and len(value.args) == 1:
-        return _global_source(value.args[0])
+        return _global_source(value.args[0], file)
     if name.endswith(("dist.get_rank", "distributed.get_rank")) or name in ("get_rank", "hvd.rank"):
         return f"{name}()" if not value.args and not value.keywords else ""
     if name.endswith(("environ.get", "getenv")) and value.args:
         return _global_variable(value.args[0])
     return ""
+
+
+def _is_environment(name: str, file: str) -> bool:
+    """Whether it is the environment, or a dict that is made of it wherever the file assigns it."""
+    made_of = [each is not None and "os.environ" in ast.unparse(each) for each in assigned_values(file, name)]
+    return name.endswith("environ") or (bool(made_of) and all(made_of))
 
 
 def _global_variable(name: ast.expr) -> str:
@@ -62,7 +69,7 @@ def _named_local(job: RehearsedJob) -> Iterator[Finding]:
         if _numbers_tasks(job, process):
             continue
         for name, value in assignments_at(site.file, site.line):
-            is_taken = _LOCAL_NAME.search(name) and _global_source(value) == event.data["name"]
+            is_taken = _LOCAL_NAME.search(name) and _global_source(value, site.file) == event.data["name"]
             if is_taken and not is_factor(site.file, name):
                 what = f"{name} is taken from {event.data['name']}, which numbers the processes of all nodes"
                 yield Finding("local-rank-from-global-rank", event.sites[:1], what)
@@ -85,7 +92,7 @@ def _chosen_device(job: RehearsedJob) -> Iterator[Finding]:
             continue
         arguments = [argument_at(site.file, site.line, name, "device", 0) for name in _DEVICE_SETTERS]
         argument = next((each for each in arguments if each is not None), None)
-        source = _resolve(site.file, argument, _global_source)
+        source = _resolve(site.file, argument, functools.partial(_global_source, file=site.file))
         if source and not (source in _GLOBAL and _numbers_tasks(job, process)):
             what = f"the device is chosen by {source}, which numbers the processes of all nodes"
             yield Finding("local-rank-from-global-rank", event.sites[:1], what)
@@ -107,9 +114,13 @@ def _count_source(value: ast.expr | None) -> str:
 
 
 def _counted_world(job: RehearsedJob) -> Iterator[Finding]:
-    """The number of a node's devices stands where that of ranks belongs, in a job that has a rank per process."""
+    """The number of a node's devices stands where that of ranks belongs.
+
+    That is so wherever ranks are more than a node's devices, and would be on two nodes where the launcher starts them.
+    """
     for process in job.processes:
-        if not job.is_launched(process):
+        is_more = process.joined and process.world_size > job.settings.devices
+        if not is_more and not job.is_launched(process):
             continue
         for site, name, value in _world_sizes(process):
             source = _resolve(site.file, value, _count_source)

@@ -5,7 +5,7 @@ Notes
 * `reduced`: per line that reduces: `instances`, `reads` (of them, whose value anything has looked at), `root` (the rank
   that gets it; None for all), and `means`, one for each call whose result was divided by the number of ranks:
   [number of the call, samples in this rank's batch, samples of the pass so far, whether the pass had ended]; and
-  `divided_at`, the lines that divided;
+  `divided_at`, the lines that divided, by that or another number;
 * `burst`: several reductions of single numbers in a row, none of them looked at before the next: `reductions`,
   `barrier`, `times`.
 
@@ -36,8 +36,10 @@ from lockstep.tools.rehearse.watch.recorder import recorder
 __all__ = ["Reduced", "install", "saw_reduction"]
 
 _TAG = "_lockstep_reduced"
+_FAMILY = "lockstep-rehearsal-family"
 _MAX_CALLS = 20_000
 _MAX_INSTANCES = 500
+_MAX_DIVISIONS = 50
 _MAX_SCALARS = 4  # a loss, a sum and a count: what one thinks of as numbers rather than data
 _MAX_METRICS = 16  # more than that may be data, whose use lies outside of the run: parameters, a benchmark's load
 
@@ -58,7 +60,7 @@ class Reduced:
         instances: of them, those whose value should matter to somebody.
         reads: how many of the results anything has looked at.
         means: of those divided by the number of ranks; see `reduced` in the module's docstring.
-        divided_at: the lines that divided them.
+        divided_at: the lines that divided them by anything.
     """
 
     def __init__(self, sites: tuple[Site, ...], root: int | None) -> None:
@@ -88,11 +90,14 @@ class _Tag:
 
     def divide(self, factor: float, *, by: bool) -> None:
         wanted = self.world_size if by else 1 / self.world_size
-        if not self.is_mean and self.world_size > 1 and abs(factor - wanted) < 1e-9:
+        if self.is_mean or self.world_size == 1:
+            return
+        if len(self.line.divided_at) < _MAX_DIVISIONS:
+            self.line.divided_at.update(chain(1))
+        if abs(factor - wanted) < 1e-9:
             self.is_mean = True
             if len(self.line.means) < _MAX_INSTANCES:
                 self.line.means.append(self.moment)
-                self.line.divided_at.update(chain(1))
 
 
 _lines: dict[tuple[tuple[Site, ...], int | None], Reduced] = {}
@@ -282,9 +287,19 @@ def _join(original: Callable[..., Any]) -> Callable[..., Any]:
         recorder.note("init", chain(), world_size=str(given.get("world_size", "")), rank=str(given.get("rank", "")))
         result = original(*args, **kwargs)
         recorder.rank, recorder.world_size, recorder.joined = dist.get_rank(), dist.get_world_size(), True
+        _agree_on_family()
         return result
 
     return init_process_group
+
+
+def _agree_on_family() -> None:
+    """Ranks that several processes have spawned for one group, one on each node, are one family: that of rank 0."""
+    store = distributed_c10d._get_default_store()
+    if store is not None and recorder.rank == 0:  # MPI's groups have none.
+        store.set(_FAMILY, recorder.family)
+    elif store is not None and recorder.family:
+        recorder.family = store.get(_FAMILY).decode() or recorder.family
 
 
 def _finish() -> None:

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lockstep.tools.rehearse.patching import replace, wrap
 from lockstep.tools.rehearse.sites import chain, is_own
 from lockstep.tools.rehearse.watch.recorder import recorder
 
-__all__ = ["install", "on_load"]
+__all__ = ["install"]
 
 _PREFIX = "module."
 _MAX_DEPTH = 3
@@ -32,12 +32,6 @@ _MAX_DEPTH = 3
 _LOCAL_FOLDER = re.compile(r"/(tmp|var/tmp|dev|run|local\w*|scratch\w*|ssd\w*|nvme\w*)/")
 
 _restored: list[int] = []
-_listeners: list[Callable[[Any, Mapping[str, Any]], None]] = []
-
-
-def on_load(listener: Callable[[Any, Mapping[str, Any]], None]) -> None:
-    """Call `listener` with the file and the keyword arguments of every load that went well, of the user's own."""
-    _listeners.append(listener)
 
 
 def _path_of(target: Any) -> str | None:
@@ -108,8 +102,6 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
                 foreign=sorted({index for index in _restored if index != devices.current}),
                 own=devices.current,
             )
-        for listener in _listeners:
-            listener(f, kwargs)
         return result
 
     return load

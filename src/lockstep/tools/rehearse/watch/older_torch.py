@@ -5,9 +5,8 @@ Notes `older`: `change`, a name of `compat.legacy.needs.CHANGES`, and `error`, w
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from lockstep.compat.legacy import multigpu, patches
 from lockstep.tools.rehearse.devices.marks import storage_of
 from lockstep.tools.rehearse.patching import replace, wrap
 from lockstep.tools.rehearse.sites import chain, is_own
-from lockstep.tools.rehearse.watch import files
 from lockstep.tools.rehearse.watch.recorder import recorder
 
 __all__ = ["install"]
@@ -34,6 +32,7 @@ _ERRORS = {
     "reduce_op": "torch.distributed has no reduce_op",
     "dist_backend": "torch.distributed has no dist_backend and no _backend",
     "eq": "the result of Tensor.eq lies in memory as its operands do since torch 1.7: {name}",
+    "full": "torch.full of a whole number gives whole numbers since torch 1.7",
     "load": "torch.load reads tensors and plain values alone: the file holds {name}",
 }
 
@@ -86,8 +85,8 @@ def _noting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return make
 
 
-def _watch_names(changes: frozenset[str]) -> None:
-    for name in changes.intersection(_MODULES):
+def _watch_names(changes: Iterable[str]) -> None:
+    for name in set(_MODULES).intersection(changes):
         module = sys.modules.get(name)
         if type(module) is ModuleType and (module.__doc__ or "").endswith(f"added by {patches.__name__}."):
             module.__class__ = _Module
@@ -129,47 +128,14 @@ def _check_view(original: Callable[..., Any]) -> Callable[..., Any]:
     return view
 
 
-# ---- what files hold ---------------------------------------------------------------------------------
-
-
-def _check_files() -> None:
-    known = frozenset(torch.serialization.get_safe_globals())
-
-    def check(file: Any, options: Mapping[str, Any]) -> None:
-        if options.get("weights_only") is not False and isinstance(file, str | os.PathLike):
-            others = _names_beyond_torch(os.fspath(file), known)
-            if others:
-                _note("load", ", ".join(sorted(others)))
-
-    files.on_load(check)
-
-
-def _names_beyond_torch(path: str, known: frozenset[Any]) -> list[str]:
-    """Classes in a file that torch would refuse if nothing but the script itself had declared any safe.
-
-    Args:
-        path: path of a checkpoint.
-        known: what had been declared before the script began.
-    """
-    declared = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([one for one in declared if one not in known])
-    try:
-        return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except (ValueError, RuntimeError, OSError):  # torch's old format, which it does not look into
-        return []
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(declared)
-
-
-def install() -> None:
-    """Watch what Lockstep has changed for an old script in this process; nothing for any other."""
-    changes = patches.installed()
-    patches.listeners.append(_note)
+def _watch(changes: list[str]) -> None:
     _watch_names(changes)
     if "eq" in changes:
         wrap(torch.Tensor, "eq", _remember_layout)
         wrap(torch.Tensor, "view", _check_view)
-    if "load" in changes:
-        _check_files()
+
+
+def install() -> None:
+    """Watch what Lockstep changes for an old script in this process; in a spawned one it will do so only later."""
+    patches.listeners.append(_note)
+    patches.on_install(_watch)

@@ -32,6 +32,7 @@ class Recorder:
         joined: whether it has joined one.
         finished: whether the script has come to its end, here.
         family: processes that were started together; see [Note: families] in `spawning.py`.
+        starter: pid of the process that spawned this one; 0 if the rehearsal itself has started it.
         finishers: called before the record is written, to note what was counted.
     """
 
@@ -41,6 +42,7 @@ class Recorder:
         self.joined = False
         self.finished = False
         self.family = ""
+        self.starter = 0
         self.finishers: list[Callable[[], None]] = []
         self._events: list[dict[str, Any]] = []
         self._lock = threading.RLock()
@@ -79,6 +81,7 @@ class Recorder:
             "joined": self.joined,
             "finished": self.finished,
             "family": self.family,
+            "starter": self.starter,
             "pid": os.getpid(),
             "events": self._events,
         }
