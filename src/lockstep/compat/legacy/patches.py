@@ -16,7 +16,7 @@ import pickle
 import queue
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -292,7 +292,7 @@ def _fill_with_floats(original: Callable[..., torch.Tensor]) -> Callable[..., to
     return full
 
 
-def _called_by_library(folders: Sequence[str]) -> bool:
+def _called_by_library(folders: tuple[str, ...]) -> bool:
     """Whether what calls the caller of this is no code of the user's."""
     file = sys._getframe(2).f_code.co_filename
     return is_internal_file(file) or is_library_file(file, folders)
