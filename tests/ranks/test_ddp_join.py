@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+import lockstep
 from ddp_checks import Heads, assert_same_on_all_ranks, backends, data, mlp
 from lockstep import DistributedDataParallel
 from lockstep.errors import CollectiveMismatch
@@ -224,6 +225,73 @@ def join_with_sharded_optimizer(divide_by_initial_world_size: bool) -> None:
             (plain(inputs).square().mean() / divisor).backward()
         reference.step()
     assert torch.allclose(flat(model), flat(plain), rtol=0, atol=1e-12)
+
+
+# How many rows ranks hold in each of their steps; the second leaves first.
+ROWS = ([3, 4, 2, 3], [1], [2, 0, 5])
+
+
+def join_with_other_numbers_of_rows(how: str, divide_by_initial_world_size: bool) -> None:
+    """Each step is that of one process on the rows of all ranks that train."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(mlp().double())
+    plain = copy.deepcopy(model.module)
+    optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    draw = torch.Generator().manual_seed(0)
+    steps = [[torch.randn(rows, 4, generator=draw, dtype=torch.float64) for rows in of_rank] for of_rank in ROWS]
+    with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+        for x in steps[rank]:
+            optimizer.zero_grad()
+            if how == "two passes":
+                with model.no_sync():
+                    model(x).square().mean().backward()
+                model(x * 2).square().mean().backward()
+            elif how == "samples":
+                with model.samples(len(x)):
+                    model(x[None]).square().mean().backward()  # one row, which is none of samples
+            else:
+                model(x).square().mean().backward()
+            optimizer.step()
+    for step in range(max(map(len, ROWS))):
+        training = [each for each in range(3) if len(ROWS[each]) > step]
+        x = torch.cat([steps[each][step] for each in training])
+        reference.zero_grad()
+        loss = plain(x).square().mean()
+        if how == "two passes":
+            loss = loss + plain(x * 2).square().mean()
+        (loss * (len(training) / world_size if divide_by_initial_world_size else 1)).backward()
+        reference.step()
+    assert_same_on_all_ranks(flat(model))
+    assert (flat(model) - flat(plain)).abs().max() <= 1e-12
+
+
+def losses_within_join() -> None:
+    """What is no mean over samples, while all train; a filler counts nothing."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(1, 1).double())
+    rows = torch.arange(3.0).double()[:, None]
+    for count in ((3, 2), (3, 0)):
+        with model.join():
+            x, weight = rows[: count[rank] or 1] + rank, torch.tensor(5.0 if rank == 0 else 0.0)
+            model.zero_grad()
+            with model.samples(count[rank]):
+                loss = lockstep.mean(model(x).sum() * 3, weight)
+            loss.backward()
+        counted = torch.cat([rows + 0, rows[: count[1]] + 1])
+        assert model.module.weight.grad is not None
+        assert (model.module.weight.grad - 3 * counted.sum() / 5).abs().max() <= 1e-12
+        expected = 3 * model.module(counted).sum() / 5
+        assert (loss - expected).abs() <= 1e-12
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+@pytest.mark.parametrize("how", ["rows", "two passes", "samples"])
+def test_other_numbers_of_rows_are_weighted(how: str, divide_by_initial_world_size: bool) -> None:
+    run_ranks(join_with_other_numbers_of_rows, 3, how, divide_by_initial_world_size)
+
+
+def test_losses_within_join() -> None:
+    run_ranks(losses_within_join, 2)
 
 
 @backends

@@ -44,7 +44,7 @@ from lockstep.parallel.checks import (
     named_tensors,
 )
 from lockstep.parallel.copying import copy_engine
-from lockstep.parallel.feeding import PLAIN, Feed, Feeding, count_samples
+from lockstep.parallel.feeding import PLAIN, Feed, Feeding, check_count, count_samples
 from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, runs_backward_to
@@ -307,7 +307,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         with_gradients = torch.is_grad_enabled()
         begin_torch_stream(with_gradients)
         self._shared.enter_pass()
-        syncing = with_gradients and self._prepare()
+        syncing = with_gradients and self._prepare((inputs, kwargs))
         feed = self._feed((inputs, kwargs), with_gradients, syncing)
         if self.device_ids is not None:
             inputs, kwargs = move_tensors((inputs, kwargs), self.device_ids[0], non_blocking=True)
@@ -338,8 +338,10 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     @untraced
     def _feed(self, inputs: Any, with_gradients: bool, syncing: bool) -> Feed:
         """What goes through the model; see `feeding.py`. Local."""
-        if with_gradients and self._world_size > 1:
-            feed = self._feeding.resolve(inputs, self.training, syncing, not join_config_of(self).enable)
+        if with_gradients and join_config_of(self).enable:
+            feed = Feed(self._joined.share.weight, self._joined.share)
+        elif with_gradients and self._world_size > 1:
+            feed = self._feeding.resolve(inputs, self.training, syncing)
         else:
             share = self._feeding.look(inputs, self.training)
             feed = PLAIN if share is None else Feed(share=share)
@@ -348,7 +350,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
 
     @contextmanager
     def samples(self, count: int) -> Iterator[None]:
-        """Say how many samples this rank's loss is the mean over, for forward passes inside. Collective.
+        """Say how many samples this rank's loss is the mean over, for forward passes inside. Collective, but in `join`.
 
         For inputs that do not tell: sequence first, lists of unequal tensors, data that is no batch of a loader. All
         ranks together hold the sum of their counts, and each weighs as much as it has of it.
@@ -360,11 +362,16 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             InputError: negative, or 0 on all ranks.
             InputTypeError: no integer.
         """
-        total = count_samples(count, self.process_group, collective_device(self.process_group, self.device))
-        with batch.hold(BatchShare(int(count), total, self._world_size)):
+        own = check_count(count)
+        if join_config_of(self).enable:  # which adds them up in the forward pass: ranks that have joined are not here
+            share = BatchShare(own, max(own, 1), 1)
+        else:
+            total = count_samples(own, self.process_group, collective_device(self.process_group, self.device))
+            share = BatchShare(own, total, self._world_size)
+        with batch.hold(share):
             yield
 
-    def _prepare(self) -> bool:
+    def _prepare(self, inputs: Any) -> bool:
         """Make ready for the forward pass. Returns whether its backward pass averages."""
         syncing = self.require_backward_grad_sync
         if syncing:
@@ -373,7 +380,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
-            syncing = self._joined.agree_on_step(trains=True, averages=syncing)
+            syncing = self._joined.agree_on_step(trains=True, averages=syncing, rows=self._feeding.count_rows(inputs))
         if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
             self._backward.forget_outputs()
             if not self._is_ready:
@@ -556,10 +563,13 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         """A context in which ranks may run out of batches at different times.
 
         A rank that leaves early goes on answering the collectives of the others with zeros. With
-        `lockstep.DataLoader` nobody needs it: every rank has the same number of batches there.
+        `lockstep.DataLoader` nobody needs it: every rank has the same number of batches there. Ranks may hold any
+        numbers of rows, which tags, `samples` or the first size of the first input say: the gradient is that of the
+        mean over the rows of the ranks that still train.
 
         Args:
-            divide_by_initial_world_size: go on dividing by all ranks; False divides by those still training.
+            divide_by_initial_world_size: go on dividing by all ranks, which makes the gradient smaller where some have
+                left, as in torch; False divides by those still training.
             enable: False turns the context off.
             throw_on_early_termination: raise on all ranks as soon as one has no more batches.
         """
@@ -587,7 +597,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
 
     def answer_step(self) -> None:
         """Take part in one step of the ranks that still train, having joined. Collective; `Join` calls it."""
-        if not self._joined.agree_on_step(trains=False, averages=False):
+        if not self._joined.agree_on_step(trains=False, averages=False, rows=0):
             return
         self._missing.join_first_step()
         self._reducer.send_zeros()

@@ -36,10 +36,10 @@ from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.parts import Parts, Slice, describe_share, slice_of
-from lockstep.parallel.rows import Sizes, show_inputs, sizes_of
+from lockstep.parallel.rows import Sizes, rows_in, show_inputs, sizes_of
 from lockstep.tree import tensors_in
 
-__all__ = ["PLAIN", "Deferred", "Feed", "Feeding", "Question", "add_up", "count_samples"]
+__all__ = ["PLAIN", "Deferred", "Feed", "Feeding", "Question", "add_up", "check_count", "count_samples"]
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,14 @@ class Deferred:
         return self.find().settled()
 
 
-def count_samples(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The sum over ranks of what each says that it holds. Collective.
+def check_count(count: Any) -> int:
+    """The number of samples that a script has said.
 
     Args:
         count: Python's, NumPy's, or a tensor of one integer.
-        group: the ranks.
-        device: where it takes small tensors from.
 
     Raises:
-        InputError: negative, or 0 on all ranks.
+        InputError: negative.
         InputTypeError: no integer.
     """
     try:
@@ -124,9 +122,24 @@ def count_samples(count: int, group: dist.ProcessGroup, device: torch.device) ->
         number = None
     if number is None:
         raise InputTypeError(f"samples({count!r}): give the number of samples on this rank, an int")
-    count = number
+    if number < 0:
+        raise InputError(f"samples({number}): give a number of at least 0, and more than 0 on some rank")
+    return number
+
+
+def count_samples(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The sum over ranks of what each says that it holds. Collective.
+
+    Args:
+        count: of this rank.
+        group: the ranks.
+        device: where it takes small tensors from.
+
+    Raises:
+        InputError: 0 on all ranks.
+    """
     total = int(add_up(count, group, device).item())
-    if count < 0 or total <= 0:
+    if not total:
         raise InputError(f"samples({count}): give a number of at least 0, and more than 0 on some rank")
     return total
 
@@ -172,7 +185,19 @@ class Feeding:
             shares[0] if len({share.local_samples for share in shares}) == 1 and _is_sure(shares[0], trains) else None
         )
 
-    def resolve(self, inputs: Any, trains: bool, syncs: bool, joins_none: bool) -> Feed:
+    def count_rows(self, inputs: Any) -> int:
+        """How many rows a forward pass within `join` holds on this rank; 1 where inputs have none. Local."""
+        held = batch.held()
+        if held is not None:
+            return held.local_samples
+        tags = _tags_of(inputs)
+        if not tags:
+            return rows_in(inputs)
+        (tensor, tag), *_ = tags
+        piece = slice_of(tensor, tag)
+        return tag.share.local_samples if piece is None or not tag.share.local_samples else piece.rows
+
+    def resolve(self, inputs: Any, trains: bool, syncs: bool) -> Feed:
         """What a forward pass with gradients holds. Local; where a size does not say it, with a question.
 
         Args:
@@ -180,14 +205,13 @@ class Feeding:
             trains: the model is in training mode.
             syncs: its backward pass averages gradients. One that does not may be made by some ranks only, unless
                 they walk a loader that splits over them.
-            joins_none: ranks do not leave at different times (`join`).
 
         Raises:
             InputError: it cannot be told, or the inputs are of several batches. In evaluation mode it is raised when
                 gradients reach parameters.
         """
         try:
-            return self._resolve(inputs, trains, syncs, joins_none)
+            return self._resolve(inputs, trains, syncs)
         except InputError as error:
             if trains:
                 raise
@@ -198,15 +222,15 @@ class Feeding:
 
         return Feed(question=Deferred(refuse))
 
-    def _resolve(self, inputs: Any, trains: bool, syncs: bool, joins_none: bool) -> Feed:
+    def _resolve(self, inputs: Any, trains: bool, syncs: bool) -> Feed:
         held = batch.held()
         if held is not None:
-            return self._of_share(held, syncs and joins_none)
+            return self._of_share(held, syncs)
         tags = _tags_of(inputs)
         if tags:
-            return self._of_tags(tags, trains, syncs, joins_none)
+            return self._of_tags(tags, trains, syncs)
         sizes = sizes_of(inputs)
-        if not (joins_none and batch.must_ask(self._rank, self._world_size)):
+        if not batch.must_ask(self._rank, self._world_size):
             feed = self._by_size(sizes, lambda: show_inputs(inputs))
             return feed if _is_sure(feed.share, trains) else Feed(question=Deferred(lambda: feed))
         shown = show_inputs(inputs)  # now: the question must not keep the inputs
@@ -262,7 +286,7 @@ class Feeding:
 
         return self._ask({share.local_samples}, follow, share)
 
-    def _of_tags(self, tags: Sequence[tuple[torch.Tensor, Tag]], trains: bool, syncs: bool, joins_none: bool) -> Feed:
+    def _of_tags(self, tags: Sequence[tuple[torch.Tensor, Tag]], trains: bool, syncs: bool) -> Feed:
         share = tags[0][1].share
         if share.evaluation and trains and self._world_size > 1:
             raise InputError(
@@ -281,14 +305,13 @@ class Feeding:
                     "Call the model on each of them, or say how many samples its loss is the mean over: "
                     "`with model.samples(n):`"
                 )
-        feed = self._of_share(share, syncs and joins_none)
+        feed = self._of_share(share, syncs)
         piece = slice_of(*tags[0])
         if piece is not None and not trains:
             return Feed(share=share, question=Deferred(lambda: self._cut(feed, piece)))
         if piece is not None:
             feed = self._cut(feed, piece)
-        may_be_alone = feed.question is None and share.rows and joins_none
-        if may_be_alone and batch.must_ask(self._rank, self._world_size):
+        if feed.question is None and share.rows and batch.must_ask(self._rank, self._world_size):
             return self._ask({share.rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
         return feed
 

@@ -6,11 +6,15 @@ A rank still training and one that has joined make the same collectives in the s
 training: `DistributedDataParallel`   joined: `JoinedRank.main_hook`
 ====================================  =====================================
 `Join.notify_join_context`            `Join` itself
-`agree_on_step` before the forward    `agree_on_step`
+`agree_on_step` before the forward    `agree_on_step`, with no rows
 backward: the gradients               zeros
 backward: who uses which parameter    the same, using none
 backward: `sync_buffers`              `sync_buffers`, having none to give
 ====================================  =====================================
+
+[Note: rows of a step] Ranks that train come with any numbers of rows, which they add up before each forward pass. If T
+ranks train, and rank r has n_r of their n rows, its weight is n_r·T/n: so the mean over the ranks that train is that
+over all rows. Divided by all W ranks, as torch's `Join` has it by default, that is T/W of it.
 
 What a rank answers with goes through `.grad`, where an optimizer that has joined, too, finds the means that it steps by
 (`ZeroRedundancyOptimizer`). In the end each parameter has the gradient again that it had when the rank left: the next
@@ -26,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from lockstep.batch import BatchShare
+from lockstep.errors import InputError
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.checks import named_tensors
 from lockstep.torch_private.groups import join_config_of, tell_join_config
@@ -54,18 +60,32 @@ class Steps:
 
     Attributes:
         divides_by_all: divide gradients by all ranks, and not by those that still train.
+        share: what this rank holds of the rows of the step that ranks agreed on last.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._num_training = group.size()
         self.divides_by_all = True
+        self.share = BatchShare(1, 1, 1)
 
-    def agree_on_step(self, trains: bool, averages: bool) -> bool:
-        """Whether this step averages gradients on any rank. Collective."""
-        state = torch.tensor([int(trains), int(averages)], dtype=torch.int64, device=self._device)
+    def agree_on_step(self, trains: bool, averages: bool, rows: int) -> bool:
+        """Whether this step averages gradients on any rank. Collective.
+
+        Args:
+            trains: this rank has not joined.
+            averages: it averages in the backward pass.
+            rows: that this rank holds; see [Note: rows of a step].
+
+        Raises:
+            InputError: on all ranks, if none holds any.
+        """
+        state = torch.tensor([int(trains), int(averages), rows], dtype=torch.int64, device=self._device)
         dist.all_reduce(state, group=self._group)
-        self._num_training, num_averaging = state.tolist()
+        self._num_training, num_averaging, num_rows = state.tolist()
+        if not num_rows and self._group.size() > 1:
+            raise InputError("join: no rank that still trains holds a row in this forward pass")
+        self.share = BatchShare(rows, max(num_rows, 1), self._num_training, rows=rows)
         return bool(num_averaging > 0)
 
     def rescale(self, parameters: Iterable[torch.Tensor]) -> None:

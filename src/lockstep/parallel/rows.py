@@ -29,10 +29,36 @@ from torch.nn.utils.rnn import PackedSequence
 from lockstep.comm.wording import describe_tensor
 from lockstep.tree import tensors_in
 
-__all__ = ["Sizes", "show_inputs", "sizes_of"]
+__all__ = ["Sizes", "rows_in", "show_inputs", "sizes_of"]
 
 _Array = np.ndarray[Any, Any]
 _Rows = torch.Tensor | _Array
+
+
+def rows_in(inputs: Any) -> int:
+    """The first size of the first tensor or array among the arguments, or the length of a list that comes before it.
+
+    An object or a dictionary that says how many samples it holds (graphs, packed sequences) is taken at its word.
+
+    Args:
+        inputs: positional and keyword arguments of a model.
+
+    Returns:
+        1 where no argument has rows.
+    """
+    args, kwargs = inputs
+    found = map(_rows_of, (*args, *kwargs.values()))
+    return next((rows for rows in found if rows is not None), 1)
+
+
+def _rows_of(value: Any) -> int | None:
+    said = _said_by(value)
+    if said is not None:
+        return said
+    if isinstance(value, list) and value:
+        return len(value)
+    inside = _rows_in(value)
+    return _size(inside[0]) if inside else None
 
 
 class Sizes(NamedTuple):
