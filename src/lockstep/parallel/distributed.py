@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch
-from lockstep.batch import BatchShare
 from lockstep.drift.engines import engines, note_use
 from lockstep.errors import InputTypeError, ModelError
 from lockstep.parallel import closures
@@ -44,7 +43,7 @@ from lockstep.parallel.checks import (
     named_tensors,
 )
 from lockstep.parallel.copying import copy_engine
-from lockstep.parallel.feeding import PLAIN, Feed, Feeding, check_count, count_samples
+from lockstep.parallel.feeding import PLAIN, Feed, Feeding, share_said
 from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, runs_backward_to
@@ -362,12 +361,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             InputError: negative, or 0 on all ranks.
             InputTypeError: no integer.
         """
-        own = check_count(count)
-        if join_config_of(self).enable:  # which adds them up in the forward pass: ranks that have joined are not here
-            share = BatchShare(own, max(own, 1), 1)
-        else:
-            total = count_samples(own, self.process_group, collective_device(self.process_group, self.device))
-            share = BatchShare(own, total, self._world_size)
+        joins = join_config_of(self).enable
+        share = share_said(count, self.process_group, collective_device(self.process_group, self.device), joins)
         with batch.hold(share):
             yield
 
@@ -563,13 +558,11 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         """A context in which ranks may run out of batches at different times.
 
         A rank that leaves early goes on answering the collectives of the others with zeros. With
-        `lockstep.DataLoader` nobody needs it: every rank has the same number of batches there. Ranks may hold any
-        numbers of rows, which tags, `samples` or the first size of the first input say: the gradient is that of the
-        mean over the rows of the ranks that still train.
+        `lockstep.DataLoader` nobody needs it: every rank has the same number of batches there. Of ranks with other
+        numbers of rows (by tag, `samples`, or first size of the first input) the mean is that over all rows.
 
         Args:
-            divide_by_initial_world_size: go on dividing by all ranks, which makes the gradient smaller where some have
-                left, as in torch; False divides by those still training.
+            divide_by_initial_world_size: go on dividing by all ranks, as torch does; False: by those still training.
             enable: False turns the context off.
             throw_on_early_termination: raise on all ranks as soon as one has no more batches.
         """

@@ -39,7 +39,7 @@ from lockstep.parallel.parts import Parts, Slice, describe_share, slice_of
 from lockstep.parallel.rows import Sizes, rows_in, show_inputs, sizes_of
 from lockstep.tree import tensors_in
 
-__all__ = ["PLAIN", "Deferred", "Feed", "Feeding", "Question", "add_up", "check_count", "count_samples"]
+__all__ = ["PLAIN", "Deferred", "Feed", "Feeding", "Question", "add_up", "share_said"]
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,17 @@ class Deferred:
         return self.find().settled()
 
 
-def check_count(count: Any) -> int:
-    """The number of samples that a script has said.
+def share_said(count: Any, group: dist.ProcessGroup, device: torch.device, joins: bool) -> BatchShare:
+    """What a script has said that this rank holds. Collective, but within `join`.
 
     Args:
         count: Python's, NumPy's, or a tensor of one integer.
+        group: the ranks.
+        device: where it takes small tensors from.
+        joins: within `join`, whose steps add up: ranks that have joined are not here.
 
     Raises:
-        InputError: negative.
+        InputError: negative, or 0 on all ranks.
         InputTypeError: no integer.
     """
     try:
@@ -122,26 +125,10 @@ def check_count(count: Any) -> int:
         number = None
     if number is None:
         raise InputTypeError(f"samples({count!r}): give the number of samples on this rank, an int")
-    if number < 0:
+    total = max(number, 1) if joins else int(add_up(number, group, device).item())
+    if number < 0 or total <= 0:
         raise InputError(f"samples({number}): give a number of at least 0, and more than 0 on some rank")
-    return number
-
-
-def count_samples(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The sum over ranks of what each says that it holds. Collective.
-
-    Args:
-        count: of this rank.
-        group: the ranks.
-        device: where it takes small tensors from.
-
-    Raises:
-        InputError: 0 on all ranks.
-    """
-    total = int(add_up(count, group, device).item())
-    if not total:
-        raise InputError(f"samples({count}): give a number of at least 0, and more than 0 on some rank")
-    return total
+    return BatchShare(number, total, 1 if joins else group.size())
 
 
 def add_up(count: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
