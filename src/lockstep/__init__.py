@@ -105,13 +105,3 @@ def _register_urls(module: _ModuleType) -> None:
 
 # So that `dist.init_process_group("lockstep")` works after `import lockstep`, whichever of the two is imported first.
 _registration.ensure(_register_urls)
-
-
-def _watch_samplers() -> None:
-    from lockstep.drift import watch
-
-    watch.watch_samplers()
-
-
-# Who forgets to wrap a model hears of it.
-_registration.call_with_default_group(_watch_samplers)

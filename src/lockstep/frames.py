@@ -42,7 +42,6 @@ _PUBLIC_CALLS = {
         ("parallel/distributed.py", "__init__", "DistributedDataParallel"),
         ("parallel/distributed.py", "samples", "DistributedDataParallel.samples"),
         ("parallel/joined.py", "agree_on_step", "DistributedDataParallel.join"),
-        ("parallel/strays.py", "_check_gradients", "optimizer.step"),
         ("parallel/closures.py", "_mean_over_ranks", "optimizer.step"),
         ("parallel/batchnorm.py", "forward", "SyncBatchNorm"),
         ("parallel/losses.py", "mean", "lockstep.mean"),

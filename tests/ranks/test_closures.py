@@ -12,10 +12,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import lockstep
-from ddp_checks import assert_same_on_all_ranks, num_collectives
+from ddp_checks import assert_same_on_all_ranks
 from lockstep import DistributedDataParallel, batch
 from lockstep.errors import CollectiveMismatch, InputError
-from lockstep.parallel.closures import averaged_closure
 from lockstep.testing import run_ranks
 
 SAMPLES = 13  # divides by no world size of these tests
@@ -123,77 +122,8 @@ def test_sums_over_batches_that_ranks_divide_differently_are_refused(
 ) -> None:
     """On all ranks, though the last of three has the same weight in both batches: 2 of 8 samples, and 1 of 4."""
     for message in run_ranks(refuse_batches, world_size, form, samples, batch_size):
-        assert message.startswith("LBFGS: the closure calls the model on several batches")
-        assert "loss = lockstep.mean(loss * len(y), len(y))" in message
-
-
-class LoggingLBFGS(torch.optim.LBFGS):
-    """Its step hands down another closure than it was given."""
-
-    def step(self, closure: Any) -> Any:
-        return super().step(lambda: float(closure()))
-
-
-class LocallyRegularisedLBFGS(torch.optim.LBFGS):
-    """What its step hands down is each rank's own again."""
-
-    def step(self, closure: Any) -> Any:
-        return super().step(lambda: closure().add_(dist.get_rank()))
-
-
-class DataLBFGS(torch.optim.LBFGS):
-    """Its step makes the closure itself."""
-
-    def step(self, model_and_inputs: Any) -> Any:
-        model, inputs = model_and_inputs
-
-        def closure() -> Tensor:
-            self.zero_grad()
-            loss: Tensor = model(inputs).square().mean()
-            loss.backward()
-            return loss
-
-        return super().step(closure)
-
-
-def minimise_by_subclass(kind: type[torch.optim.LBFGS], ranks_with_lbfgs: list[int]) -> tuple[float, int]:
-    """The first loss by which a subclass decides, and how many collectives that took."""
-    if dist.get_rank() in ranks_with_lbfgs:
-        torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
-    net = nn.Linear(1, 1, bias=False)
-    model = DistributedDataParallel(net)
-    nn.init.ones_(net.weight)
-    optimizer = kind(model.parameters(), max_iter=1)
-    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(inputs).square().mean()
-        loss.backward()
-        return loss
-
-    model(inputs).sum().backward()  # the first averaging also compares the ranks' parameters
-    begin = num_collectives()
-    loss = optimizer.step((model, inputs) if kind is DataLBFGS else closure)
-    return float(loss), num_collectives() - begin
-
-
-def fail() -> None:
-    raise ValueError("on purpose")
-
-
-@pytest.mark.parametrize("ranks_with_lbfgs", [[], [0], [0, 1]])
-@pytest.mark.parametrize(
-    ("kind", "loss", "num_means"),
-    [(OwnLBFGS, 2.5, 1), (LoggingLBFGS, 2.5, 2), (LocallyRegularisedLBFGS, 3.0, 2), (DataLBFGS, 2.5, 1)],
-)
-def test_means_do_not_depend_on_other_optimizers(
-    kind: type[torch.optim.LBFGS], loss: float, num_means: int, ranks_with_lbfgs: list[int]
-) -> None:
-    num_passes = 1
-    run_ranks(fail, 2, expect_errors=True)  # the next are new processes, which have made no optimizer
-    found = run_ranks(minimise_by_subclass, 2, kind, ranks_with_lbfgs)
-    assert found == [(loss, num_passes + num_means)] * 2
+        assert message.startswith("LBFGS: the closure returns a loss without a graph")
+        assert "total += lockstep.mean(loss * len(y), len(y)).item()" in message
 
 
 def step_on_one_rank(evaluates: bool, follows: bool) -> None:
@@ -240,28 +170,32 @@ def test_steps_of_one_rank_are_an_error_that_says_what_to_write(evaluates: bool)
 
 def losses_of_closures() -> list[Any]:
     model = DistributedDataParallel(nn.Linear(1, 1))
-    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     rank = dist.get_rank()
 
-    def closure(loss: Any) -> Any:
-        model(torch.ones(1, 1))
-        return loss
+    def found_of(loss_of: Any) -> Any:
+        return optimizer.step(lambda: loss_of(model(torch.ones(1, 1)).sum() * 0))
 
-    losses = [torch.tensor(1.0 + rank), torch.tensor([3.0 * rank], dtype=torch.float64, requires_grad=True), 4.0 * rank]
-    found: list[Any] = [averaged_closure(lambda loss=loss: closure(loss), optimizer)() for loss in losses]
+    found = [
+        found_of(lambda zero: zero + 1.0 + rank),
+        found_of(lambda zero: zero.double().view(1) + 3.0 * rank),
+        found_of(lambda _: 4.0),
+        found_of(lambda _: torch.tensor(5.0)),
+    ]
     # Rank 1 holds a filler, whose loss may be anything.
     filler = torch.tensor(2.0 if rank == 0 else torch.nan)
     with batch.hold(batch.BatchShare(2 * (rank == 0), 2, 2)):
-        found.append(averaged_closure(lambda: model(torch.ones(1, 1)).sum() * 0 + filler, optimizer)())
+        found.append(found_of(lambda zero: zero + filler))
     return found
 
 
 def test_losses_keep_their_kind_and_are_weighted() -> None:
-    for plain, of_one, number, weighted in run_ranks(losses_of_closures, 2):
+    for plain, of_one, number, constant, weighted in run_ranks(losses_of_closures, 2):
         torch.testing.assert_close(plain, torch.tensor(1.5), rtol=0, atol=0)  # the dtype, too
         torch.testing.assert_close(of_one, torch.tensor([1.5], dtype=torch.float64), rtol=0, atol=0)
         assert not of_one.requires_grad
-        assert number == 2.0
+        assert number == 4.0
+        assert constant == 5.0
         assert weighted == 2.0
 
 

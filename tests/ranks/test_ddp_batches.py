@@ -20,7 +20,7 @@ import lockstep
 from ddp_checks import backends, error_of
 from lockstep import DistributedDataParallel, batch
 from lockstep.errors import CollectiveMismatch, InputTypeError
-from lockstep.parallel.claims import check_fingerprints, fingerprint_of
+from lockstep.parallel.rank_agreement import RankAgreement, fingerprint_of
 from lockstep.parallel.rows import show_inputs, sizes_of
 from lockstep.testing import run_ranks
 
@@ -87,9 +87,10 @@ def test_stamps() -> None:
         max(fingerprint_of([(f"samples {2**40} to {2**41} of epoch {2**20}", 2**48 - 1)]), fingerprint_of([first]))
         < 2**63
     )
-    check_fingerprints([fingerprint_of([first]), 0, fingerprint_of([first])])
+    agreement = RankAgreement(["weight"], [torch.ones(1)], dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    agreement._compare_batches([fingerprint_of([first]), 0, fingerprint_of([first])])
     with pytest.raises(CollectiveMismatch, match="of epoch 1, but of different data"):
-        check_fingerprints([fingerprint_of([first]), fingerprint_of([(first[0], 6)])])
+        agreement._compare_batches([fingerprint_of([first]), fingerprint_of([(first[0], 6)])])
 
 
 def split_by_itself(what: str, hook: Any = None) -> str:

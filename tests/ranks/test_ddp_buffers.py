@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +17,6 @@ from ddp_checks import (
     mlp,
     num_collectives,
     twins,
-    warnings_of_lockstep,
 )
 from lockstep import DistributedDataParallel
 from lockstep.testing import run_ranks
@@ -240,45 +237,3 @@ def train_what_torchscript_has_recorded() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_buffers_of_torchscript() -> None:
     run_ranks(train_what_torchscript_has_recorded, 2)
-
-
-class Noisy(nn.Module):
-    """As the layers of NoisyNets are, whose noise the script draws between steps; and one that normalises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.spread = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-        self.eps: Tensor
-        self.register_buffer("eps", torch.zeros(4))
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.norm(inputs) @ (self.mean + self.spread * self.eps)
-
-
-def draw_noise(kind: str) -> list[str]:
-    model = DistributedDataParallel(Noisy(), broadcast_buffers=kind != "of each rank")
-    noise = torch.Generator().manual_seed(0 if kind == "alike" else dist.get_rank())
-    with warnings_of_lockstep() as told:
-        for number in range(6):
-            if number % 2 == 0:
-                model.module.load_state_dict(model.module.state_dict())  # writes all of them
-                model.module.eps.copy_(torch.randn(4, generator=noise))
-                if kind == "broadcast":
-                    dist.broadcast(model.module.eps, 0)
-            for last in (False, True):
-                with nullcontext() if last else model.no_sync():
-                    model(data(6, 4, seed=number).float()).square().mean().backward()
-            with torch.no_grad():  # a look that changes the running statistics
-                model(data(6, 4, seed=9).float())
-            clear(model)
-    return told
-
-
-@backends
-@pytest.mark.parametrize("kind", ["own", "alike", "broadcast", "of each rank"])
-def test_buffers_that_each_rank_writes_between_steps_are_warned_of(kind: str, backend: str) -> None:
-    one, two, three = run_ranks(draw_noise, 3, kind, backend=backend)
-    assert one == three == []
-    assert len(two) == (kind == "own")
-    assert all("buffer(s) eps of Noisy were written between two training passes" in text for text in two)

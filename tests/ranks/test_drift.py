@@ -1,10 +1,10 @@
-"""Ranks that train apart because nobody averages: a warning while they do, an error when the world is left."""
+"""Ranks that train apart: a warning where nobody averages, an error where models differ when the world is left."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import copy
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +15,12 @@ from torch.nn.functional import mse_loss
 
 import lockstep
 from ddp_checks import warnings_of_lockstep
-from lockstep import env
 from lockstep.drift import comparison, engines, watch
 from lockstep.errors import LockstepError, ModelError
 from lockstep.testing import run_ranks
 
 BATCH = 6
-WARNING = "nobody averages"
+WARNING = "nothing was communicated"
 
 
 def samples() -> torch.utils.data.TensorDataset:
@@ -38,34 +37,36 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     after_backward: Callable[[], None] = lambda: None,
-    after_step: Callable[[], None] = lambda: None,
+    epochs: int = 1,
     **loader: Any,
 ) -> None:
-    for inputs, targets in lockstep.DataLoader(samples(), BATCH, **loader):
-        optimizer.zero_grad()
-        mse_loss(model(inputs), targets).backward()
-        after_backward()
-        optimizer.step()
-        after_step()
+    batches = lockstep.DataLoader(samples(), BATCH, **loader)
+    for _ in range(epochs):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            after_backward()
+            optimizer.step()
 
 
-def average(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def average(tensors: list[Tensor]) -> None:
     for tensor in tensors:
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor)
         tensor /= dist.get_world_size()
 
 
-# ---- nobody averages --------------------------------------------------------------------------------------
-
-
-def outcome_of(body: Callable[[], None], backend: str = "lockstep") -> tuple[list[str], str]:
-    """What was warned of drift while `body` ran in a world, and the error with which the world was left."""
+def outcome_of(body: Callable[..., Any], *args: Any, backend: str = "lockstep") -> tuple[list[str], str]:
+    """What was warned of while `body` ran in a world, and the error with which the world was left."""
     engines._engines = []  # those of earlier tests, which this worker may hold
-    error = ""
+    error, kept = "", []
     with warnings_of_lockstep() as told:
         try:
             with lockstep.init(backend):
-                body()
+                kept.append(body(*args))  # as in a script that is one function, or none
         except LockstepError as raised:
             error = f"{type(raised).__name__}: {raised}"
     assert lockstep.current_world() is None
@@ -73,640 +74,322 @@ def outcome_of(body: Callable[[], None], backend: str = "lockstep") -> tuple[lis
     return [text for text in told if WARNING in text], error
 
 
-def train_bare() -> None:
+# ---- nobody averages --------------------------------------------------------------------------------------
+
+
+def train_bare(epochs: int) -> None:
     model = make_model()
-    train(model, torch.optim.SGD(model.named_parameters(), lr=0.1))
-
-
-def bare(backend: str) -> tuple[list[str], str]:
-    return outcome_of(train_bare, backend)
+    train(model, sgd(model), epochs=epochs)
 
 
 @pytest.mark.parametrize("backend", ["lockstep", "gloo"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_unwrapped_model_is_a_warning_and_an_error(world_size: int, backend: str) -> None:
-    (told, *others) = run_ranks(bare, world_size, backend, init=False)
-    (warning,), _ = told
-    assert "SGD.step() at " in warning
-    assert "test_drift.py" in warning
-    assert "2 parameter(s) that it steps (weight, bias)" in warning
-    assert "model = lockstep.DistributedDataParallel(model)" in warning
-    assert all(not warnings for warnings, _ in others), "only rank 0 warns"
-    for _, error in [told, *others]:
-        assert error.startswith("ModelError: ")
-        assert f"the {world_size} ranks have trained different models" in error
-        assert "model = lockstep.DistributedDataParallel(model)" in error
-
-
-def bare_with_metrics() -> tuple[list[str], str]:
-    def body() -> None:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            train(model, optimizer)
-            dist.all_reduce(torch.ones(1))
-
-    return outcome_of(body)
-
-
-def test_collectives_of_something_else_do_not_excuse_it() -> None:
-    assert all(error.startswith("ModelError") for _, error in run_ranks(bare_with_metrics, 2, init=False))
-
-
-def with_torchs_sampler(
-    model: nn.Module,
-    after_backward: Callable[[], None] = lambda: None,
-    after_step: Callable[[], None] = lambda: None,
-    epochs: int = 1,
-    **sampler: Any,
-) -> None:
-    """A loop of torch's tutorials."""
-    split = torch.utils.data.DistributedSampler(samples(), **sampler)
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    for epoch in range(epochs):
-        split.set_epoch(epoch)
-        for inputs, targets in torch.utils.data.DataLoader(samples(), batch_size=3, sampler=split):
-            optimizer.zero_grad()
-            mse_loss(model(inputs), targets).backward()
-            after_backward()
-            optimizer.step()
-            after_step()
-
-
-def bare_with_torchs_sampler() -> tuple[list[str], str]:
-    return outcome_of(lambda: with_torchs_sampler(make_model()))
-
-
-def bare_with_a_loss_to_show() -> tuple[list[str], str]:
-    """The loss of each step is reduced, as engines that know no lockstep group do."""
-    return outcome_of(lambda: with_torchs_sampler(make_model(), after_step=lambda: dist.all_reduce(torch.ones(1))))
-
-
-def bare_with_batchnorm_over_all_ranks() -> tuple[list[str], str]:
-    """Whose backward pass communicates, before the gradient of the first layer is there."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 2, bias=False), lockstep.SyncBatchNorm(2), nn.Linear(2, 1))
-    return outcome_of(lambda: with_torchs_sampler(model))
-
-
-@pytest.mark.parametrize("body", [bare_with_torchs_sampler, bare_with_a_loss_to_show])
-def test_an_unwrapped_model_beside_torchs_sampler(body: Callable[[], Any]) -> None:
-    first, second = run_ranks(body, 2, init=False)
-    (warning,) = first[0]
-    assert "while torch's DistributedSampler gives each rank its own part of the data" in warning
-    assert "2 parameter(s) that it steps (weight, bias)" in warning
-    assert second[0] == []
-    for _, error in (first, second):
-        assert error.startswith("ModelError: the 2 ranks have trained different models")
-    assert error.endswith("give each sampler num_replicas=1 and rank=0")
-
-
-class InTurns(torch.utils.data.Sampler[int]):
-    """Splits data by rank and knows no `num_replicas`, as mmengine's DefaultSampler."""
-
-    def __init__(self, world_size: int | None = None) -> None:
-        self.rank, self.world_size = dist.get_rank(), world_size or dist.get_world_size()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank % self.world_size, len(samples()), self.world_size))
-
-    def __len__(self) -> int:
-        return len(samples()) // self.world_size
-
-
-def train_in_turns(world_size: int | None = None) -> None:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    for inputs, targets in torch.utils.data.DataLoader(samples(), batch_size=2, sampler=InTurns(world_size)):
-        optimizer.zero_grad()
-        mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-
-
-def bare_in_turns() -> tuple[list[str], str]:
-    return outcome_of(train_in_turns)
-
-
-def test_an_unwrapped_model_beside_a_sampler_of_another_library() -> None:
-    (told, error), (others, _) = run_ranks(bare_in_turns, 2, init=False)
-    assert ["while InTurns gives each rank its own part of the data" in text for text in told] == [True]
-    assert others == []
-    assert error.startswith("ModelError: the 2 ranks have trained different models")
-    assert error.endswith("give each rank a sampler of all its data")
-
-
-def test_what_batchnorm_communicates_does_not_excuse_it() -> None:
-    first, second = run_ranks(bare_with_batchnorm_over_all_ranks, 2, init=False)
-    assert len(first[0]) == 1
-    assert all(error.startswith("ModelError: ") for _, error in (first, second))
-
-
-def without_a_world(store: str) -> list[str]:
-    """The group of a script that knows torch.distributed alone."""
-    with warnings_of_lockstep() as told:
-        rank, world_size = env.RANK.get(), env.WORLD_SIZE.get()
-        dist.init_process_group("lockstep", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        with_torchs_sampler(make_model())
-        dist.destroy_process_group()
-    return [text for text in told if WARNING in text]
-
-
-def test_a_script_of_torch_hears_of_it_too(tmp_path: Path) -> None:
-    first, second = run_ranks(without_a_world, 2, str(tmp_path / "store"), init=False)
-    assert len(first) == 1
-    assert second == []
-
-
-def bare_behind_an_engine_that_is_gone() -> tuple[list[str], str]:
-    def body() -> None:
-        gone = lockstep.DistributedDataParallel(make_model())
-        gone.itself = gone  # type: ignore[assignment]  # only the garbage collector finds it
-        del gone
-        train_bare()
-
-    gc.disable()
-    try:
-        return outcome_of(body)
-    finally:
-        gc.enable()
-
-
-def test_an_engine_that_is_gone_excuses_nothing() -> None:
-    first, second = run_ranks(bare_behind_an_engine_that_is_gone, 2, init=False)
-    (warning,) = first[0]
-    assert "2 parameter(s) that it steps (weight, bias)" in warning
-    assert all(error.startswith("ModelError") for _, error in (first, second))
-
-
-def fail_after_training() -> None:
-    with lockstep.init():
-        train_bare()
-        raise ValueError("of the script")
-
-
-def test_an_error_of_the_script_stays_the_error() -> None:
-    errors = run_ranks(fail_after_training, 2, init=False, expect_errors=True)
-    assert [type(error) for error in errors] == [ValueError] * 2
-
-
-def fail_after_training_and_shut_down() -> None:
-    world = lockstep.init()
-    try:
-        train_bare()
-        raise ValueError("of the script")
-    finally:
-        world.shutdown()
-
-
-def test_shutdown_behind_an_error_says_nothing() -> None:
-    errors = run_ranks(fail_after_training_and_shut_down, 2, init=False, expect_errors=True)
-    assert [type(error) for error in errors] == [ValueError] * 2
-
-
-def shut_down_by_hand() -> str:
-    world = lockstep.init()
-    train_bare()
-    with pytest.raises(ModelError):
-        world.shutdown()
-    return "is closed" if lockstep.current_world() is None and not dist.is_initialized() else "is open"
-
-
-def test_shutdown_raises_and_leaves_the_world() -> None:
-    assert run_ranks(shut_down_by_hand, 2, init=False) == ["is closed"] * 2
-
-
-# ---- somebody averages, or nobody needs to ------------------------------------------------------------------
-
-
-def with_lockstep() -> None:
-    model = lockstep.DistributedDataParallel(make_model())
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def without_averaging_on_purpose() -> None:
-    model = lockstep.DistributedDataParallel(make_model())
-    with model.no_sync():
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def with_torch() -> None:
-    model = nn.parallel.DistributedDataParallel(make_model())
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+@pytest.mark.parametrize(("epochs", "num_steps"), [(1, 4), (20, 64)])
+def test_an_unwrapped_model_is_warned_of(epochs: int, num_steps: int, backend: str) -> None:
+    """At the end of a short script, and after some steps of a long one."""
+    (told, error), *others = run_ranks(outcome_of, 3, train_bare, epochs, backend=backend, init=False)
+    (text,) = told
+    assert re.match(r"SGD\.step\(\) at .*test_drift\.py:\d+ in train: ", text)
+    assert f"in the first {num_steps} steps nothing was communicated" in text
+    assert "model = lockstep.DistributedDataParallel(model)" in text
+    assert error == ""
+    assert others == [([], "")] * 2
 
 
 def by_hand() -> None:
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, lambda: average([each.grad for each in model.parameters() if each.grad is not None]))
+    train(model, sgd(model), lambda: average([each.grad for each in model.parameters() if each.grad is not None]))
 
 
-def by_hand_on_a_group_of_gloo() -> None:
-    group = dist.new_group(backend="gloo")
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, lambda: average([each.grad for each in model.parameters() if each.grad is not None], group))
+def with_torch() -> None:
+    model = nn.parallel.DistributedDataParallel(make_model())
+    train(model, sgd(model))
 
 
-def with_fsdp() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def with_horovod() -> None:
-    from lockstep.compat.horovod import torch as hvd
-
-    hvd.init()
-    model = make_model()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters()))
-    hvd.shutdown()
-
-
-class AveragingSGD(torch.optim.SGD):
-    """Calls its parent's step, which calls the hooks a second time."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        average([each.grad for group in self.param_groups for each in group["params"]])
-        super().step(closure)
-
-
-def with_an_optimizer_that_averages() -> None:
-    model = make_model()
-    torch.optim.SGD(model.parameters())  # From now on the parent's step calls the hooks.
-    train(model, AveragingSGD(model.parameters(), lr=0.1))
-
-
-def with_apex() -> None:
-    from lockstep.compat.apex.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(make_model())
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def make_normalized() -> nn.Module:
-    """At O2 some of its parameters have masters, and those of the normalization have none."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
-class Scale(nn.Module):
-    """A criterion's parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, outputs: Tensor) -> Tensor:
-        return outputs * self.weight
-
-
-def train_with_masters(criterion: nn.Module) -> None:
-    """At Apex's O2; `criterion` is no part of what the engine wraps."""
-    from lockstep.compat.apex import amp
-    from lockstep.compat.apex.parallel import DistributedDataParallel
-
-    net = make_normalized()
-    optimizer: Any = torch.optim.SGD([*net.parameters(), *criterion.parameters()], lr=0.1)
-    (net, criterion), optimizer = amp.initialize(
-        [net, criterion], optimizer, opt_level="O2", loss_scale=1.0, verbosity=0
-    )
-    model = DistributedDataParallel(net)
-    split = torch.utils.data.DistributedSampler(samples())
-    for inputs, targets in torch.utils.data.DataLoader(samples(), batch_size=3, sampler=split):
-        optimizer.zero_grad()
-        with amp.scale_loss(mse_loss(criterion(model(inputs)).float(), targets), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    amp._amp_state.__init__()  # type: ignore[misc]  # as in a new process, for later tests
-
-
-def with_apex_masters() -> None:
-    train_with_masters(nn.Identity())
-
-
-def with_fp16_optimizer() -> None:
-    from lockstep.compat.apex.fp16_utils import FP16_Optimizer, network_to_half
-    from lockstep.compat.apex.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(network_to_half(make_normalized()))
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
-        optimizer.zero_grad()
-        optimizer.backward(mse_loss(model(inputs).float(), targets))
-        optimizer.step()
+def with_lockstep() -> nn.Module:
+    model = lockstep.DistributedDataParallel(make_model())
+    train(model, sgd(model))
+    return model
 
 
 def with_loaders_of_one_rank() -> None:
     model = make_model()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank()), rank=0, world_size=1)
+    train(model, sgd(model), rank=0, world_size=1)
 
 
 def without_a_loader() -> None:
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(torch.ones(2, 4) + dist.get_rank()).sum().backward()
+    optimizer = sgd(model)
+    for _ in range(100):
+        model(torch.full((2, 4), dist.get_rank() + 1.0)).sum().backward()
         optimizer.step()
 
 
-def with_torch_and_its_sampler() -> None:
-    with_torchs_sampler(nn.parallel.DistributedDataParallel(make_model()))
+def attacks() -> nn.Module:
+    """An inner loop that steps what belongs to one batch, in a program whose model is averaged."""
+    model = lockstep.DistributedDataParallel(make_model())
+    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
+        noise = torch.zeros_like(inputs, requires_grad=True)
+        optimizer = torch.optim.SGD([noise], lr=0.1)
+        for _ in range(70):
+            (-mse_loss(model.module(inputs + noise), targets)).backward(inputs=[noise])
+            optimizer.step()
+        mse_loss(model(inputs + noise.detach()), targets).backward()
+        sgd(model).step()
+        model.zero_grad()
+    return model
 
 
-def by_hand_with_torchs_sampler() -> None:
+def local_sgd() -> None:
+    """Parameters are averaged in every 16th step; the last steps are not."""
     model = make_model()
-    with_torchs_sampler(model, lambda: average([each.grad for each in model.parameters() if each.grad is not None]))
+    steps = iter(range(1, 1000))
+
+    def after() -> None:
+        if next(steps) % 16 == 0:
+            average([each.data for each in model.parameters()])
+
+    train(model, sgd(model), after, epochs=5)
 
 
-def averaged(gradient: Tensor) -> Tensor:
-    dist.all_reduce(gradient)
-    return gradient / dist.get_world_size()
-
-
-def by_hooks() -> None:
-    """The gradient that is there last has been averaged when it is there."""
-    model = make_model()
-    for parameter in model.parameters():
-        parameter.register_hook(averaged)
-    with_torchs_sampler(model)
-
-
-def by_hooks_of_one_parameter() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1, bias=False)
-    model.weight.register_hook(averaged)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def by_hooks_on_accumulated_gradients() -> None:
-    model = make_model()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda own: average([own.grad]))  # type: ignore[list-item]
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def parameters_by_hand() -> None:
-    """After each step, and not gradients before it."""
-    model = make_model()
-    with_torchs_sampler(model, after_step=lambda: average([each.data for each in model.parameters()]))
-
-
-def with_a_sampler_of_one_rank() -> None:
-    with_torchs_sampler(make_model(), num_replicas=1, rank=0)
-    train_in_turns(world_size=1)
-
-
-INNOCENT = [
-    (with_torch_and_its_sampler, "lockstep"),
-    (by_hand_with_torchs_sampler, "lockstep"),
-    (by_hooks, "lockstep"),
-    (by_hooks_of_one_parameter, "lockstep"),
-    (by_hooks_on_accumulated_gradients, "lockstep"),
-    (parameters_by_hand, "lockstep"),
-    (with_a_sampler_of_one_rank, "lockstep"),
-    (with_lockstep, "lockstep"),
-    (with_lockstep, "gloo"),
-    (without_averaging_on_purpose, "lockstep"),
-    (with_torch, "lockstep"),
-    (with_torch, "gloo"),
-    (by_hand, "lockstep"),
-    (by_hand, "gloo"),
-    (by_hand_on_a_group_of_gloo, "lockstep"),
-    (with_fsdp, "lockstep"),
-    (with_fsdp, "gloo"),
-    (with_horovod, "lockstep"),
-    (with_horovod, "gloo"),
-    (with_an_optimizer_that_averages, "lockstep"),
-    (with_apex, "lockstep"),
-    (with_apex, "gloo"),
-    (with_apex_masters, "lockstep"),
-    (with_fp16_optimizer, "lockstep"),
-    (with_fp16_optimizer, "gloo"),
-    (with_loaders_of_one_rank, "lockstep"),
-    (without_a_loader, "lockstep"),
-]
-
-
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
 @pytest.mark.parametrize(
-    ("body", "backend"), INNOCENT, ids=[f"{body.__name__}-{backend}" for body, backend in INNOCENT]
+    "body", [by_hand, with_torch, with_lockstep, with_loaders_of_one_rank, without_a_loader, local_sgd]
 )
-def test_no_word_to_those_who_average_or_split_nothing(body: Callable[[], None], backend: str) -> None:
-    assert run_ranks(outcome_of, 2, body, backend, init=False) == [([], "")] * 2
+def test_no_word_to_those_who_average_or_split_nothing(body: Callable[[], Any], backend: str) -> None:
+    assert run_ranks(outcome_of, 2, body, backend=backend, init=False) == [([], "")] * 2
 
 
 def test_no_word_to_one_rank() -> None:
-    assert run_ranks(bare, 1, "lockstep", init=False) == [([], "")]
+    assert run_ranks(outcome_of, 1, train_bare, 20, init=False) == [([], "")]
 
 
-def local_sgd() -> str:
-    """Four steps, averaged after the second only."""
-    steps = 0
-
-    def body() -> None:
-        model = make_model()
-
-        def after_step() -> None:
-            nonlocal steps
-            steps += 1
-            if steps == 2:
-                average([each.data for each in model.parameters()])
-
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1), after_step=after_step)
-
-    return outcome_of(body)[1]
+def two_worlds() -> list[int]:
+    return [len(outcome_of(body, *args)[0]) for body, *args in ((with_lockstep,), (train_bare, 1), (by_hand,))]
 
 
-def test_parameters_averaged_now_and_then_are_no_error() -> None:
-    assert run_ranks(local_sgd, 2, init=False) == ["", ""]
+def test_a_second_world_is_another_program() -> None:
+    assert run_ranks(two_worlds, 2, init=False) == [[0, 1, 0], [0, 0, 0]]
 
 
-# ---- ranks that do not come to compare -------------------------------------------------------------------------
+# ---- models that differ at the end ----------------------------------------------------------------------------
 
 
-def one_trains_alone() -> str:
-    patience, comparison._PATIENCE_S = comparison._PATIENCE_S, 0.2
-    try:
-        return outcome_of(lambda: train_bare() if dist.get_rank() == 0 else None)[1]
-    finally:
-        comparison._PATIENCE_S = patience
-
-
-def test_a_rank_that_suspects_nothing_is_not_waited_for() -> None:
-    assert run_ranks(one_trains_alone, 2, init=False) == ["", ""]
-
-
-def other_models() -> str:
-    def body() -> None:
-        model = nn.Linear(4, 1 + dist.get_rank())
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    return outcome_of(body)[1]
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-def test_models_of_other_shapes_are_not_compared() -> None:
-    assert run_ranks(other_models, 2, init=False) == ["", ""]
-
-
-# ---- beside an engine -----------------------------------------------------------------------------------------
-
-
-def train_with_criterion(optimizers: int, averages: bool, mark: str = "") -> None:
-    """The criterion has a parameter, and nobody wraps it.
-
-    Args:
-        mark: an attribute of the parameter that says that each rank has its own.
-    """
+def best_weights() -> nn.Module:
+    """Each rank goes back to what its own validation found best."""
     model = lockstep.DistributedDataParallel(make_model())
-    scale = nn.Parameter(torch.ones(1))
-    if mark:
-        setattr(scale, mark, mark != "allreduce")
-    if optimizers == 1:
-        own = [torch.optim.SGD([*model.parameters(), scale], lr=0.1)]
-    else:
-        own = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([scale], lr=0.1)]
-    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
-        for optimizer in own:
-            optimizer.zero_grad()
-        mse_loss(model(inputs) * scale, targets).backward()
+    kept = copy.deepcopy(model.state_dict())
+    train(model, sgd(model))
+    if dist.get_rank() == 1:
+        model.load_state_dict(kept)
+    return model
+
+
+def step_by_hand(averages: bool = False) -> nn.Module:
+    """Natural gradients, as TRPO takes them: no `.grad`, and no optimizer."""
+    policy = lockstep.DistributedDataParallel(make_model())
+    parameters = list(policy.parameters())
+    for inputs in own_batches():
+        gradients = torch.autograd.grad(policy(inputs).square().mean(), parameters)
         if averages:
-            average([scale.grad])  # type: ignore[list-item]
-        for optimizer in own:
-            optimizer.step()
+            average(list(gradients))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.data.sub_(0.1 * gradient)
+    return policy
 
 
-def beside(optimizers: int, averages: bool, mark: str = "") -> tuple[list[str], str]:
-    return outcome_of(lambda: train_with_criterion(optimizers, averages, mark))
-
-
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_parameters_beside_an_engine_that_nobody_averages_are_an_error_at_the_end(optimizers: int) -> None:
-    """The engine's collectives between the steps hid them."""
-    (told, error), (told_on_one, error_on_one) = run_ranks(beside, 2, optimizers, False, init=False)
-    assert told_on_one == []
-    assert len(told) == (optimizers == 1)
-    for text in (error, error_on_one):
-        assert text.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
-        assert "stepped 1 parameter(s) that nobody averaged" in text
-        assert "such as the criterion; or average their gradients" in text
-
-
-@pytest.mark.parametrize("optimizers", [1, 2])
-@pytest.mark.parametrize("mark", ["allreduce", "skip_allreduce", "tensor_model_parallel"])
-def test_parameters_that_each_rank_has_its_own_of_may_be_marked(optimizers: int, mark: str) -> None:
-    assert run_ranks(beside, 2, optimizers, False, mark, init=False) == [([], "")] * 2
-
-
-def master_beside() -> tuple[list[str], str]:
-    return outcome_of(lambda: train_with_masters(Scale()))
-
-
-def test_the_master_of_a_parameter_beside_an_engine_is_found() -> None:
-    (told, error), (_, other_error) = run_ranks(master_beside, 2, init=False)
-    assert len(told) == 1
-    for text in (error, other_error):
-        assert text.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
-        assert "stepped 1 parameter(s) that nobody averaged" in text
-
-
-def train_against_attacks(*, averages: bool, num_steps: int) -> None:
-    """Each batch is attacked by an optimizer of its own, as in adversarial training."""
+def reptile() -> nn.Module:
+    """Steps towards what an inner loop has made of a copy; no forward pass goes through the engine."""
     model = lockstep.DistributedDataParallel(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attacks = []  # kept, as the last one is by a script at its end
-    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
-        delta = torch.zeros_like(inputs, requires_grad=True)
-        attack = torch.optim.SGD([delta], lr=0.01)
-        attacks.append(attack)
-        for _ in range(num_steps):
-            attacked = model if averages else model.module
-            attack.zero_grad()
-            mse_loss(attacked(inputs + delta), targets).neg().backward()
-            attack.step()
-        optimizer.zero_grad()
-        mse_loss(model(inputs + delta.detach()), targets).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for inputs in own_batches():
+        inner = copy.deepcopy(model.module)
+        inner(inputs).square().mean().backward()
+        sgd(inner).step()
+        for parameter, found in zip(model.parameters(), inner.parameters(), strict=True):
+            parameter.grad = parameter.data - found.data
         optimizer.step()
+    return model
 
 
-def attacked(averages: bool, num_steps: int) -> tuple[list[str], str]:
-    return outcome_of(lambda: train_against_attacks(averages=averages, num_steps=num_steps))
+def evolve() -> nn.Module:
+    """Evolution strategies on the inner module, without a gradient."""
+    model = lockstep.DistributedDataParallel(make_model())
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return model
 
 
-@pytest.mark.parametrize(("averages", "num_steps"), [(True, 1), (True, 3), (False, 3)])
-def test_optimizers_of_inputs_are_nobodys_model(averages: bool, num_steps: int) -> None:
-    assert run_ranks(attacked, 2, averages, num_steps, init=False) == [([], "")] * 2
+def call_inner() -> nn.Module:
+    model = lockstep.DistributedDataParallel(make_model())
+    train(model.module, sgd(model))
+    return model
 
 
-def train_two_of_which_one_is_wrapped() -> None:
-    """The critic, which nobody wraps, steps several times for each step of the other."""
-    model, critic = lockstep.DistributedDataParallel(make_model()), make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
-    for inputs, targets in lockstep.DataLoader(samples(), BATCH):
-        for _ in range(5):
-            of_critic.zero_grad()
-            mse_loss(critic(inputs), targets).backward()
-            of_critic.step()
-        optimizer.zero_grad()
-        mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+def under_no_sync() -> nn.Module:
+    """The last window is stepped by what each rank has."""
+    model = lockstep.DistributedDataParallel(make_model())
+    train(model, sgd(model))
+    with model.no_sync():
+        train(model, sgd(model))
+    return model
 
 
-def two_of_which_one_is_wrapped() -> tuple[list[str], str]:
-    return outcome_of(train_two_of_which_one_is_wrapped)
+def own_buffer() -> nn.Module:
+    module = make_model()
+    module.register_buffer("scale", torch.ones(1))
+    model = lockstep.DistributedDataParallel(module)
+    train(model, sgd(model))
+    module.scale.fill_(dist.get_rank())
+    return model
 
 
-def test_an_unwrapped_model_beside_a_wrapped_one() -> None:
-    (told, error), (_, other_error) = run_ranks(two_of_which_one_is_wrapped, 2, init=False)
-    assert len(told) == 1
-    for text in (error, other_error):
-        assert text.startswith("ModelError: the 2 ranks have trained different models: SGD.step() at ")
+def own_batches() -> list[Tensor]:
+    return list(torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(10 + dist.get_rank())))
 
 
-def test_parameters_beside_an_engine_that_somebody_averages_are_fine() -> None:
-    assert run_ranks(beside, 2, 2, True, init=False) == [([], "")] * 2
-    (told, error), _ = run_ranks(beside, 2, 1, True, init=False)
-    assert error == ""
-    assert len(told) == 1, "nobody knows yet"
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
+@pytest.mark.parametrize("body", [best_weights, step_by_hand, reptile, evolve, call_inner, under_no_sync, own_buffer])
+def test_ranks_that_end_with_different_models_are_an_error(body: Callable[[], nn.Module], backend: str) -> None:
+    for _, error in run_ranks(outcome_of, 3, body, backend=backend, init=False):
+        num, of = (1, 3) if body is own_buffer else (2, 2)
+        assert error.startswith("ModelError: the 3 ranks end with different models: ")
+        assert f"{num} of the {of} tensors of Linear, which DistributedDataParallel wraps, differ" in error
+        assert ("such as scale" in error) == (body is own_buffer)
 
 
-# ---- batches that the ranks do not divide ---------------------------------------------------------------------
+class WithParts(nn.Module):
+    """What ranks have alike, and what each has of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = make_model()
+        self.expert, self.ignored = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.expert.allreduce = False  # type: ignore[attr-defined]
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.norm = nn.BatchNorm1d(4)
+        self._ddp_params_and_buffers_to_ignore = ["ignored", "table"]
+        self.register_buffer("table", torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(self.norm(inputs)) + self.expert.sum() + self.ignored.sum()
 
 
-def train_by_torchs_engine(batch_size: int, weighs: bool) -> list[str]:
-    model = nn.parallel.DistributedDataParallel(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings_of_lockstep() as told:
-        for inputs, targets in lockstep.DataLoader(samples(), batch_size):
-            optimizer.zero_grad()
-            errors = (model(inputs) - targets).square()
-            loss = lockstep.mean(errors.sum(), len(errors)) if weighs else errors.mean()
-            loss.backward()
-            optimizer.step()
-    return told
+def parts_of_ranks() -> nn.Module:
+    module = WithParts()
+    model = lockstep.DistributedDataParallel(module)
+    train(model, sgd(model))
+    with torch.no_grad():
+        model(own_batches()[0])  # running statistics of a rank's own
+        for each in (module.expert, module.ignored, module.cache, module.table):
+            each.fill_(dist.get_rank())
+    return model
 
 
-@pytest.mark.parametrize(("batch_size", "weighs"), [(6, False), (7, False), (7, True)])
-def test_batches_that_the_ranks_do_not_divide_need_an_engine_that_weights_them(batch_size: int, weighs: bool) -> None:
-    found = run_ranks(train_by_torchs_engine, 2, batch_size, weighs)
-    told = [text for text in found[0] if "the 2 ranks do not divide this batch of 7 samples" in text]
-    assert len(told) == (batch_size == 7 and not weighs)
-    assert not any("do not divide" in text for text in found[1])
+def own_buffers_on_purpose() -> nn.Module:
+    module = make_model()
+    module.register_buffer("scale", torch.ones(1))
+    model = lockstep.DistributedDataParallel(module, broadcast_buffers=False)
+    module.scale.fill_(dist.get_rank())
+    return model
 
 
-# ---- after the world ------------------------------------------------------------------------------------------
+def models_of_each_rank() -> nn.Module:
+    """Engines of one rank each."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = lockstep.DistributedDataParallel(make_model(), process_group=groups[dist.get_rank()])
+    train(model, sgd(model), rank=dist.get_rank(), world_size=dist.get_world_size())
+    return model
 
 
-def test_optimizers_step_on_when_the_watched_group_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The garbage collector has taken the group, and no other is open: there is nobody to compare with."""
-    monkeypatch.setattr(watch, "_watched", lambda: None)
-    assert dist.group.WORLD is None
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    parameter.sum().backward()
-    watch._before_step(optimizer, (), {})
-    watch._after_step(optimizer, (), {})
+def rounded() -> nn.Module:
+    """As by ranks on processors of two kinds."""
+    model = lockstep.DistributedDataParallel(make_model())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 2e-7 * dist.get_rank())
+    return model
+
+
+def a_copy_on_one_rank() -> list[nn.Module]:
+    model = with_lockstep()
+    copies = [copy.deepcopy(model) for _ in range(dist.get_rank())]
+    for each in copies:
+        nn.init.zeros_(each.module.weight)
+    return [model, *copies]
+
+
+def one_that_is_gone() -> nn.Module | None:
+    """One rank has no engine any more."""
+    model: nn.Module | None = best_weights()
+    if dist.get_rank() == 1:
+        model = None
+    return model
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(parts_of_ranks, own_buffers_on_purpose, models_of_each_rank, rounded, a_copy_on_one_rank, one_that_is_gone),
+        *(attacks, with_lockstep),
+    ],
+)
+def test_what_differs_on_purpose_is_no_error(body: Callable[[], Any]) -> None:
+    assert run_ranks(outcome_of, 2, body, init=False) == [([], "")] * 2
+
+
+def test_what_is_averaged_by_hand_is_no_error() -> None:
+    assert run_ranks(outcome_of, 2, step_by_hand, True, init=False) == [([], "")] * 2
+
+
+# ---- endings ---------------------------------------------------------------------------------------------
+
+
+def fail_after_training() -> None:
+    with lockstep.init():
+        model = best_weights()
+        raise ValueError(f"after training {type(model).__name__}")
+
+
+def test_an_error_of_the_script_stays_the_error() -> None:
+    for error in run_ranks(fail_after_training, 2, init=False, expect_errors=True):
+        assert isinstance(error, ValueError)
+
+
+def leave_at_other_times() -> str:
+    """One rank ends without leaving its world; the other does not wait for it for ever."""
+    engines._engines = []
+    comparison._PATIENCE_S = 0.2
+    world = lockstep.init()
+    model = best_weights()
+    if dist.get_rank() == 0:
+        try:
+            world.shutdown()
+        except ModelError as error:
+            return str(error)
+    else:
+        world._leave()
+    return "" if model is not None else "gone"
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
+    assert run_ranks(leave_at_other_times, 2, init=False) == ["", ""]
+
+
+def test_shutdown_raises_and_leaves_the_world() -> None:
+    for _, error in run_ranks(outcome_of, 2, best_weights, init=False):
+        assert error
+
+
+def time_of_a_hook() -> int:
+    """Other optimizers' steps are counted until something is communicated, and never again."""
+    watch._watched, watch._is_quiet = None, False
+    model = make_model()
+    train(model, sgd(model), lambda: dist.barrier())
+    assert not watch._is_quiet
+    return watch._watched.num_steps if watch._watched is not None else -1
+
+
+def test_a_program_that_communicates_is_soon_left_alone() -> None:
+    assert run_ranks(time_of_a_hook, 2) == [1, 1]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep.parallel.claims import ClaimCheck, Claims
 from lockstep.parallel.losses import Origin
+from lockstep.parallel.rank_agreement import RankAgreement, Words
 from lockstep.testing import run_ranks
 
 META = torch.device("meta")
@@ -36,9 +36,9 @@ class Operators(TorchDispatchMode):
 
 
 def compare_claims() -> set[str]:
-    check = ClaimCheck(dist.group.WORLD, META)
+    agreement = RankAgreement(["weight"], [torch.ones(1)], dist.group.WORLD, META)
     with Operators() as operators, mock.patch.object(dist, "all_reduce"):
-        check.begin(Claims("8 rows on each rank", is_certain=False))
+        agreement.begin_comparing_claims(Words("8 rows on each rank", is_certain=False))
     assert "aten::full" in operators.names
     return COPIES & set(operators.names)
 

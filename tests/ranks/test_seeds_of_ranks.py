@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.data import seeding as data_seeding
@@ -125,27 +124,6 @@ def act_at_first() -> float:
 def test_actors_draw_their_own_actions() -> None:
     first, second = run_ranks(act_at_first, 2, init=False)
     assert first != second
-
-
-def walk_a_loader(num_workers: int) -> tuple[list[float], list[float]]:
-    """A frozen model behind the engine, and the order of a loader of torch's before the first forward pass."""
-    with lockstep.init(seed=7):
-        engine = lockstep.DistributedDataParallel(nn.Linear(1, 1))
-        target = nn.Linear(3, 2)
-        order = []
-        for (x,) in DataLoader(TensorDataset(torch.arange(50.0)[:, None]), 1, shuffle=True, num_workers=num_workers):
-            order.append(x.item())
-            engine(x).sum().backward()
-        return target.weight.flatten().tolist(), order
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_loaders_of_torch_draw_by_the_ranks_own_stream(num_workers: int) -> None:
-    ((target, order),) = run_ranks(walk_a_loader, 1, num_workers, init=False)
-    found = run_ranks(walk_a_loader, 3, num_workers, init=False)
-    assert [each for each, _ in found] == [target] * 3
-    assert found[0][1] == order, "rank 0 draws what one process does"
-    assert len({tuple(own) for _, own in found}) == 3
 
 
 def restore(kind: str) -> bool:

@@ -14,7 +14,6 @@ from lockstep import DistributedDataParallel
 from lockstep.errors import ModelError, UnusedParameters
 from lockstep.parallel import backward_pass
 from lockstep.parallel.backward_pass import BackwardPass, Phase
-from lockstep.parallel.claims import Claims
 from thread_team import run_threads
 
 IDLE, READY, ARMED, DEFERRED, AVERAGING, WAITING = Phase
@@ -26,7 +25,7 @@ MOVES: dict[str, Callable[[BackwardPass], None]] = {
     "begin": lambda backward: backward.begin(2, early=False),
     "wait": lambda backward: backward.wait([0]),
     "average": BackwardPass.average,
-    "finish": lambda backward: backward.finish([]),
+    "finish": BackwardPass.finish,
     "abandon": BackwardPass.abandon,
 }
 
@@ -86,7 +85,7 @@ def test_a_task_begins_once() -> None:
     backward = BackwardPass()
     backward.begin(7, early=True)
     backward.average()
-    backward.finish([])
+    backward.finish()
     with pytest.raises(ModelError, match=r"begin\(\) of a backward pass that is idle"):
         backward.begin(7, early=True)
     backward.begin(8, early=False)
@@ -98,14 +97,8 @@ def test_which_gradients_are_known_not_to_be_averaged() -> None:
     assert not backward.is_accumulating
     backward.accumulate()
     assert backward.is_accumulating
-    backward.has_strayed = True
     backward.ready()
-    assert (backward.is_accumulating, backward.has_strayed) == (False, True)
-    backward.begin(1, early=True)
-    backward.average()
-    assert backward.has_strayed
-    backward.finish([])
-    assert not backward.has_strayed
+    assert not backward.is_accumulating
 
 
 def test_what_is_awaited_outlives_the_task_that_brings_it() -> None:
@@ -130,24 +123,6 @@ def test_tasks_and_outputs() -> None:
     backward.see(4, reaches=True)
     backward.begin(5, early=False)
     assert (backward.came_by(4), backward.came_by(5), backward.came_by(6)) == (True, True, False)
-
-
-def test_claims_are_taken_once() -> None:
-    backward = BackwardPass()
-    backward.claim("8 samples", True, "samples 0 to 7 of epoch 0")
-    backward.claim("4 rows on each rank", False, "")
-    claims = backward.take_claims()
-    assert (claims.text, claims.is_certain, claims.fingerprint) == ("4 rows on each rank, 8 samples", False, 0)
-    assert backward.take_claims().text == ""
-
-
-def test_open_passes_are_counted_over_claims_that_are_forgotten() -> None:
-    backward = BackwardPass()
-    backward.num_open = 2
-    backward.claim("4 rows on each rank", False, "")
-    backward.forget_claims()
-    assert backward.take_claims() == Claims(num_open=2)
-    assert backward.take_claims() == Claims()
 
 
 class Two(nn.Module):
@@ -204,10 +179,10 @@ def test_a_pass_that_waits_for_another_one() -> None:
         one, other = model(x())
         other.backward()
         phases.append(model._backward.phase)
-        assert model.awaits_gradients
+        assert model._backward.awaited
         one.backward()
         phases.append(model._backward.phase)
-        assert not model.awaits_gradients
+        assert not model._backward.awaited
         model.zero_grad()
         model(x())[0].backward()
         phases.append(model._backward.phase)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.parallel.divergence import DivergenceCheck
+from lockstep.parallel.rank_agreement import RankAgreement
 
 NO_GROUP: Any = None  # to take a sample is local
 STEP = 2654435761  # from one position to the next, round and round
@@ -36,9 +36,21 @@ def numbers(*shape: int) -> Tensor:
 )
 def test_a_sample_is_a_value_of_the_parameter(parameter: Tensor) -> None:
     """In the order of its indices, wherever they lie in memory."""
-    check = DivergenceCheck(["weight"], [torch.nn.Parameter(parameter)], NO_GROUP, torch.device("cpu"))
+    agreement = RankAgreement(["weight"], [torch.nn.Parameter(parameter)], NO_GROUP, torch.device("cpu"))
     flat = parameter.flatten()
     for number in range(8):
-        (value,) = struct.unpack("<d", struct.pack("<q", check.sample()))
+        (value,) = struct.unpack("<d", struct.pack("<q", agreement.take_words().sample))
         assert value == flat[number * STEP % len(flat)].item().real
-        check._num_averagings += 1
+        agreement._num_averagings += 1
+
+
+def test_what_was_claimed_is_said_once() -> None:
+    agreement = RankAgreement(["weight"], [torch.ones(1)], NO_GROUP, torch.device("cpu"))
+    agreement.claim("8 samples", True, "samples 0 to 7 of epoch 0")
+    agreement.claim("4 rows on each rank", False, "")
+    words = agreement.take_words()
+    assert (words.claim, words.is_certain, words.batches) == ("4 rows on each rank, 8 samples", False, 0)
+    assert agreement.take_words().claim == ""
+    agreement.claim("8 samples", True, "samples 0 to 7 of epoch 0")
+    agreement.forget_claims()
+    assert agreement.take_words().claim == ""

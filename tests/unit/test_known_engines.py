@@ -1,4 +1,4 @@
-"""The engines that a process knows, and when they were used."""
+"""The engines that a process knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from lockstep.drift import engines as drift
 class Engine(torch.nn.Module):
     """What an engine is for those who look for engines."""
 
-    last_used: int
     module: torch.nn.Module
     process_group: Any = None
 
@@ -35,13 +34,3 @@ def test_engines_are_those_that_live() -> None:
     drift.note_engine(engines[-1])
     assert drift.engines() == engines, "each once"
     assert len(drift._engines) == 2, "those that are gone are forgotten"
-
-
-def test_the_engine_used_later_has_the_greater_number() -> None:
-    first, second = Engine(), Engine()
-    for engine in (first, second):
-        drift.note_engine(engine)
-    assert first.last_used < second.last_used == drift.latest_use()
-    drift.note_use(first)
-    assert first.last_used > second.last_used
-    assert not first.state_dict()

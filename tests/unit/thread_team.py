@@ -28,7 +28,6 @@ from lockstep.comm.messages.message_engine import MessageEngine
 from lockstep.comm.messages.message_mailbox import MessageMailbox
 from lockstep.comm.messages.message_team import MessageTeam, Parts
 from lockstep.comm.wording import describe_group
-from lockstep.drift import watch
 from lockstep.shm.liveness import Watch, own_identity
 from lockstep.shm.sync import next_look
 from lockstep.testing import limit_s
@@ -205,7 +204,6 @@ def _threads_are_ranks() -> Iterator[None]:
         multi_threaded_pg._uninstall_threaded_pg()
         forget_other_callers()
         batch.reset()
-        watch._forget()  # the groups are gone: nobody's optimizers are watched any more
 
 
 def run_threads(body: Callable[[int], Any], world_size: int) -> list[Any]:

@@ -17,12 +17,10 @@ from typing import Any
 from lockstep.after_import import call_after_import
 from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 
-__all__ = ["call_with_default_group", "ensure"]
+__all__ = ["ensure"]
 
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
 
-# What layers above do when this process makes a default group of ours.
-_with_default_group: list[Callable[[], None]] = []
 # Functions of layers above that register something with torch.
 _registrars: list[Callable[[ModuleType], None]] = []
 
@@ -52,14 +50,6 @@ def _note(options: Any) -> None:
         from lockstep.comm import torch_version
 
         torch_version.warn_if_untested(sys.modules["torch"].__version__, options.group_rank)
-        for callback in _with_default_group:
-            callback()
-
-
-def call_with_default_group(callback: Callable[[], None]) -> None:
-    """Have this called whenever the process makes a default group of ours. Local."""
-    if callback not in _with_default_group:
-        _with_default_group.append(callback)
 
 
 def _register(module: ModuleType) -> None:

@@ -3,7 +3,7 @@
 Each rank takes its part of every batch, so all need the same samples in the same order. A `random_split` or a
 `random.shuffle` of a list of files after `lockstep.init`, which gives each rank random numbers of its own, breaks that,
 and so does a folder that two hosts list in different orders. The number travels with the gradients
-(`parallel/claims.py`).
+(`parallel/rank_agreement.py`).
 
 What is looked at: some indices of a `Subset`, some values of a `TensorDataset`, a tensor or an array, and some of the
 order: enough to tell two orders apart, little enough for data of any size. Where these differ, so does the training.

@@ -1,80 +1,61 @@
-"""The engines of this process, and which optimizers step what they average.
+"""The engines of this process.
 
 [Note: engines that are gone] An engine that is part of a reference cycle lives until the garbage collector comes, which
-is another moment on each rank. What ranks decide by the engines of an optimizer they must decide alike. So who is about
-to communicate because of an engine, or to raise, collects garbage before; or goes by engines that were used just now.
+is another moment on each rank. So nobody may make a collective because of an engine that is merely still there: only
+its own passes do, and what ranks say of it when the world is left counts for those that have it.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-__all__ = [
-    "AveragingModule",
-    "engines",
-    "engines_of",
-    "engines_used",
-    "is_engine",
-    "latest_use",
-    "note_engine",
-    "note_use",
-    "parameters_of",
-]
+__all__ = ["AveragingModule", "engines", "is_engine", "note_engine", "parameters_of"]
+
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class AveragingModule(Protocol):
     """What is known of an engine: it averages the gradients of its module's parameters over a group.
 
     Attributes:
-        last_used: the number of its last use (`note_use`); of two engines the one used later has the greater.
-        unaveraged: the parameters that it trains, if it has averaged nothing so far, and was not told to; else none.
-        has_trained: there was a forward pass in training mode, with gradients.
+        module: the model.
+        process_group: the ranks that average.
+        number: of the engines over this group, which all of its ranks have made in the same order; negative for a
+            copy, which a rank may make alone.
     """
 
     module: torch.nn.Module
     process_group: dist.ProcessGroup
-    last_used: int
+    number: int
 
-    @property
-    def unaveraged(self) -> list[torch.Tensor]:
-        """See the class."""
+    def pre_step(self, optimizer: Optimizer, arguments: StepArguments) -> StepArguments | None:
+        """An optimizer is about to step. Local.
 
-    @property
-    def has_trained(self) -> bool:
-        """See the class."""
+        Returns:
+            None if the engine averages nothing that it steps; else what `step` shall be called with.
+        """
+
+    def tensors_alike(self) -> Mapping[str, torch.Tensor]:
+        """What must be the same on all ranks when training is over, by name. Local."""
 
 
 # A new list with each engine, in which the dead ones stay until the next: every step reads it, sooner than a WeakSet.
 _engines: list[weakref.ref[Any]] = []
 _engines_lock = threading.Lock()  # ranks may be threads
-_num_uses = 0
 
 
 def note_engine(engine: AveragingModule) -> None:
     """This engine averages the gradients of its module's parameters. Local."""
     global _engines
-    note_use(engine)
     with _engines_lock:
         _engines = [*(each for each in _engines if each() not in (None, engine)), weakref.ref(engine)]
-
-
-def note_use(engine: AveragingModule) -> None:
-    """This engine begins a forward pass. Local."""
-    global _num_uses
-    _num_uses += 1
-    object.__setattr__(engine, "last_used", _num_uses)  # past that of modules, which looks for parameters
-
-
-def latest_use() -> int:
-    """The number of the last use of an engine. Local."""
-    return _num_uses
 
 
 def is_engine(module: torch.nn.Module) -> bool:
@@ -85,17 +66,6 @@ def is_engine(module: torch.nn.Module) -> bool:
 def engines() -> list[Any]:
     """All engines of this process. Local."""
     return [engine for each in _engines if (engine := each()) is not None]
-
-
-def engines_of(optimizer: Optimizer) -> list[Any]:
-    """The engines that average any of its parameters. Local. See [Note: engines that are gone]."""
-    own = set(map(id, parameters_of(optimizer)))
-    return [engine for engine in engines() if not own.isdisjoint(map(id, engine.module.parameters()))]
-
-
-def engines_used(optimizer: Optimizer, after: int) -> list[Any]:
-    """The engines that average any of its parameters and were used after that number of `latest_use`. Local."""
-    return [engine for engine in engines_of(optimizer) if engine.last_used > after]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -12,13 +12,10 @@ General layout. `DistributedDataParallel`, one model on every rank:
   is, a drawing.
 * `second_order`: means that a loss contains.
 * `missing_gradients`: parameters that a backward pass brought no gradient for.
-* `feeding`, `rows`, `parts`, `undivided`: how many samples of the global batch a forward pass holds.
-* `claims`, `divergence`: whether all ranks understood a step alike, and hold the same parameters.
-* `shared_buffers`: the buffers that all ranks get from the first.
+* `feeding`, `rows`, `parts`: how many samples of the global batch a forward pass holds.
+* `rank_agreement`: whether all ranks understood a step alike, and hold the same parameters.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
-* `strays`, `parameter_changes`, `oversight`, `forward_errors`: mistakes that no collective meets; `by_hand`: what looks
-  like one.
-* `early_draws`: from when on a rank draws its own random numbers.
+* `parameter_changes`: parameters that no engine averages; `forward_errors`: one sample on a rank.
 * `copying`: copies of an engine.
 * `malloc`: glibc keeps the memory of gradients between steps.
 * `powersgd`: a communication hook that sends fewer bytes.
@@ -26,8 +23,6 @@ General layout. `DistributedDataParallel`, one model on every rank:
 Losses and layers over all ranks:
 
 * `losses`, `gathering`: losses that are no mean over samples.
-* `loss_watch`: hands the first losses to two checks; `loss_kinds`, `loss_graph`: whether a loss is a mean over samples;
-  `bypasses`: whether a part of it bypasses the model's outputs, or takes other ranks' weights.
 * `batchnorm`: `SyncBatchNorm`.
 
 `DataParallel`, one process with several devices:

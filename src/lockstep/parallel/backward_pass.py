@@ -28,18 +28,14 @@ rank that has joined (`joined.py`) averages zeros, wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
 
-import torch
 from torch.autograd.graph import Node
 
 from lockstep.errors import ModelError
-from lockstep.parallel.claims import Claims, join_claims
-from lockstep.torch_private.autograd import version_of
 
-__all__ = ["NO_SIGNS", "BackwardPass", "Phase", "StraySigns"]
+__all__ = ["BackwardPass", "Phase"]
 
 
 class Phase(Enum):
@@ -57,24 +53,6 @@ _NO_TASK = -1  # what torch says outside of backward passes
 _UNDER_WAY = frozenset({Phase.ARMED, Phase.DEFERRED, Phase.AVERAGING})
 
 
-class StraySigns(NamedTuple):
-    """What speaks for gradients that no backward pass has averaged.
-
-    Attributes:
-        have_strayed: some came outside of all forward passes.
-        have_accumulated: some came that were not to be averaged.
-        lacks_backward: the last forward pass has had no backward pass, and there was none before it either since the
-            last step: no hook tells of `torch.autograd.grad`.
-    """
-
-    have_strayed: bool = False
-    have_accumulated: bool = False
-    lacks_backward: bool = False
-
-
-NO_SIGNS = StraySigns()
-
-
 class BackwardPass:
     """The backward pass that runs, or that ran last. An engine and its reducer share one. Local.
 
@@ -84,8 +62,6 @@ class BackwardPass:
     Attributes:
         phase: see [Note: phases of a backward pass]. No property, because hooks of parameters read it; set here alone.
         is_accumulating: gradients of the last forward pass are not to be averaged.
-        has_strayed: gradients came outside of all forward passes, and no backward pass has averaged them since.
-        has_accumulated: gradients came that were not to be averaged, and no backward pass has averaged them since.
         seen_task: the last of autograd's tasks that came to an output; -1 for none.
         reaches: whether that task goes on to parameters of the model.
         has_filler: it is of a forward pass whose samples count nothing, among others.
@@ -94,52 +70,25 @@ class BackwardPass:
             number. Nothing in the graph may hold this object: it would never be freed.
         awaited: indices of parameters that a backward pass left to another one.
         steps_within: an optimizer has stepped within a backward pass, and may have taken the gradients away.
-        num_open: forward passes since the last averaging; see [Note: open forward passes] in `claims.py`.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
-        self.is_accumulating = self.has_strayed = self.has_accumulated = self.reaches = self.has_filler = False
+        self.is_accumulating = self.reaches = self.has_filler = False
         self.seen_task = self.begun_task = _NO_TASK
         self.roots: dict[int, Node] = {}
         self.awaited: list[int] = []
-        self.num_open = 0
         self.steps_within = False
-        self._is_extra = False  # the means were there when the forward pass began: one rank may look at the model then
-        self._averaged: tuple[torch.Tensor, int] | None = None  # a parameter with a mean, and its version then
-        self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging; see `join_claims`
-        self._batches: set[tuple[str, int]] = set()  # that they are of, and their fingerprints
 
     @property
     def is_under_way(self) -> bool:
         """Whether a pass has begun that neither waits for another one nor is finished."""
         return self.phase in _UNDER_WAY
 
-    @property
-    def signs(self) -> StraySigns:
-        """What speaks for gradients that no backward pass has averaged."""
-        lacks_backward = self.phase is Phase.READY and not self.has_accumulated and not self._is_extra
-        return StraySigns(self.has_strayed, self.has_accumulated, lacks_backward)
-
-    @property
-    def has_signs(self) -> bool:
-        """Whether to look closer, at `signs` and others: what every step of an optimizer asks."""
-        return self.has_strayed or self.has_accumulated or self.phase is not Phase.IDLE or bool(self.awaited)
-
-    def _holds_means(self) -> bool:
-        """Whether there are means that no optimizer has stepped by."""
-        return self._averaged is not None and version_of(self._averaged[0]) == self._averaged[1]
-
-    @property
-    def has_claims(self) -> bool:
-        """Whether anything was claimed since the last averaging."""
-        return bool(self._claims)
-
     def ready(self) -> None:
         """A forward pass begins whose backward pass averages."""
         self._go("ready", Phase.READY, self.phase in (Phase.IDLE, Phase.READY))
         self.is_accumulating = False
-        self._is_extra = self._holds_means()
 
     def accumulate(self) -> None:
         """A forward pass begins whose backward pass does not average."""
@@ -161,12 +110,9 @@ class BackwardPass:
         """The gradients of all parameters go out, and the ranks meet."""
         self.phase = Phase.AVERAGING
 
-    def finish(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The means are there, in the gradients of these parameters."""
+    def finish(self) -> None:
+        """The means are there."""
         self._go("finish", Phase.IDLE, self.phase is Phase.AVERAGING)
-        averaged = next((each for each in parameters if each.grad is not None), None)
-        self._averaged = None if averaged is None else (averaged, version_of(averaged))
-        self.has_strayed = self.has_accumulated = False
 
     def abandon(self) -> None:
         """What the pass left is void."""
@@ -204,26 +150,3 @@ class BackwardPass:
         """What was awaited, and is not any more."""
         awaited, self.awaited = self.awaited, []
         return awaited
-
-    def claim(self, text: str, is_certain: bool, batch: str, fingerprint: int = 0) -> None:
-        """What a forward pass that gradients come from was understood to hold.
-
-        Args:
-            text: see `Claims`.
-            is_certain: see `Claims`.
-            batch: its name; "" if not known.
-            fingerprint: of the data that it is of; 0 if not known.
-        """
-        self._claims[text] = is_certain
-        self._batches.add((batch, fingerprint))
-
-    def take_claims(self) -> Claims:
-        """What was claimed since the last averaging, and counts no more."""
-        claims = join_claims(self._claims, self._batches, self.num_open)
-        self.forget_claims()
-        self.num_open = 0
-        return claims
-
-    def forget_claims(self) -> None:
-        """What gradients were understood to be of that were thrown away."""
-        self._claims, self._batches = {}, set()

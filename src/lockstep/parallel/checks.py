@@ -19,6 +19,7 @@ __all__ = [
     "check_parameters",
     "check_renormalised",
     "current_buffers",
+    "find_alike",
     "find_buffers",
     "find_sparse",
     "has_sync_batchnorm",
@@ -26,6 +27,14 @@ __all__ = [
 ]
 
 _DEFAULT_BUCKET_MIB = 25.0
+
+# What Megatron-LM and DeepSpeed (experts), Tutel, and Megatron-LM (tensor parallelism) set on parameters of which each
+# rank has other ones.
+_MARKS_OF_PARTS = {"allreduce": False, "skip_allreduce": True, "tensor_model_parallel": True}
+_NORMS = (
+    *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm, SyncBatchNorm),
+    *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d),
+)
 
 SPARSE_ADVICE = (
     "Those of an nn.Embedding or nn.EmbeddingBag that has sparse=True by then are averaged: hold the parameter in one, "
@@ -116,6 +125,31 @@ def named_tensors(
     if with_buffers:
         tensors.update(module.named_buffers())
     return {name: tensor for name, tensor in tensors.items() if name not in ignored}
+
+
+def find_alike(module: torch.nn.Module, ignored: frozenset[str], with_buffers: bool) -> dict[str, torch.Tensor]:
+    """What ranks end with alike, by name: parameters, and buffers that a checkpoint holds. Local.
+
+    Not parameters that are marked as a rank's own, or sharded; nor statistics of normalization, which forward passes
+    without a backward pass write, too.
+
+    Args:
+        module: the model.
+        ignored: names that the user has told the engine to leave alone.
+        with_buffers: whether buffers are among it.
+    """
+    parameters = {name: each for name, each in module.named_parameters() if not _is_part(each)}
+    if not with_buffers:
+        return {name: each for name, each in parameters.items() if name not in ignored}
+    saved = frozenset(module.state_dict())
+    statistics = {id(each) for layer in module.modules() if isinstance(layer, _NORMS) for each in layer.buffers(False)}
+    buffers = {name: each for name, each in module.named_buffers() if name in saved and id(each) not in statistics}
+    return {name: each for name, each in {**parameters, **buffers}.items() if name not in ignored}
+
+
+def _is_part(parameter: torch.Tensor) -> bool:
+    is_marked = any(getattr(parameter, name, None) is value for name, value in _MARKS_OF_PARTS.items())
+    return is_marked or type(parameter) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:

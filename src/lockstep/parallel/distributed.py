@@ -17,6 +17,7 @@ while).
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,40 +27,41 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from lockstep import batch
-from lockstep.drift.engines import engines, note_use
+from lockstep import batch, seeding
+from lockstep.drift.engines import StepArguments, engines, note_engine, parameters_of
+from lockstep.drift.watch import describe_step, watch_steps
 from lockstep.errors import InputTypeError, ModelError
-from lockstep.parallel import closures
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
-from lockstep.parallel.backward_pass import NO_SIGNS, BackwardPass, Phase, StraySigns
+from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
     check_group,
     check_parameters,
     check_renormalised,
+    current_buffers,
+    find_alike,
+    find_buffers,
     find_sparse,
     has_sync_batchnorm,
     named_tensors,
 )
+from lockstep.parallel.closures import with_mean_of_closure
 from lockstep.parallel.copying import copy_engine
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, share_said
-from lockstep.parallel.forward_errors import explain_forward_error, warn_of_no_tensor
+from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, runs_backward_to
 from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
-from lockstep.parallel.loss_watch import LossWatch
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
 from lockstep.parallel.nesting import NotInsideTorch, check_module
-from lockstep.parallel.oversight import EarlyPasses, watch_engine
 from lockstep.parallel.parameter_changes import ParameterChanges
+from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.parallel.reducer import CommHook, Reducer
-from lockstep.parallel.shared_buffers import SharedBuffers
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.rank_zero import collective_device
-from lockstep.seeding import begin_torch_stream
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
@@ -71,6 +73,8 @@ __all__ = ["DistributedDataParallel"]
 _FIRST_BUCKET_BYTES = _MIB = 1 << 20
 _WATCHED_PASSES = 3
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
+_NO_TASK = -1  # of autograd
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class DistributedDataParallel(NotInsideTorch, Joinable):
@@ -91,8 +95,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         output_device: must agree with `device_ids`; there for torch's signature.
         dim: must be 0; there for torch's signature.
         broadcast_buffers: with the gradients of each training step, give all ranks the buffers of the first; None
-            means True. The step ends with them equal; torch gives them out before the next forward pass. Of those that
-            the script writes see `shared_buffers.py`.
+            means True. The step ends with them equal; torch gives them out before the next forward pass, so what a
+            script writes to them between two steps is each rank's own in the next.
         init_sync: check that the models agree, and give all ranks the parameters of the first.
         process_group: who trains together; default the default group.
         bucket_cap_mb: MiB of gradients that go out together; default 25. 0 makes a bucket for each.
@@ -137,7 +141,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     # Where no loader says what ranks hold, they must come with equally many rows. Engines of others average plainly.
     _compares_rows = True
     _averages_at_once = True
-    last_used: int
+    number: int
 
     def __init__(
         self,
@@ -197,10 +201,10 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored, is_shared=self._world_size > 1)
-        self._shared = SharedBuffers(module, ignored, is_told=self._world_size > 1 and group.rank() == 1)
-        self._feeding = Feeding(group, collective_device(group, self.device))
-        # One process divides by what it likes.
-        self._loss_watch = LossWatch(self._own, is_on=self._world_size > 1 and group.rank() == 0)
+        self._buffers_of_ranks = find_buffers(module, ignored)
+        device = collective_device(group, self.device)
+        self._feeding = Feeding(group, device)
+        self._agreement = RankAgreement(self._names, self._parameters_to_reduce, group, device)
         self._num_hooks = 0
         self._backward = BackwardPass()
         self._reached = weakref.WeakMethod(self._backward_reaches)
@@ -208,10 +212,13 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             self._backward, self._parameters_to_reduce, self._names, group, self.device, static_graph
         )
         self._joined = Steps(group, self.device)
-        self._early_passes: EarlyPasses | None = EarlyPasses()
+        self.number = -1  # of a copy
         if self._averages_at_once:
+            self.number = next(_numbers_of(group))
             self._reducer  # noqa: B018  made now, while all ranks are here
-        watch_engine(self)
+        note_engine(self)
+        seeding.begin_rank_streams_of_engine()
+        watch_steps()
 
     @functools.cached_property
     def _reducer(self) -> Reducer:
@@ -222,9 +229,10 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             self._parameters_to_reduce,
             self._names,
             plans,
-            make_transport(plans, self.process_group, self.device),
+            make_transport(plans, self.process_group, self._agreement, self.device),
             self.process_group,
             self._backward,
+            self._agreement,
             may_go_early=self._world_size > 1 and not self.static_graph and not self._orders_differ,
             always_views=self._always_views,
             unannounced=weakref.WeakMethod(self._gradient_comes),
@@ -292,7 +300,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
                 output = self.module(*inputs, **kwargs)
             except ValueError as error:
                 explained = explain_forward_error(error, self._world_size, forward.feed.share)
-                if explained is None:
+                if explained is error:
                     raise
                 raise explained from error
         return self._leave(forward, output)
@@ -300,38 +308,27 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
     @left_out(with_what_it_calls=True)
     def _enter(self, inputs: Any, kwargs: Any) -> tuple[ForwardPass, Any, Any]:
         """Who watches the forward pass, and what the module is called with. Local."""
-        note_use(self)
-        if self._early_passes is not None and not self._early_passes.check(self):
-            self._early_passes = None
         with_gradients = torch.is_grad_enabled()
-        begin_torch_stream(with_gradients)
-        self._shared.enter_pass()
+        seeding.begin_torch_stream(with_gradients)
         syncing = with_gradients and self._prepare((inputs, kwargs))
         feed = self._feed((inputs, kwargs), with_gradients, syncing)
         if self.device_ids is not None:
             inputs, kwargs = move_tensors((inputs, kwargs), self.device_ids[0], non_blocking=True)
         is_functional = self.changes.are_transformed()
         forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional, self.training)
-        if with_gradients:
-            closures.note_forward(forward)
         return forward, *forward.enter((inputs, kwargs))
 
     @left_out(with_what_it_calls=True)
     def _leave(self, forward: ForwardPass, output: Any) -> Any:
         """What the module has returned, watched. Local."""
         feed = forward.feed
-        self._shared.leave_pass()
         if not forward.syncing and forward.is_plain and not feed.claim:
             return output
         output, roots = forward.leave(output)
         if not roots and self.training:
-            self._watch_parameters(feed, type(output).__name__)
+            self._watch_parameters()
         if forward.syncing:
             self._backward.expect(roots)
-            if self.training:
-                forward.is_open = True
-                self._backward.num_open += 1
-                self._loss_watch.forward_ends(feed, roots.values())
         return output
 
     @untraced
@@ -386,12 +383,10 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
                 self._reducer.disarm()
         return syncing
 
-    def _watch_parameters(self, feed: Feed, kind: str) -> None:
+    def _watch_parameters(self) -> None:
         """The output shows no tensor that a gradient could come through: if one comes, parameters will tell."""
         if any(parameter.requires_grad for parameter in self._parameters_to_reduce):  # else frozen, as a teacher is
             self._reducer.watch_all()
-            if feed.is_uneven:
-                warn_of_no_tensor(kind)
 
     # ---- backward ------------------------------------------------------------------------------
 
@@ -409,14 +404,11 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         if not backward.reaches:
             return False
         backward.reach(output)
-        if forward.is_open:
-            forward.is_open = False
-            backward.num_open -= 1
         forward.settle()
         if self._sparse and forward.is_filler:
             backward.has_filler = True
         if self._compares_rows or forward.feed.share is not None:
-            forward.claim(backward, task, self._world_size, self._parameters_to_reduce)
+            forward.claim(self._agreement, task, self._world_size, self._parameters_to_reduce)
         if forward.syncing:
             self._backward_begins()
         return True
@@ -457,24 +449,23 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self._missing.check(missing, self.find_unused_parameters)
         if self._world_size == 1 and not self._num_hooks:
             self._reducer.disarm()
-            self._backward.take_claims()
+            self._agreement.forget_claims()
             return
         with profiler_range("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
             unused = self._missing.on_all_ranks(missing, self.find_unused_parameters)
-            claims = self._backward.take_claims()
+            words = self._agreement.take_words()
             if join_config_of(self).enable:  # ranks may differ
                 self._joined.sync_buffers(self._buffers_to_sync(), trains=True)
                 self._reducer.finish(unused, some_have_joined=True)
                 self._joined.rescale(self._parameters_to_reduce)
             else:
-                with self._shared.averaging(buffers := self._buffers_to_sync()):
-                    self._reducer.finish(unused, buffers, claims)
+                self._reducer.finish(unused, self._buffers_to_sync(), words)
 
     def _buffers_to_sync(self) -> list[torch.Tensor]:
         """Buffers that all ranks shall have from the first rank when this step is over."""
         is_due = self.broadcast_buffers and self.training and self._world_size > 1
-        return self._shared.current() if is_due else []
+        return current_buffers(self._buffers_of_ranks) if is_due else []
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -498,54 +489,40 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self._hook = (state, hook)
         self._num_hooks += 1
 
-    @property
-    def stray_signs(self) -> StraySigns:
-        """What speaks for gradients that nobody has averaged; see `strays.py`."""
-        return NO_SIGNS if join_config_of(self).enable else self._backward.signs
+    # ---- what others ask -----------------------------------------------------------------------
 
-    @property
-    def has_signs(self) -> bool:
-        """Whether to look at `stray_signs` and `awaits_gradients` at all."""
-        return self._backward.has_signs
-
-    def has_averaged_by_hand(self) -> bool:
-        """Whether gradients that have accumulated since the last averaging were averaged by other means. Local."""
-        return self._is_ready and self._reducer.accumulated.were_averaged()
-
-    @property
-    def unaveraged(self) -> list[torch.Tensor]:
-        """The parameters that it trains, if it has averaged nothing so far, and was not told to (`no_sync`)."""
-        is_idle = self._is_ready and self._reducer.averages_nothing
-        return list(self._parameters_to_reduce) if is_idle else []
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether there was a forward pass in training mode, with gradients."""
-        return self._early_passes is None or self._early_passes.have_begun
-
-    @property
-    def awaits_gradients(self) -> bool:
-        """Whether a backward pass has left gradients to another one, and none have been averaged."""
-        return bool(self._backward.awaited)
-
-    def note_step_within(self) -> bool:
-        """An optimizer steps while a backward pass runs. Returns whether gradients were to be averaged first. Local."""
-        is_within = self._backward.is_under_way and self._backward.begun_task == current_graph_task_id()
-        if is_within and self._world_size == 1:
-            self._backward.steps_within = True
-        return is_within and self._world_size > 1
-
-    def refuse_step(self, step: str) -> None:
-        """An optimizer steps although gradients are awaited. Local.
+    def pre_step(self, optimizer: torch.optim.Optimizer, arguments: StepArguments) -> StepArguments | None:
+        """An optimizer is about to step; see `AveragingModule`. Local.
 
         Raises:
-            UnusedParameters: names what it is about.
+            ModelError: it steps within the backward pass, by this rank's own gradients; or there are parameters that
+                no engine averages.
+            UnusedParameters: a backward pass has left gradients to another one, which did not come.
         """
-        self._missing.check_awaited(f"before {step}")
+        self.changes.check(optimizer)
+        if not any(id(parameter) in self._own for parameter in parameters_of(optimizer)):
+            return None
+        backward, task = self._backward, current_graph_task_id()
+        if task != _NO_TASK:
+            if backward.is_under_way and backward.begun_task == task:
+                self._pre_step_within(optimizer)
+        elif backward.awaited and not join_config_of(self).enable:
+            self._missing.check_awaited(f"before {describe_step(optimizer)}")
+        if self._world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            return with_mean_of_closure(arguments, self.process_group)
+        return arguments
 
-    def forget_strayed(self) -> None:
-        """Those gradients were looked at. Local."""
-        self._backward.has_strayed = False
+    def _pre_step_within(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._world_size > 1:
+            raise ModelError(
+                f"{describe_step(optimizer)}: the optimizer steps within the backward pass, by this rank's own "
+                "gradients: DistributedDataParallel averages them at its end. Step after backward()"
+            )
+        self._backward.steps_within = True
+
+    def tensors_alike(self) -> dict[str, torch.Tensor]:
+        """What is the same on all ranks when training is over; none with a communication hook, which decides. Local."""
+        return {} if self._num_hooks else find_alike(self.module, self._ignored, self.broadcast_buffers)
 
     # ---- join: ranks with fewer batches --------------------------------------------------------
 
@@ -598,3 +575,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self._joined.sync_buffers(self._buffers_to_sync(), trains=False)
         self._reducer.finish(unused, some_have_joined=True)
         self._joined.rescale(self._parameters_to_reduce)
+
+
+def _numbers_of(group: dist.ProcessGroup) -> Iterator[int]:
+    """Counts the engines that the ranks of this group have made together."""
+    return _numbers.setdefault(group, itertools.count())

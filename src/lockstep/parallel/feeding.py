@@ -12,8 +12,8 @@
 What none of these tells is an error, unless all batches divide evenly: then every forward pass weighs the same, and as
 without a loader all ranks must have come with inputs of one size. *Rejected:* to take any rows for those of the batch
 that the loop has in hand, such as the nodes of graphs: what a mask has selected from it would be averaged plainly.
-Where a rank went by a size, a claim travels with the gradients and is compared (`claims.py`), so that ranks that
-understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
+Where a rank went by a size, a claim travels with the gradients and is compared (`rank_agreement.py`), so that ranks
+that understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
 them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
 one collective more, and a backward pass that could not begin before those of the others.
 

@@ -34,8 +34,8 @@ from torch.autograd.graph import Node
 
 from lockstep import batch
 from lockstep.errors import ModelError
-from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.feeding import Feed
+from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.torch_private.autograd import base_of, current_graph_task_id, without_transforms
 from lockstep.tree import map_tensors, tensors_in
 
@@ -63,7 +63,6 @@ class ForwardPass:
 
     Attributes:
         feed: what goes through; with a weight from `settle` on.
-        is_open: counted as one that no gradient has come to; see [Note: open forward passes] in `claims.py`.
         trains: the model is in training mode.
     """
 
@@ -80,7 +79,6 @@ class ForwardPass:
         self.feed = feed
         self.syncing = syncing
         self.group = group
-        self.is_open = False
         self._own = own
         self._is_functional = is_functional
         self.trains = trains
@@ -112,12 +110,12 @@ class ForwardPass:
         self.feed = self.feed.settled()
 
     def claim(
-        self, backward: BackwardPass, task: int, world_size: int, parameters: Sequence[torch.nn.Parameter]
+        self, agreement: RankAgreement, task: int, world_size: int, parameters: Sequence[torch.nn.Parameter]
     ) -> None:
         """Note, once for each of autograd's tasks, what the gradients that come are of. Local.
 
         Args:
-            backward: notes it.
+            agreement: notes it.
             task: that runs.
             world_size: of the engine.
             parameters: that it averages.
@@ -125,13 +123,13 @@ class ForwardPass:
         if not self.feed.claim or self._claimed_task == task:
             return
         self._claimed_task = task
-        if backward.has_claims and all(parameter.grad is None for parameter in parameters):
-            backward.forget_claims()  # what came before was thrown away
+        if agreement.has_claims and all(parameter.grad is None for parameter in parameters):
+            agreement.forget_claims()  # what came before was thrown away
         share = self.feed.share
         name, fingerprint = "", 0
         if share is not None and share.world_size == world_size:
             name, fingerprint = share.name, share.fingerprint
-        backward.claim(self.feed.claim, self.feed.is_certain, name, fingerprint)
+        agreement.claim(self.feed.claim, self.feed.is_certain, name, fingerprint)
 
     def check_penalty(self) -> None:
         """A gradient is computed with a graph of its own, and does not go on to parameters. Collective, as `settle`.

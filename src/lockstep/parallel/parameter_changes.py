@@ -3,43 +3,42 @@
 It happens when a frozen part is unfrozen (`requires_grad_(True)`), and when parameters are replaced by others
 (`load_state_dict(assign=True)`, a new head). Optimizers' steps are where to look: during a forward pass
 `torch.func.functional_call` may have put others in their place for a moment. Parameters that were frozen are looked at
-in each step; looking for new ones means to walk through the modules, so only some steps do, and the one behind a
-backward pass that came from the model and reached none of its parameters.
+in each step. New ones are registered with some module of the process, of which torch tells: only a step after that
+walks through the model, and the one after a backward pass that came from the model and reached none of its parameters.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Collection
-from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import Optimizer
 
 from lockstep.drift.engines import engines
 from lockstep.drift.watch import describe_step
 from lockstep.errors import ModelError
 from lockstep.torch_private.autograd import innermost_transform
 
-__all__ = ["ParameterChanges", "install"]
+__all__ = ["ParameterChanges"]
 
-_ALWAYS, _EVERY = 2, 8  # steps, the first ones, and of those behind them
+_num_registered = 0  # parameters and submodules of all modules of the process
+
+
+def _note_registration(*_: object) -> None:
+    global _num_registered
+    _num_registered += 1
 
 
 @functools.cache
-def install() -> None:
-    """From now on look before optimizers step. Local; may be called again."""
-    register_optimizer_step_pre_hook(_look)
-
-
-def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    found = [engine.changes.look() for engine in engines()]  # all count their looks
-    if any(found):
-        gc.collect()  # what waits for that, on some ranks, averages nothing; see `drift/engines.py`
-        for engine in engines():
-            engine.changes.refuse(optimizer)
+def _install() -> None:
+    register_module_parameter_registration_hook(_note_registration)
+    register_module_module_registration_hook(_note_registration)
 
 
 class ParameterChanges:
@@ -62,7 +61,8 @@ class ParameterChanges:
             for name, parameter in module.named_parameters()
             if id(parameter) not in own and name not in self._ignored
         ]
-        self._num_looks = 0
+        _install()
+        self._num_registered_then = _num_registered
         self._is_suspicious = False
 
     def suspect(self) -> None:
@@ -76,22 +76,17 @@ class ParameterChanges:
             return False
         return not any(id(parameter) in self.own for parameter in module.parameters())
 
-    def look(self) -> bool:
-        """An optimizer is about to step: whether this step is one to look in, and there are such parameters. Local."""
-        if not self._is_shared:
-            return False
-        self._num_looks += 1
-        is_due = self._is_suspicious or self._num_looks <= _ALWAYS or self._num_looks % _EVERY == 0
-        self._is_suspicious = False
-        return bool((is_due or any(map(_requires_gradient, self._frozen))) and self._find())
-
-    def refuse(self, optimizer: Optimizer) -> None:
-        """Local.
+    def check(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step. Local.
 
         Raises:
             ModelError: there are such parameters; names them.
         """
-        new = self._find() if self._is_shared else []
+        is_new = self._is_suspicious or self._num_registered_then != _num_registered
+        if not self._is_shared or not (is_new or (self._frozen and any(map(_requires_gradient, self._frozen)))):
+            return
+        self._num_registered_then, self._is_suspicious = _num_registered, False
+        new = self._find()
         if new:
             listed = ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else "")
             raise ModelError(

@@ -42,18 +42,15 @@ from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
-from lockstep.parallel.by_hand import AccumulatedGradients
 from lockstep.parallel.checks import SPARSE_ADVICE
-from lockstep.parallel.claims import NO_CLAIMS, ClaimCheck, Claims
-from lockstep.parallel.divergence import DivergenceCheck
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.graph import accumulating_node
+from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words
 from lockstep.parallel.second_order import without_way_back
 from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
 from lockstep.parallel.views import GradientViews, find_held
-from lockstep.rank_zero import collective_device
-from lockstep.torch_private.autograd import current_graph_task_id, queue_callback, version_of
+from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["CommHook", "Reducer"]
@@ -70,13 +67,12 @@ class Reducer:
         plans: which parameters lie in each bucket, and where. Parameters in none of them have sparse gradients.
         transport: moves and averages the buckets.
         group: the ranks that average.
+        backward: the pass that runs.
+        agreement: what is compared with each averaging.
         may_go_early: whether buckets may go out before the backward pass ends; an attribute.
         always_views: gradients are views of buckets, even where other references to them exist.
         unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
             `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
-
-    Attributes:
-        accumulated: gradients that were not to be averaged.
     """
 
     def __init__(
@@ -87,6 +83,7 @@ class Reducer:
         transport: Transport,
         group: dist.ProcessGroup,
         backward: BackwardPass,
+        agreement: RankAgreement,
         may_go_early: bool,
         always_views: bool = False,
         unannounced: Callable[[], Callable[[torch.Tensor], None] | None] = lambda: None,
@@ -97,6 +94,7 @@ class Reducer:
         self._transport = transport
         self._group = group
         self._backward = backward
+        self._agreement = agreement
         self.may_go_early = may_go_early
         self._unannounced = unannounced
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
@@ -116,11 +114,6 @@ class Reducer:
         self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
         self._hook: tuple[Any, CommHook] | None = None
         self._sparse_gradients = SparseGradients([self._parameters[index] for index in self._sparse], group, backward)
-        device = collective_device(group, plans[0].device if plans else self._parameters[0].device)
-        self._claim_check = ClaimCheck(group, device)  # with a communication hook
-        self._divergence = DivergenceCheck(names, parameters, group, device)
-        self.accumulated = AccumulatedGradients(self._parameters)
-        self._accumulating_task = -1  # the last backward pass whose gradients are not to be averaged
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
         # The sentinels', by bucket; behind them each parameter without a bucket is its own.
         self._handles: list[_HookBehindAll | None] = [None] * (len(plans) + len(self._sparse))
@@ -156,9 +149,9 @@ class Reducer:
                 reducer._announce(parameter)
             elif phase is Phase.IDLE:
                 if backward.is_accumulating:
-                    reducer.note_accumulated()
+                    reducer._agreement.gradient_accumulates()
                 else:
-                    backward.has_strayed = True
+                    reducer._agreement.gradient_strays()
 
         self._handles[bucket] = _HookBehindAll(self._parameters[index], on_gradient)
 
@@ -293,20 +286,6 @@ class Reducer:
             self._restart()
         self._backward.accumulate()
 
-    def note_accumulated(self) -> None:
-        """A gradient has come that is not to be averaged. Local; within a backward pass."""
-        self._backward.has_accumulated = True
-        self._divergence.note_accumulated()
-        task = current_graph_task_id()
-        if task != self._accumulating_task:  # each bucket comes here
-            self._accumulating_task = task
-            queue_callback(self.accumulated.note)
-
-    @property
-    def averages_nothing(self) -> bool:
-        """Whether nothing was averaged, and nothing came that was not to be averaged."""
-        return self._divergence.averages_nothing
-
     def begin(self, task: int, is_alone: bool = True) -> None:
         """A backward pass begins that will reduce: this task of autograd's. Local. See [Note: shared parameters].
 
@@ -314,7 +293,7 @@ class Reducer:
             task: its number.
             is_alone: no other engine averages these parameters in this pass.
         """
-        self._divergence.note()
+        self._agreement.pass_begins()
         if self._backward.is_under_way:
             self._restart()
         early = self.may_go_early and is_alone and self._hook is None and not self._out
@@ -392,7 +371,7 @@ class Reducer:
         self,
         keep_none: Collection[int] = (),
         buffers: Sequence[torch.Tensor] = (),
-        claims: Claims = NO_CLAIMS,
+        words: Words = NO_WORDS,
         some_have_joined: bool = False,
     ) -> None:
         """Average everything. Collective; all has been sent.
@@ -400,18 +379,18 @@ class Reducer:
         Args:
             keep_none: parameters that no rank used; their `.grad` is left as it is.
             buffers: to be overwritten by those of the group's first rank on the way.
-            claims: what all ranks must agree on about this step.
+            words: what this rank says of this step.
             some_have_joined: or may have (`Join`); their parameters stay what they were.
 
         Raises:
             CollectiveMismatch: the ranks claim different things, or hold different data.
             ModelMismatch: the ranks' parameters differ.
         """
-        samples = None
+        by_rank = None
         if self._hook is not None:
-            self._finish_hooks(keep_none, buffers, claims)
+            self._finish_hooks(keep_none, buffers, words)
         else:
-            samples = self._transport.finish(buffers, claims, self._divergence.sample())
+            by_rank = self._transport.finish(buffers, words)
             self._sparse_gradients.average()
         for index in self._dense:
             if self._parameters[index].grad is None and index not in keep_none:
@@ -425,9 +404,8 @@ class Reducer:
         for index in self._with_graph:
             self._parameters[index].grad = without_way_back(self._views[index])
         self._with_graph.clear()
-        self._backward.finish(self._parameters)
-        is_first_only = some_have_joined or self._hook is not None
-        self._divergence.compare(samples, claims.fingerprint, is_first_only)
+        self._backward.finish()
+        self._agreement.compare(by_rank, words, is_first_only=some_have_joined or self._hook is not None)
 
     def _copy_back(self) -> None:
         """The means of gradients that have memory of their own."""
@@ -492,7 +470,7 @@ class Reducer:
             )
         self._hook_futures.append((bucket, future))
 
-    def _finish_hooks(self, keep_none: Collection[int], buffers: Sequence[torch.Tensor], claims: Claims) -> None:
+    def _finish_hooks(self, keep_none: Collection[int], buffers: Sequence[torch.Tensor], words: Words) -> None:
         for bucket, future in self._hook_futures:
             result: Any = future.wait()
             if isinstance(result, (list, tuple)):
@@ -507,7 +485,10 @@ class Reducer:
                 with torch.no_grad():
                     buffer.copy_(result.view(-1))
         self._hook_futures.clear()
-        self._claim_check.begin(claims)()  # not before: hooks make collectives of their own as results come
+        # Not before: hooks make collectives of their own as results come.
+        compare = self._agreement.begin_comparing_claims(words)
+        if compare is not None:
+            compare()
         if buffers:
             broadcast_tensors(buffers, self._group)
 

@@ -22,7 +22,7 @@ from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.claims import ADVICE, Claims, OpenPassCheck, check_fingerprints
+from lockstep.parallel.rank_agreement import ADVICE, Words
 from lockstep.shm.algorithms import reduce_in_place, share_bounds
 from lockstep.shm.kernels import Kernel, find_kernel
 from lockstep.shm.segment import can_leave, leave
@@ -83,14 +83,11 @@ class SymmetricTransport:
         self._words = self._region.words
         self._own_word = self._region.word_start(self._rank)
         self._peer_words = [self._region.word_start(peer) for peer in range(self._world_size) if peer != self._rank]
-        self._open_passes = OpenPassCheck(is_told=self._rank == 0)
         self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 3)
-        # The last words of each rank: how many forward passes it has left open, a sample of its parameters, and which
-        # batches its gradients come from.
-        ends = [self._region.word_start(rank) + self._region.WORDS_PER_RANK for rank in range(self._world_size)]
-        self._open_words, self._sample_words, self._fingerprint_words = (
-            [end - back for end in ends] for back in (3, 2, 1)
-        )
+        # The last words of each rank: signs, a value of its parameters, and which batches its gradients come from.
+        self._said = [
+            slice(end - 3, end) for end in (self._region.word_start(rank + 1) for rank in range(self._world_size))
+        ]
         self._pass = 1
         # Failed passes since the last averaging, or since the collective that was an error itself.
         self._num_failed = 0
@@ -193,7 +190,7 @@ class SymmetricTransport:
         self._kept[bucket].clear()
         self._reduced.add(bucket)
 
-    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims, sample: int) -> list[int]:
+    def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words]:
         """Reduce what is published, wait for the others, and reduce the rest. Collective."""
         mail = self._mail
         if buffers:
@@ -201,31 +198,27 @@ class SymmetricTransport:
                 mail = self._mail = _BufferMail(self._engine, self._rank, buffers)
             mail.write(buffers)
 
-        fingerprints: list[int] = []
-        samples: list[int] = []
-        numbers_open: list[int] = []
+        by_rank: list[Words] = []
 
         def between() -> None:
-            fingerprints.extend(self._words[word] for word in self._fingerprint_words)
-            samples.extend(self._words[word] for word in self._sample_words)
-            if 0 in fingerprints:  # else these tell more
-                numbers_open.extend(self._words[word] for word in self._open_words)
+            for said in self._said:
+                signs, sample, batches = self._words[said]
+                by_rank.append(Words(batches=batches, sample=sample, signs=signs))
             if buffers:
                 assert mail is not None
                 mail.read(buffers)
             self._reduce_rest()
 
-        self._words[self._fingerprint_words[self._rank]] = claims.fingerprint
-        self._words[self._sample_words[self._rank]] = sample
-        self._words[self._open_words[self._rank]] = claims.num_open
+        for index, word in enumerate((words.signs, words.sample, words.batches), self._said[self._rank].start):
+            self._words[index] = word
         if self._num_failed == 0:
             self._reduce_published()
         # What the ranks claim is compared as what they call is: by the fingerprint of the description.
-        description = f"{self._description}; {claims.text}" if claims.text else self._description
+        description = f"{self._description}; {words.claim}" if words.claim else self._description
         try:
             self._engine.run_steps(description, lambda: description, between)
         except CollectiveMismatch as error:
-            if claims.text and not claims.is_certain:
+            if words.claim and not words.is_certain:
                 error.args = (f"{error.args[0]} {ADVICE}", *error.args[1:])
             self._num_failed, self._failed_collective = 0, self._engine.recorder.number
             raise
@@ -235,9 +228,7 @@ class SymmetricTransport:
         if self._num_failed:
             self._num_failed = self._failed_collective = 0
             self._description = self._describe()
-        check_fingerprints(fingerprints)
-        self._open_passes.compare(numbers_open)
-        return samples
+        return by_rank
 
     def restart(self) -> None:
         """See [Note: failed passes]."""

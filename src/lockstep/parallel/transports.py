@@ -19,9 +19,8 @@ from lockstep.comm.backend import engine_of
 from lockstep.comm.engine import Engine
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.claims import ClaimCheck, Claims
+from lockstep.parallel.rank_agreement import RankAgreement, Words
 from lockstep.parallel.symmetric import SymmetricTransport
-from lockstep.rank_zero import collective_device
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
@@ -68,7 +67,7 @@ class Transport(Protocol):
     def publish(self, bucket: int) -> None:
         """This rank's gradients of a bucket are complete. Local."""
 
-    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims, sample: int) -> list[int] | None:
+    def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words] | None:
         """Return when all buckets hold the mean over ranks. Collective; every bucket was published.
 
         Args:
@@ -93,10 +92,13 @@ class GroupTransport:
     Args:
         plans: which parameters lie in each bucket, and where.
         group: the ranks that average.
+        agreement: what is compared with each averaging.
         device: of the parameters.
     """
 
-    def __init__(self, plans: Sequence[BucketPlan], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, plans: Sequence[BucketPlan], group: dist.ProcessGroup, agreement: RankAgreement, device: torch.device
+    ) -> None:
         self._group = group
         self._world_size = group.size()
         # Over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
@@ -107,7 +109,7 @@ class GroupTransport:
         self._works: list[Any] = []
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
-        self._claim_check = ClaimCheck(group, collective_device(group, device))
+        self._agreement = agreement
 
     @property
     def can_renew(self) -> bool:
@@ -156,17 +158,18 @@ class GroupTransport:
             self._works.append(dist.all_reduce(buffer, op, group=self._group, async_op=True))
             self._next += 1
 
-    def finish(self, buffers: Sequence[torch.Tensor], claims: Claims, sample: int) -> list[int] | None:
-        """Wait for all reductions, compare the claims, and broadcast the buffers."""
+    def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words] | None:
+        """Wait for all reductions, compare what the batch was taken for, and broadcast the buffers."""
         start = time.perf_counter()
-        compare = self._claim_check.begin(claims)
+        compare = self._agreement.begin_comparing_claims(words)
         for work in self._works:
             work.wait()
         clock.add(time.perf_counter() - start)
         self._works.clear()
         self._ready.clear()
         self._next = 0
-        compare()
+        if compare is not None:
+            compare()
         if buffers:
             broadcast_tensors(buffers, self._group)
         return None
@@ -187,12 +190,15 @@ def _symmetric_engine(group: dist.ProcessGroup) -> Engine | None:
     return engine if engine is not None and engine.team.has_symmetric_memory else None
 
 
-def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup, device: torch.device = _CPU) -> Transport:
+def make_transport(
+    plans: Sequence[BucketPlan], group: dist.ProcessGroup, agreement: RankAgreement, device: torch.device = _CPU
+) -> Transport:
     """The transport for these buckets over that group. Collective.
 
     Args:
         plans: which parameters lie in each bucket, and where; may be none.
         group: the ranks that average.
+        agreement: what is compared with each averaging.
         device: of the parameters; counts where there are no buckets.
     """
     devices = [plan.device for plan in plans] or [device]
@@ -200,4 +206,4 @@ def make_transport(plans: Sequence[BucketPlan], group: dist.ProcessGroup, device
     on_cpu = all(each.type == "cpu" for each in devices)
     if engine is not None and engine.team.shares_memory and on_cpu and group.size() > 1:
         return SymmetricTransport(plans, engine)
-    return GroupTransport(plans, group, devices[0])
+    return GroupTransport(plans, group, agreement, devices[0])

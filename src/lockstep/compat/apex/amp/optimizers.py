@@ -31,7 +31,6 @@ from lockstep.compat.apex.amp.casts import casts_off
 from lockstep.compat.apex.amp.properties import HALF_DTYPES
 from lockstep.compat.apex.amp.scaler import LossScaler
 from lockstep.compat.apex.parallel.distributed import accumulates, look_for_torchs_engines
-from lockstep.drift.copies import note_copy
 from lockstep.errors import InputTypeError
 from lockstep.torch_private.modules import mark_as_stepped
 from lockstep.torch_private.tensors import values_of
@@ -110,7 +109,6 @@ class OptimizerState:
 
     def _master_of(self, parameter: Tensor) -> Tensor:
         master = parameter.detach().clone().float().requires_grad_()
-        note_copy(master, parameter)
         self.all_fp16_params.append(parameter)
         self.all_fp32_from_fp16_params.append(master)
         state = self._optimizer.state

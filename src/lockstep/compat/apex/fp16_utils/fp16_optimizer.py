@@ -14,7 +14,6 @@ from lockstep.compat.apex.fp16_utils.fp16util import (
     model_grads_to_master_grads,
 )
 from lockstep.compat.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from lockstep.drift.copies import note_copy
 from lockstep.errors import InputTypeError, LockstepError
 from lockstep.torch_private.tensors import foreach_mul_
 from lockstep.torch_private.trees import tree_map
@@ -109,7 +108,6 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
                 others.append(parameter)
                 continue
             master = parameter.detach().clone().float().requires_grad_()
-            note_copy(master, parameter)
             group["params"][index] = master
             if parameter in self.optimizer.state:
                 self.optimizer.state[master] = self.optimizer.state.pop(parameter)

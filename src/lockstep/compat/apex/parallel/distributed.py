@@ -148,7 +148,7 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
     def _backward_begins(self) -> None:
         # Not decided in the forward pass, as by `no_sync`: scripts switch between the two passes.
         if self._is_paused:
-            self._reducer.note_accumulated()
+            self._agreement.gradient_accumulates()
         else:
             super()._backward_begins()
 

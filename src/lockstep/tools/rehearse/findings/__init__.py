@@ -8,7 +8,7 @@ General layout:
 * `finding`: a finding, and its kind.
 * `starts`: ranks that never join, and scripts that only some launchers can start.
 * `sampling`: samplers that repeat an order, pad an evaluation or draw alike; `evaluation`: each rank evaluates it all.
-* `means`: means over ranks with different numbers of samples; `losses`: losses that are no mean over samples.
+* `means`: means over ranks with different numbers of samples.
 * `collectives`: collectives that not all ranks come to; `metrics`: reductions made for nothing.
 * `checkpoints`: files that several ranks write, names with a prefix, loads onto the wrong device.
 * `identity`: ranks and devices taken from the wrong variable; `children`: processes that died unseen.
@@ -24,7 +24,6 @@ from lockstep.tools.rehearse.findings import (
     collectives,
     evaluation,
     identity,
-    losses,
     means,
     metrics,
     sampling,
@@ -43,7 +42,6 @@ KINDS: dict[str, Kind] = {
         sampling,
         evaluation,
         means,
-        losses,
         collectives,
         checkpoints,
         identity,

@@ -5,7 +5,7 @@ General layout:
 * `recorder`: collects events and writes them down before the process ends.
 * `environment`: which rank and device the process takes itself for; `children`: processes that it starts.
 * `passes`: passes over data; `contents`: a number for the samples of a pass; `randomness`: what data sets draw.
-* `training`: optimizers, schedulers, scalers and clipping; `losses`: losses that are no mean over samples.
+* `training`: optimizers, schedulers, scalers and clipping.
 * `collectives`: collectives and the use of their results; `horovod`: those of Horovod.
 * `files`: checkpoints; `older_torch`: calls that today's torch turns away.
 """
@@ -26,7 +26,6 @@ def install(*, with_horovod: bool) -> None:
         collectives,
         environment,
         files,
-        losses,
         older_torch,
         passes,
         randomness,
@@ -35,7 +34,7 @@ def install(*, with_horovod: bool) -> None:
     from lockstep.tools.rehearse.watch.recorder import recorder
 
     recorder.install()
-    for watcher in (passes, losses, training, collectives, files, environment, randomness, older_torch, children):
+    for watcher in (passes, training, collectives, files, environment, randomness, older_torch, children):
         watcher.install()
     if with_horovod:
         from lockstep.tools.rehearse.watch import horovod

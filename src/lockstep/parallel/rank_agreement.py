@@ -1,0 +1,424 @@
+"""Whether the ranks of an engine do the same: compared once with each averaging, and a difference is an error.
+
+Each rank says a few words with every averaging (`Words`): what it takes the batch to be, and which batches of a loader
+its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group of one
+host they lie in shared memory, and what a batch is taken to be is part of the description that the averaging compares
+anyhow: no collective more. Other groups compare by one small all_reduce what is taken from the size of a batch, and the
+rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived.
+
+All of it compares ranks with each other, so none of it can fire where ranks do the same.
+
+[Note: comparisons] In the first averaging the ranks compare some values of each parameter, as they were in the first
+backward pass: a script may have changed them since it wrapped the model. From then on one value, of another parameter
+each time, travels with every averaging in shared memory; if the values of two ranks differ, or gradients came past the
+engine on one, the ranks compare parameters again. Other groups need a collective for it, and compare in averaging 4,
+16, 64 and so on, with a communication hook in the first alone. With the parameters they compare which batches the
+gradients come from, which in shared memory travels with every averaging, too. So data that are not the same on all
+ranks are found, and a rank that left out a backward pass. A rank whose batches have lost their tags takes no part.
+
+[Note: rounding] On processors of different kinds, or with other numbers of threads, ranks may step the same gradients
+to values that differ in the last bits. So a difference behind the first averaging is an error only if it is far
+greater than rounding; else it is looked at again when there have been twice as many averagings.
+
+[Note: different on purpose] Local SGD steps by gradients of `no_sync()`, and sharpness-aware minimisation may move each
+rank's parameters by them for a moment. So a rank whose parameters have changed after a pass that was not averaged is
+not compared any more. What a communication hook returns may differ between ranks, and those that have joined (`Join`)
+keep older parameters: there, nothing is compared but the first averaging. When the world is left, all are compared
+(`drift/comparison.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, NoReturn
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.flight_recorder import fingerprint
+from lockstep.errors import CollectiveMismatch, ModelMismatch
+from lockstep.torch_private.autograd import version_of
+
+__all__ = ["ADVICE", "NO_WORDS", "RankAgreement", "Words", "describe_batches", "fingerprint_of"]
+
+_COMPARED_VALUES = 4096  # of each parameter
+_MEASURED_PARAMETERS = 8  # of those that differ
+_COLLECTIVE_EVERY = 4  # times as many averagings
+_POSITION_STEP = 2654435761  # from one value to the next of a parameter: it goes round, and everywhere
+# Times the distance from 1.0 to the next number, relative to the greatest value; and at most.
+_ROUNDING, _MOST_ROUNDING = 1000, 0.01
+_UNKNOWN, _ZERO = 0, 1  # samples
+_STRAYED = 1  # a sign
+_LOOKS_AT_STRAYS = 3  # after which gradients past the engine are taken for equal, as a regulariser's are
+_MAX_SHOWN = 4
+_INTEGER, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
+_NAME = re.compile(r"samples (\d+) to \d+ of epoch (\d+)")
+_FIRST_BITS, _EPOCH_BITS, _HASH_BITS = 32, 12, 18
+_FIRST_MASK, _EPOCH_MASK, _HASH_MASK = (1 << _FIRST_BITS) - 1, (1 << _EPOCH_BITS) - 1, (1 << _HASH_BITS) - 1
+
+ADVICE = (
+    "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
+    "model.samples(n):`; hand a loss that is divided by a count of all ranks to lockstep.global_loss, too"
+)
+_ADVICE_ON_DATA = (
+    "their loaders hold other samples, or the same in another order. After lockstep.init each rank draws numbers "
+    "of its own: give random_split a generator=torch.Generator().manual_seed(0), shuffle with random.Random(0), sort "
+    "what os.listdir or glob has found, let a dataset draw its records (negatives, mixtures) from "
+    "np.random.default_rng(epoch), and give each loader the same seed. A lockstep.DataLoader splits its data over the "
+    "ranks: give it all of it, not what a script has split by rank, and no sampler that splits. Data that is a rank's "
+    "own goes into a loader with rank=0 and world_size=1"
+)
+_ADVICE_ON_BATCHES = (
+    "One of them has left out a backward pass, or taken a batch more. Every rank must take the batches of a "
+    "lockstep.DataLoader in the same order, and make the same backward passes: where one skips a step (a loss that is "
+    "not finite, an error), all must; let them agree on it first, with an all_reduce"
+)
+_ADVICE_AT_FIRST = (
+    "All had those of rank 0 when DistributedDataParallel was made: initialise or load the model before, or do so on "
+    "every rank alike. After lockstep.init each rank draws random numbers of its own"
+)
+_ADVICE_ON_PARAMETERS = (
+    "So a rank has another learning rate (give ReduceLROnPlateau, and whatever else goes by a loss, that of all ranks: "
+    "lockstep.mean(loss * len(y), len(y))), has left out a step, or has changed parameters by itself: loaded them, or "
+    "added noise that it has drawn. All ranks must do so alike"
+)
+_ADVICE_ON_STRAYS = (
+    "Gradients came past DistributedDataParallel since, which averages those of its own forward passes. Call model(x), "
+    "where model = lockstep.DistributedDataParallel(net), and neither net(x) nor model.module(x); and where a loss "
+    "contains gradients (create_graph=True), call backward() once, on the whole loss"
+)
+
+
+class Words(NamedTuple):
+    """What one rank says with an averaging.
+
+    Attributes:
+        claim: what it takes the batches to be, for people, and compared; "" for nothing.
+        is_certain: all of that comes from tags, none from a size.
+        batches: which ones the gradients come from, see `fingerprint_of`; 0 where they are not known.
+        sample: one value of one parameter, in 64 bits; 0 where it is not to be compared.
+        signs: 1 if gradients came past the engine, else 0.
+    """
+
+    claim: str = ""
+    is_certain: bool = True
+    batches: int = 0
+    sample: int = _UNKNOWN
+    signs: int = 0
+
+
+NO_WORDS = Words()
+
+
+def fingerprint_of(batches: Collection[tuple[str, int]]) -> int:
+    """Batches as one number: first sample and epoch of one of them, and a hash of all.
+
+    Args:
+        batches: name and fingerprint of each: such as "samples 4 to 7 of epoch 0", "" for one that is not known; and a
+            number for the data that it is of.
+
+    Returns:
+        More than 0; 0 where a batch is not known, or there is none.
+
+    >>> describe_batches(fingerprint_of([("samples 4 to 7 of epoch 2", 0)]))
+    'samples 4 … of epoch 2'
+    """
+    in_order = sorted(batches)
+    names = [_NAME.fullmatch(name) for name, _ in in_order]
+    if not names or names[0] is None or None in names:
+        return 0
+    first, epoch = int(names[0][1]) & _FIRST_MASK, int(names[0][2]) & _EPOCH_MASK
+    short = crc32(str(in_order).encode()) & _HASH_MASK
+    return (short << _EPOCH_BITS | epoch) << _FIRST_BITS | first | 1 << 62
+
+
+def describe_batches(value: int) -> str:
+    """The batch that `fingerprint_of` has made a number of."""
+    return f"samples {value & _FIRST_MASK} … of epoch {value >> _FIRST_BITS & _EPOCH_MASK}"
+
+
+class RankAgreement:
+    """What one engine says of its steps, and compares with the other ranks'.
+
+    Args:
+        names: of the parameters, the same on all ranks.
+        parameters: the same shapes and dtypes on all ranks.
+        group: the ranks that compare.
+        device: where the group's collectives want their tensors.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._names = list(names)
+        self._parameters = list(parameters)
+        self._on_cpu = [each.device.type == "cpu" and each.numel() > 0 for each in parameters]
+        self._group = group
+        self._device = device
+        self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging: text -> is it certain
+        self._batches: set[tuple[str, int]] = set()  # that they are of, and their fingerprints
+        self._has_strayed = False
+        self._looks_at_strays_left = _LOOKS_AT_STRAYS
+        self._first: list[int] | None = None  # hashes of the parameters in the first backward pass
+        self._num_averagings = 0
+        self._next_look = 1  # with so many averagings
+        self._version_accumulated: int | None = None  # of all parameters, when a pass began that is not averaged
+        self._is_known = True  # see [Note: different on purpose]
+        # Of a GPU: the claim, the compared values on the host, and the event that their copy ends with.
+        self._pending: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
+
+    # ---- what happens between two averagings ------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        """Gradients come that will be averaged. Local."""
+        if self._num_averagings == 0 and self._first is None:
+            self._first = _digests(self._parameters)
+
+    def gradient_accumulates(self) -> None:
+        """One has come that is not to be averaged, and nobody has stepped by it yet. Local."""
+        self.pass_begins()
+        if self._version_accumulated is None:
+            self._version_accumulated = self._version()
+
+    def gradient_strays(self) -> None:
+        """One has come outside of all forward passes of the engine. Local."""
+        self._has_strayed = True
+
+    @property
+    def has_claims(self) -> bool:
+        """Whether gradients have come since the last averaging of which it was said what they are of."""
+        return bool(self._claims)
+
+    def claim(self, text: str, is_certain: bool, batch: str, batch_fingerprint: int = 0) -> None:
+        """What a forward pass that gradients come from was understood to hold. Local.
+
+        Args:
+            text: for people, and compared.
+            is_certain: it comes from a tag, not from a size.
+            batch: its name; "" if not known.
+            batch_fingerprint: of the data that it is of; 0 if not known.
+        """
+        self._claims[text] = is_certain
+        self._batches.add((batch, batch_fingerprint))
+
+    def forget_claims(self) -> None:
+        """The gradients that they were of were thrown away. Local."""
+        if self._claims:
+            self._claims, self._batches = {}, set()
+
+    # ---- the exchange -----------------------------------------------------------------------------
+
+    def take_words(self) -> Words:
+        """What this rank says with this averaging. Local."""
+        signs = _STRAYED if self._has_strayed and self._looks_at_strays_left else 0
+        claims = self._claims
+        if not claims:
+            return Words(sample=self._sample(), signs=signs)
+        texts = list(claims) if len(claims) == 1 else sorted(claims)  # the order of forward passes does not count
+        if len(texts) > _MAX_SHOWN:
+            rest = texts[_MAX_SHOWN:]
+            texts[_MAX_SHOWN:] = [f"{len(rest)} more ({fingerprint(str(rest)):x})"]
+        words = Words(", ".join(texts), all(claims.values()), fingerprint_of(self._batches), self._sample(), signs)
+        self.forget_claims()
+        return words
+
+    def begin_comparing_claims(self, words: Words) -> Callable[[], None] | None:
+        """Begin to compare over a group that does not compare descriptions, while other things are waited for.
+
+        Collective.
+
+        Returns:
+            What waits for the result, if there is one to wait for. It raises CollectiveMismatch if ranks claim
+            different things, of this step or, on a GPU, of one shortly before.
+        """
+        while self._pending and not self._is_capturing() and self._pending[0][2].query():  # type: ignore[no-untyped-call]
+            text, values, _ = self._pending.pop(0)
+            self._compare_claims(text, values)
+        if words.is_certain or self._is_capturing():
+            return None  # A graph repeats one step, and nobody could be told of what it finds.
+        # Equal on all ranks if the greatest is the least. Made on the device: a copy from the host would wait for it.
+        both = torch.full((2,), fingerprint(words.claim), dtype=torch.int64, device=self._device)
+        both[1].neg_()
+        work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def end() -> None:
+            work.wait()
+            if self._device.type == "cuda":
+                self._compare_claims_later(words.claim, both)
+            else:
+                self._compare_claims(words.claim, both)
+
+        return end
+
+    def compare(self, by_rank: Sequence[Words] | None, own: Words, is_first_only: bool = False) -> None:
+        """Compare what the ranks have said, and parameters, if it is time. Collective; call it in each averaging.
+
+        Args:
+            by_rank: the words of all ranks of the group; None if they are not known.
+            own: those of this rank.
+            is_first_only: the ranks may hold different parameters from the first averaging on.
+
+        Raises:
+            CollectiveMismatch: on every rank; the gradients come from different batches, or from different data.
+            ModelMismatch: on every rank; names the first parameter that differs.
+        """
+        self._num_averagings += 1
+        self._has_strayed = False
+        is_first = self._num_averagings == 1
+        if by_rank is None:
+            is_due = not is_first_only and self._num_averagings >= self._next_look
+            has_strayed = False
+        else:
+            self._compare_batches([words.batches for words in by_rank])
+            has_strayed = any(words.signs for words in by_rank)
+            self._looks_at_strays_left -= has_strayed
+            samples = {words.sample for words in by_rank}
+            samples.discard(_UNKNOWN)
+            differ = len(samples) > 1 and self._num_averagings >= self._next_look
+            is_due = (differ or has_strayed) and not is_first_only
+        if not (is_first or is_due) or self._is_capturing():
+            return
+        self._next_look = self._num_averagings * (_COLLECTIVE_EVERY if by_rank is None else 2)
+        self._compare_parameters(is_first, own, has_strayed)
+
+    # ---- claims and batches -----------------------------------------------------------------------
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _compare_claims_later(self, text: str, both: torch.Tensor) -> None:
+        values = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
+        values.copy_(both, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._pending.append((text, values, event))
+
+    def _compare_claims(self, text: str, values: torch.Tensor) -> None:
+        greatest, negative_least = values.tolist()
+        if greatest != -negative_least:
+            raise CollectiveMismatch(
+                f"the ranks averaged gradients of different batches: rank {dist.get_rank()} took {text}, another rank "
+                f"something else. Every rank must take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
+            )
+
+    def _compare_batches(self, batches: Sequence[int]) -> None:
+        if len({value for value in batches if value}) < 2:
+            return
+        known = {rank: describe_batches(value) for rank, value in enumerate(batches) if value}
+        if len(set(known.values())) == 1:
+            what, advice = f"{known.popitem()[1]}, but of different data", _ADVICE_ON_DATA
+            raise CollectiveMismatch(f"the ranks averaged gradients of {what}: {advice}")
+        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in known.items())
+        raise CollectiveMismatch(
+            "the ranks averaged gradients of different batches (ranks of the engine's group):\n"
+            f"{lines}\n{_ADVICE_ON_BATCHES}"
+        )
+
+    # ---- parameters -------------------------------------------------------------------------------
+
+    def _sample(self) -> int:
+        if self._version_accumulated is not None:
+            self._is_known = self._is_known and self._version_accumulated == self._version()
+            self._version_accumulated = None
+        index = self._num_averagings % len(self._parameters)
+        if not self._is_known or not self._on_cpu[index]:
+            return _UNKNOWN
+        parameter = self._parameters[index]
+        offset = _offset_of(parameter, self._num_averagings * _POSITION_STEP % parameter.numel())
+        value = torch.as_strided(parameter, (), (), offset).item()
+        bits: int = _INTEGER.unpack(_FLOAT.pack(value.real))[0]
+        return bits or _ZERO
+
+    def _compare_parameters(self, is_first: bool, own: Words, has_strayed: bool) -> None:
+        differing = self._differing(is_first, own.batches)
+        if not differing:
+            return
+        if is_first:
+            self._raise(differing, min(differing), "", _ADVICE_AT_FIRST)
+        index, distance = self._farthest(sorted(differing)[:_MEASURED_PARAMETERS])
+        if not distance <= min(_ROUNDING * torch.finfo(self._parameters[index].dtype).eps, _MOST_ROUNDING):
+            what = (
+                f", by up to {distance:.1g} times its greatest value. All were alike {self._num_averagings - 1} "
+                "averagings ago, and have got the same gradients since"
+            )
+            self._raise(differing, index, what, _ADVICE_ON_STRAYS if has_strayed else _ADVICE_ON_PARAMETERS)
+
+    def _raise(self, differing: dict[int, int], index: int, what: str, advice: str) -> NoReturn:
+        rank = dist.get_process_group_ranks(self._group)[differing[index]]
+        raise ModelMismatch(
+            f"ranks hold different values of {len(differing)} parameter(s), such as {self._names[index]} on rank "
+            f"{rank}{what}. {advice}"
+        )
+
+    def _version(self) -> int:
+        return sum(map(version_of, self._parameters))
+
+    def _differing(self, is_first: bool, batches: int) -> dict[int, int]:
+        """Parameters that differ: index -> a rank of the group that has another than the first. Collective.
+
+        Raises:
+            CollectiveMismatch: what averaged is of different batches.
+        """
+        digests = self._first if is_first else None
+        self._first = None
+        own = [batches, int(self._is_known), *(digests or _digests(self._parameters))]
+        values = self._gather(torch.tensor(own, device="cpu"))
+        self._compare_batches(values[:, 0].tolist())
+        values = values[:, 1:]
+        known = values[:, 0].nonzero().flatten()
+        if len(known) < 2:
+            return {}
+        others = values[known, 1:] != values[known[0], 1:]
+        return {index: int(known[others[:, index]][0]) for index in others.any(0).nonzero().flatten().tolist()}
+
+    def _farthest(self, indices: Sequence[int]) -> tuple[int, float]:
+        """Of these, the parameter that is farthest apart, and how far, relative to its greatest value. Collective."""
+        parts = [_some_values(self._parameters[index]) for index in indices]
+        parts = [(torch.view_as_real(part) if part.is_complex() else part).reshape(-1).double() for part in parts]
+        rows = self._gather(torch.cat([parts[0].new_tensor([float(self._is_known)]), *parts]))
+        found = []
+        for index, values in zip(
+            indices, torch.split(rows[rows[:, 0] > 0, 1:], [len(part) for part in parts], 1), strict=True
+        ):
+            least, greatest = values.amin(0), values.amax(0)
+            are_same = (least == greatest) | values.isnan().all(0)
+            distance = torch.where(are_same, 0.0, greatest - least).max() / values.abs().max().clamp(min=1e-300)
+            found.append((float(distance.nan_to_num(torch.inf)), index))
+        distance_of_all, index = max(found)
+        return index, distance_of_all
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, stacked, on the host. Collective."""
+        own = own.to(self._device)
+        rows = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(rows, own, group=self._group)
+        return torch.stack(rows).cpu()
+
+
+def _offset_of(tensor: torch.Tensor, position: int) -> int:
+    """Where the element lies in its storage that is at a position of the flattened tensor."""
+    offset = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return offset + position
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        position, index = divmod(position, size)
+        offset += index * stride
+    return offset
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A hash of some values of each tensor, not negative. Local; a GPU is waited for once."""
+    parts = [_some_values(tensor).view(torch.uint8) for tensor in tensors]
+    if len({part.device for part in parts}) == 1:
+        parts = list(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
+    texts = [part.cpu().numpy().tobytes() for part in parts]
+    return [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1 for text in texts]
+
+
+def _some_values(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // _COMPARED_VALUES)].contiguous()
