@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.torch_private.patching import wrap
 
-__all__ = ["called_from_python", "watch"]
+__all__ = ["from_python", "watch"]
 
 # What hooks are registered under: any number that nobody else of this process uses.
 _HOOK_ID = 0x10C57E9
@@ -42,22 +42,15 @@ _OPERATIONS = {
 }
 
 _Note = Callable[[Any, str, tuple[Any, ...]], None]
-_python = threading.local()
+
+
+class _FromPython(threading.local):
+    depth = 0
+
+
+from_python = _FromPython()
+"""`depth`: how many calls by Python's methods this thread is within; to them its hook has nothing to add."""
 _hooked: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class _CalledFromPython:
-    """Marks calls that come from Python. No generator: on Python 3.10 those leave frames in an error's traceback."""
-
-    def __enter__(self) -> None:
-        _python.depth = getattr(_python, "depth", 0) + 1
-
-    def __exit__(self, *_: object) -> None:
-        _python.depth -= 1
-
-
-called_from_python = _CalledFromPython()
-"""While a wrapped method of Python's makes the call, the hook, in the same thread, has nothing to add."""
 
 
 def watch(group_class: Any, note: _Note) -> None:
@@ -92,7 +85,7 @@ def _let_go() -> None:
 
 def _pass_on(call: Any, known: weakref.ref[Any], note: _Note) -> None:
     group = known()
-    if group is None or getattr(_python, "depth", 0) > 0:
+    if group is None or from_python.depth > 0:
         return
     begins = (operation for prefix, operation in _OPERATIONS.items() if call.name.name.startswith(prefix))
     operation = next(begins, None)

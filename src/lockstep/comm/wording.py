@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SHAPE", "describe_group", "describe_tensor", "without_ones"]
+__all__ = ["SHAPE", "describe_group", "describe_shape", "describe_tensor", "without_ones"]
 
 # The shape in what `describe_tensor` gives; its sizes are the group.
 SHAPE = re.compile(r"(?<=\w)\[([\d, ]*)\]")
@@ -28,7 +28,12 @@ def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> s
 
 def describe_tensor(tensor: torch.Tensor) -> str:
     """`float32[2, 3]`: the form in which errors name a tensor."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return describe_shape(tensor.dtype, tensor.shape)
+
+
+def describe_shape(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    """The same of a tensor that is not at hand."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def without_ones(text: str) -> str:
