@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from loader_cases import WORLDS, Drawing, Numbers, Seeded, run_epoch, run_ranks_in_turn
 from lockstep.data import DataLoader
 from lockstep.data.device import dense_parts
-from lockstep.data.source import WorkerInit, identity, make_source
+from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
 from lockstep.errors import DataError
 from lockstep.metrics import Mean
 
@@ -177,7 +177,7 @@ class TestFetching:
     @pytest.mark.parametrize("dataset", [Drawing(3), TensorDataset(torch.arange(3))])
     def test_what_workers_are_sent_can_be_pickled(self, dataset):
         # As the start methods spawn and forkserver ask.
-        source = make_source(dataset, torch.utils.data.default_collate, True)
+        source = make_source(dataset, torch.utils.data.default_collate, DrawnFrom(), thread=0)
         pickle.loads(pickle.dumps((source, WorkerInit(None), identity)))
 
     def test_error_in_a_sample_is_the_datasets_own_and_the_batch_is_not_consumed(self):

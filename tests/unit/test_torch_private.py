@@ -46,7 +46,6 @@ SETS_ATTRIBUTES = {
     ("lockstep.comm.mixed_group", "group"): "the same",
     ("lockstep.compat.apex.amp.properties", "properties"): "amp's options",
     ("lockstep.compat.horovod.torch.elastic.state", "self"): "the user's state",
-    ("lockstep.data.deferred_numpy", "generator"): "numpy's bit generator",
     ("lockstep.parallel.distributed", "module"): "the user's module, as torch's engine does",
 }
 

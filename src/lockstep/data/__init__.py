@@ -5,7 +5,7 @@ promises, and which file keeps the promise:
 
 - the order of samples is a function of (seed, epoch); each global batch is a run of that order,
   split contiguously over the ranks; an epoch can be entered at any sample      (`order`, `feistel`)
-- whatever a sample draws at random is a function of (seed, epoch, index)       (`seeding`, `source`, `drawing`)
+- whatever a sample draws at random is a function of (seed, epoch, index)       (`seeding`, `source`)
 - all ranks hold the same data in the same order, or raise                      (`fingerprints`)
 - every batch is tagged with the share of it that this rank holds, so that the engine and the
   metrics weight it exactly                                                     (`iteration`)
@@ -14,13 +14,11 @@ promises, and which file keeps the promise:
 General layout, from the bottom up:
 
 * `checks`: refuses arguments that cannot be met; `rank_and_size`: finds this rank and the world size.
-* `deferred`: seeds Python's own generator when it is used; `deferred_numpy`: numpy's.
-* `numpy_stream`: sets numpy's stream aside for a batch.
-* `seeding`: sets the global generators before a sample; `drawing`: sees in code that a dataset draws nothing.
+* `seeding`: seeds the process-wide generators, and puts them back.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `sampler_epochs`: who tells a sampler its epoch.
 * `fingerprints`: numbers by which ranks see that they hold other data.
-* `source`: fetches a sample with its own seed.
+* `source`: fetches and collates a batch, each sample with its own seed.
 * `buffers`: shared memory that workers use again; `handover`: hands batches from workers to the training process.
 * `iteration`: counts how far an epoch is consumed; `device`: moves batches to the device ahead of time.
 * `loader`: `DataLoader`, which puts these together; `waits`: how long a loop waits for its batches.

@@ -2,8 +2,8 @@
 
 A worker of torch's puts its batch into a queue, whose own thread pickles it and moves its tensors to shared memory.
 What fails there (a full /dev/shm, an object that cannot be pickled) is printed by that thread and told to nobody, and
-the training process waits for ever. So a worker packs its batch where an error is torch's to carry over: in the
-collate function. Tensors travel in buffers that are used again (`buffers.py`), small ones by value.
+the training process waits for ever. So a worker packs its batch where an error is torch's to carry over: as it
+fetches. Tensors travel in buffers that are used again (`buffers.py`), small ones by value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import get_worker_info
@@ -29,7 +29,7 @@ from lockstep.errors import DataError, SharedMemoryError
 from lockstep.torch_private.loader import stack_into
 from lockstep.tree import tensors_in
 
-__all__ = ["CollateAndPack", "Handover"]
+__all__ = ["Handover", "PackingSource", "Source"]
 
 _SHARED_MEMORY = "/dev/shm"
 _BY_VALUE_BYTES = 16 * 1024
@@ -143,6 +143,14 @@ class _BatchPickler(_TensorPickler):
         return _storage_in_buffer, (self._reader, *place)
 
 
+class Source(Protocol):
+    """Makes collated batches of a dataset."""
+
+    dataset: Any
+
+    def __getitems__(self, fetch: Any) -> Any: ...
+
+
 class Handover:
     """How the workers of one iterator hand over their batches, on the side of the training process.
 
@@ -158,9 +166,9 @@ class Handover:
                 self._offer = _Offer(_count(), reader.control, num_workers)
                 _readers[self._offer.reader] = reader
 
-    def packing(self, collate_fn: Callable[[list[Any]], Any]) -> CollateAndPack:
-        """The collate function for the workers."""
-        return CollateAndPack(collate_fn, self._offer)
+    def packing(self, source: Source) -> PackingSource:
+        """What the workers fetch batches from."""
+        return PackingSource(source, self._offer)
 
     def cancel(self) -> None:
         """No worker has come to be. Local."""
@@ -178,33 +186,36 @@ def _close(reader: int, pid: int) -> None:
         _readers.pop(reader).close()
 
 
-class CollateAndPack:
-    """A collate function whose result is packed when it was made in a worker process.
+class PackingSource:
+    """Fetches batches in a worker process, and packs them.
 
     Args:
-        collate_fn: makes a batch of samples.
+        source: makes the batches.
         offer: what the worker needs for buffers; None if there are none.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], offer: _Offer | None = None) -> None:
-        self.collate_fn = collate_fn
+    def __init__(self, source: Source, offer: _Offer | None = None) -> None:
+        self._source = source
         self._offer = offer
         self._pool: BufferPool | None = None
 
-    def __call__(self, samples: list[Any]) -> Any:
-        """The batch, or in a worker what becomes the batch in the training process.
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        return self._source.dataset
+
+    def __getitems__(self, fetch: Any) -> Any:
+        """What becomes the batch in the training process.
 
         Raises:
             DataError: the batch cannot be sent: /dev/shm is full, or something in it cannot be pickled.
         """
         worker = get_worker_info()
-        if worker is None:
-            return self.collate_fn(samples)
-        if self._offer is not None and self._pool is None:
+        if self._offer is not None and self._pool is None and worker is not None:
             self._begin(self._offer, worker.id)
         try:
-            batch = self.collate_fn(samples)
-        except RuntimeError as error:  # the default one makes tensors in shared memory to begin with
+            batch = self._source.__getitems__(fetch)
+        except RuntimeError as error:  # torch's collate function makes tensors in shared memory to begin with
             if _is_full(error):
                 raise _full_memory(error) from None
             raise
@@ -219,7 +230,7 @@ class CollateAndPack:
             ) from None
 
     def _begin(self, offer: _Offer, worker: int) -> None:
-        """Take part in the buffers, in a worker that collates for the first time."""
+        """Take part in the buffers, in a worker that fetches for the first time."""
         try:
             self._pool = BufferPool(offer.control, worker, offer.num_workers)
         except SharedMemoryError:  # it cannot be opened from here: torch's way

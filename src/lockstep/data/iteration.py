@@ -9,7 +9,6 @@ from typing import Any
 
 from lockstep.batch import BatchShare, Iteration
 from lockstep.data.order import Fetch, Schedule
-from lockstep.data.seeding import restore_if_seeded
 from lockstep.errors import DataError
 
 __all__ = ["EpochIterator", "EpochProgress", "RankBatchSampler"]
@@ -94,7 +93,6 @@ class EpochIterator(Iterator[Any]):
         progress: updated with every batch yielded.
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
-        thread: that made the loader.
         has_workers: processes fetch the batches.
     """
 
@@ -105,7 +103,6 @@ class EpochIterator(Iterator[Any]):
         progress: EpochProgress,
         *,
         shared_workers: RankBatchSampler | None,
-        thread: int,
         has_workers: bool,
     ) -> None:
         self._batches = batches
@@ -113,7 +110,6 @@ class EpochIterator(Iterator[Any]):
         self._progress = progress
         self._iteration = Iteration()
         self._shared_workers = shared_workers
-        self._thread = thread
         self._has_workers = has_workers
         self._number = 0  # of the batch that comes next
 
@@ -138,8 +134,7 @@ class EpochIterator(Iterator[Any]):
             )
         self._iteration.clear_away()
         try:
-            with restore_if_seeded(self._thread):  # where samples are fetched in this process
-                loaded = next(self._batches)
+            loaded = next(self._batches)
         except StopIteration:
             self._progress.finish()
             self.close()

@@ -39,7 +39,7 @@ from lockstep.data.order import (
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
 from lockstep.data.seeding import derive_seed
-from lockstep.data.source import SeededDataset, TensorSource, WorkerInit, identity, make_source
+from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
 from lockstep.drift.watch import watch_optimizers
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import iterator_of, set_guarded
@@ -104,9 +104,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch,
             index), and before a `collate_fn` of yours, from its first index. It is on because most
             transforms draw there and would otherwise depend on ranks and workers. It costs some
-            microseconds per sample, and nothing where it is known that nothing is drawn: for
-            `TensorDataset`, lists and arrays, and where `__getitem__` only looks up, as in
-            `return self.images[index], self.labels[index]`. The training process's own streams are not
+            microseconds per sample where samples draw, some tens of microseconds per batch where none does, and nothing
+            for `TensorDataset`, lists and arrays. Generators are compared to see whether samples draw; the first
+            that does is fetched twice. The training process's own streams are not
             disturbed: they are put back after each batch. A dataset that fetches whole batches
             (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks:
             let its `__getitem__` take a `generator` instead. If False, workers start from seeds
@@ -205,6 +205,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._ordered_by_sampler = sampler is not None
         self._sampler_epochs = SamplerEpochs(told)
         self._thread = threading.get_ident()
+        self._drawn_from = DrawnFrom()
         self._next_epoch = 0
         self._next_start = 0
         self._resumed_mark = 0  # of the order of the epoch that a state was taken in; see `EpochProgress`
@@ -257,7 +258,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             schedule,
             progress,
             shared_workers=self._rank_batches if self.persistent_workers else None,
-            thread=self._thread,
             has_workers=self.num_workers > 0,
         )
 
@@ -361,15 +361,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # torch's iterator copies what it needs from the loader it is given. A shallow copy of this
         # one shows it the seeded source, while `loader.dataset` stays the user's.
         view = copy.copy(self)
-        source = self._source()
+        source = make_source(
+            self.dataset, self.collate_fn, self._drawn_from if self.seed_global_rng else None, self._thread
+        )
         set_guarded(view, "dataset", source)
         view.worker_init_fn = WorkerInit(self.worker_init_fn)
-        if isinstance(source, TensorSource):
-            view.collate_fn = identity
+        view.collate_fn = identity
         if self.num_workers == 0:
             return iterator_of(view)
         handover = Handover(self.num_workers)
-        view.collate_fn = handover.packing(view.collate_fn)
+        set_guarded(view, "dataset", handover.packing(source))
         try:
             iterator = iterator_of(view)
         except BaseException:
@@ -377,9 +378,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise
         handover.end_with(iterator)
         return iterator
-
-    def _source(self) -> SeededDataset | TensorSource:
-        return make_source(self.dataset, self.collate_fn, self.seed_global_rng)
 
     def _samples_per_epoch(self) -> int:
         length = check_dataset(self.dataset)

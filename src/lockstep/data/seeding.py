@@ -1,4 +1,4 @@
-"""Seeds as a function of (seed, epoch, index), and the global generators that take them.
+"""Seeds as a function of (seed, epoch, index), and the process-wide generators that take them.
 
 See `lockstep.seeding.derive_seed`. Its `purpose` keeps the streams of one (seed, epoch) apart: the shuffle of
 an epoch and its augmentations never draw the same numbers.
@@ -6,29 +6,29 @@ an epoch and its augmentations never draw the same numbers.
 torch's CPU generator and numpy's legacy one are both a Mersenne Twister that keeps 32 bits of
 its seed, so they get different halves of the hash: with the same half, a dataset that draws
 from both would see two copies of one stream.
+
+Generators of accelerators stay as they are: a dataset has no business drawing there, and
+touching them would initialise the device in every worker.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
-from lockstep.data import deferred, deferred_numpy
-from lockstep.data.numpy_stream import NumpyStream
 from lockstep.errors import DataError
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
 from lockstep.seeding import derive_seeds as derive_seeds
 
-__all__ = ["GlobalRngs", "make_generator", "preserve_global_rngs", "restore_if_seeded", "seed_global_rngs"]
-
-
-_seed_torch = torch.default_generator.manual_seed  # looked up once: it is called for each sample
+__all__ = ["GLOBAL_RNGS", "GlobalRng", "make_generator", "preserve_global_rngs", "seed_global_rngs"]
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
@@ -36,131 +36,166 @@ def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> tor
     return torch.Generator().manual_seed(derive_seed(purpose, seed, epoch, index))
 
 
+class GlobalRng(Protocol):
+    """One process-wide generator. Seeds are 0 … 2**64-1."""
+
+    def seed(self, value: int) -> None:
+        """Start it anew."""
+
+    def is_fresh(self, value: int) -> bool:
+        """Whether nobody has drawn or seeded since `seed(value)`. Leaves it anywhere."""
+
+    def state(self) -> Any:
+        """Where it is. Leaves it anywhere: it is to be seeded now."""
+
+    def restore(self, state: Any) -> None:
+        """Go on from there."""
+
+
+class _Torch:
+    """torch's generator on the CPU."""
+
+    def seed(self, value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
+    def is_fresh(self, value: int) -> bool:
+        return torch.default_generator.get_state().numpy().tobytes() == _fresh_torch(value)
+
+    def state(self) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def restore(self, state: torch.Tensor) -> None:
+        torch.default_generator.set_state(state)
+
+
+@lru_cache(maxsize=2)
+def _fresh_torch(value: int) -> bytes:
+    return torch.Generator().manual_seed(value).get_state().numpy().tobytes()
+
+
+class _Python:
+    """That of Python's `random`. It is fresh if its next number is the first: to read the state takes far longer."""
+
+    def seed(self, value: int) -> None:
+        random.seed(value)
+
+    def is_fresh(self, value: int) -> bool:
+        return random.getrandbits(64) == _first_of_python(value)
+
+    def state(self) -> Any:
+        return random.getstate()
+
+    def restore(self, state: Any) -> None:
+        random.setstate(state)
+
+
+@lru_cache(maxsize=2)
+def _first_of_python(value: int) -> int:
+    return random.Random(value).getrandbits(64)
+
+
+class _Numpy:
+    """That behind `np.random.rand` and its like.
+
+    `np.random.get_state` and `set_state` copy the state number by number, and take as long together as seeding 20
+    samples. numpy tells where a Mersenne Twister's state lies, and there it is copied at once.
+
+    [Note: the second normal number] Normal numbers are made in pairs, and the second one is kept beside the state.
+    Whether there is one, only `get_state` says. So one is drawn: if the state stays as it was, this was the
+    kept one, and now its value is known; else there was none, and the state was copied before.
+    """
+
+    def seed(self, value: int) -> None:
+        np.random.seed(value >> 32)  # the half that torch's generator drops
+
+    def is_fresh(self, value: int) -> bool:
+        return np.random.random_sample() == _first_of_numpy(value >> 32)
+
+    def state(self) -> Any:
+        generator = _mersenne_twister()
+        if generator is None:
+            return np.random.get_state(legacy=False)
+        memory = _memory_of(generator)
+        normal = np.random.standard_normal()
+        return generator, memory, normal if _memory_of(generator) == memory else None
+
+    def restore(self, state: Any) -> None:
+        if isinstance(state, dict):
+            np.random.set_state(state)
+            return
+        generator, memory, normal = state
+        if _mersenne_twister() is not generator:  # a sample has put another one there
+            np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
+        np.random.seed(0)  # The normal number that samples may have left is gone.
+        with generator.lock:
+            ctypes.memmove(generator.ctypes.state_address, memory, _STATE_BYTES)
+        if normal is not None:
+            np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": normal})
+
+
+@lru_cache(maxsize=2)
+def _first_of_numpy(value: int) -> float:
+    return float(np.random.RandomState(value).random_sample())
+
+
+_STATE_BYTES = 625 * 4  # of a Mersenne Twister: 624 numbers, and the position among them
+
+
+def _mersenne_twister() -> Any:
+    """numpy's process-wide generator; None where it is of another kind, or its memory is laid out in another way."""
+    find = getattr(np.random, "get_bit_generator", None)  # since numpy 1.24
+    generator = None if find is None else find()
+    return generator if type(generator) is np.random.MT19937 and _is_as_known() else None
+
+
+def _memory_of(generator: Any) -> bytes:
+    with generator.lock:
+        return ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES)
+
+
+@cache
+def _is_as_known() -> bool:
+    """Whether this release of numpy keeps the state as the numbers and the position after them."""
+    example = np.random.MT19937(1)
+    example.random_raw(5)
+    state = example.state["state"]
+    return _memory_of(example) == np.append(state["key"], state["pos"]).astype(np.uint32).tobytes()
+
+
+GLOBAL_RNGS: Sequence[GlobalRng] = (_Torch(), _Python(), _Numpy())
+
+
 def seed_global_rngs(value: int) -> None:
     """Start the process-wide generators of torch (CPU), numpy and `random` anew.
 
-    Generators of accelerators stay as they are: a dataset has no business drawing there, and
-    touching them would initialise the device in every worker.
-
-    In a worker process and within `restore_if_seeded`, those of numpy and `random` are seeded when they are used: see
-    `deferred_numpy.py` and `deferred.py`.
-
     Args:
         value: 0 … 2**64-1.
-
-    Raises:
-        DataError: another thread than the loader's fetches, and may draw from them meanwhile.
     """
-    blocks = _open.blocks
-    if blocks:
-        blocks[-1].begin()
-    _seed_torch(value)
-    may_wait = bool(blocks or get_worker_info())
-    deferred_numpy.seed(value >> 32, may_wait=may_wait)  # the half that torch's generator drops
-    deferred.seed(value, may_wait=may_wait)
-
-
-class GlobalRngs:
-    """The state of the process-wide generators now."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = np.random.get_state(legacy=False)
-
-    def are_as_now(self) -> bool:
-        """Whether nobody has drawn since, nor seeded."""
-        now = GlobalRngs()
-        is_same_numpy = all(
-            np.array_equal(part, now._numpy["state"][key]) for key, part in self._numpy["state"].items()
-        )
-        return torch.equal(self._torch, now._torch) and self._python == now._python and is_same_numpy
-
-    def put_back(self) -> None:
-        """Go on from where they were."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-
-class _Aside:
-    """The process-wide generators as the training process left them. They are to be seeded now."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._num_changes = deferred.num_changes()
-        self._numpy = NumpyStream()
-
-    def put_back(self) -> None:
-        """Go on from where they were."""
-        torch.set_rng_state(self._torch)
-        if not deferred.drop() or deferred.num_changes() != self._num_changes:
-            random.setstate(self._python)
-        self._numpy.put_back()
-
-
-class _Block:
-    """One `restore_if_seeded` block.
-
-    Args:
-        thread: the only one that may seed in it, beside the main thread; None for any.
-    """
-
-    def __init__(self, thread: int | None) -> None:
-        self._thread = thread
-        self._aside: _Aside | None = None
-
-    def begin(self) -> None:
-        """The process-wide generators are about to be seeded."""
-        if self._aside is None:
-            now = threading.current_thread()
-            if now is not threading.main_thread() and self._thread not in (None, now.ident):
-                raise DataError(
-                    "batches are fetched in another thread than the one that made the loader. Torch's, numpy's and "
-                    "Python's generators belong to all threads, so seeding them for each sample would change what the "
-                    "training draws meanwhile: dropout. Pass num_workers=1, make the loader in the thread that "
-                    "fetches, or pass seed_global_rng=False and let __getitem__ take a `generator`"
-                )
-            self._aside = _Aside()
-
-    def end(self) -> None:
-        """Put the generators back if they were seeded."""
-        if self._aside is not None:
-            self._aside.put_back()
-
-
-class _Blocks(threading.local):
-    """The `restore_if_seeded` blocks that are open in a thread."""
-
-    def __init__(self) -> None:
-        self.blocks: list[_Block] = []
-
-
-_open = _Blocks()
+    for rng in GLOBAL_RNGS:
+        rng.seed(value)
 
 
 @contextmanager
-def preserve_global_rngs() -> Iterator[None]:
-    """Put the process-wide generators back afterwards, whatever happens inside."""
-    before = GlobalRngs()
-    try:
-        yield
-    finally:
-        before.put_back()
-
-
-@contextmanager
-def restore_if_seeded(thread: int | None = None) -> Iterator[None]:
-    """Put the process-wide generators back afterwards if `seed_global_rngs` was called inside.
-
-    Saving them takes longer than fetching a small batch that needs no seeds.
+def preserve_global_rngs(thread: int | None = None) -> Iterator[None]:
+    """Put the process-wide generators back afterwards, whatever happens inside. They are to be seeded at once.
 
     Args:
         thread: the one that trains; seeding in another one is an error, unless it is the main thread. None for any.
+
+    Raises:
+        DataError: another thread may draw from them meanwhile.
     """
-    _open.blocks.append(_Block(thread))
+    now = threading.current_thread()
+    if now is not threading.main_thread() and thread not in (None, now.ident):
+        raise DataError(
+            "batches are fetched in another thread than the one that made the loader. Torch's, numpy's and "
+            "Python's generators belong to all threads, so seeding them for each sample would change what the "
+            "training draws meanwhile: dropout. Pass num_workers=1, make the loader in the thread that "
+            "fetches, or pass seed_global_rng=False and let __getitem__ take a `generator`"
+        )
+    before = [rng.state() for rng in GLOBAL_RNGS]
     try:
         yield
     finally:
-        _open.blocks.pop().end()
+        for rng, state in zip(GLOBAL_RNGS, before, strict=True):
+            rng.restore(state)

@@ -1,51 +1,48 @@
-"""Fetching samples so that their randomness depends on seed, epoch and index alone.
+"""Fetching a batch so that the randomness of a sample depends on seed, epoch and index alone.
 
-torch's fetcher, in the main process or in a worker, asks its dataset for one batch through
-`__getitems__`. What it holds here is a `SeededDataset` around the user's dataset. Two kinds of
-randomness are served:
+torch's fetcher, in the main process or in a worker, asks its dataset for one batch through `__getitems__`. What it
+holds here is a source: it fetches the samples, seeds them and collates them. Two kinds of randomness are served:
 
 - a dataset whose `__getitem__` takes a keyword `generator` is handed a `torch.Generator` of its
   own for each sample. This is the clean way, and free of the process-wide generators. torch's
   wrappers (`Subset`, `ConcatDataset`, `StackDataset`) are looked into, and hand it on.
-- everything else may draw from the process-wide generators of torch, numpy or `random`, as most
-  transforms do. They are seeded anew before each sample, which takes some microseconds, unless it is known that the
-  dataset draws nothing (`drawing.py`). A collate function of the user's is seeded once per batch.
+- everything else may draw from the process-wide generators of torch, numpy or `random`, as most transforms do. They
+  are seeded anew before each sample, and once more before a collate function of the user's.
 
 A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded once for it. If it then draws, its
 samples depend on which of them a rank fetches together, and so on the number of ranks.
+
+[Note: generators that nobody draws from] Seeding all three generators takes longer than fetching a cheap sample, and
+most datasets draw from one of them or from none. So it is measured. A generator that no sample has drawn from yet has
+one state throughout a batch, which depends on seed and epoch alone; so it does not matter which samples come before.
+Whether it was drawn from is seen by comparing: after each sample of the first batch that a process fetches, later after
+each batch. If so, it is seeded for each sample from then on, and what was fetched without is fetched once more. Mostly
+that is the first sample; a batch, where a transform is switched on later. A sample draws the same either way.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import inspect
-import sys
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from lockstep.data.drawing import are_indices, is_plain_sample, only_looks_up
 from lockstep.data.order import Fetch
-from lockstep.data.seeding import derive_seed, derive_seeds, seed_global_rngs
+from lockstep.data.seeding import GLOBAL_RNGS, GlobalRng, derive_seed, derive_seeds, preserve_global_rngs
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
-__all__ = [
-    "SeededDataset",
-    "TensorSource",
-    "WorkerInit",
-    "identity",
-    "is_deterministic",
-    "make_source",
-    "takes_generator",
-]
+__all__ = ["DrawnFrom", "SampleSource", "TensorSource", "WorkerInit", "identity", "make_source", "takes_generator"]
+
+Collate = Callable[[list[Any]], Any]
 
 # Indexing these runs no code of the user's, so nothing can be drawn.
-_DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range)
+_DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range, TensorDataset)
+_PLAIN_TYPES = frozenset({torch.Tensor, np.ndarray, np.int64, np.float32, np.float64, int, float, bool, str, bytes})
 
 
 def _parts(dataset: Any) -> Sequence[Any]:
@@ -61,31 +58,22 @@ def _parts(dataset: Any) -> Sequence[Any]:
     return ()
 
 
-def is_deterministic(dataset: Any, indices: Sequence[Any]) -> bool:
-    """Whether looking these indices up is known to draw no random numbers now; False when in doubt."""
+def _is_deterministic(dataset: Any) -> bool:
+    """Whether looking up a sample runs no code of the user's; asked for each batch, as a dataset may be exchanged."""
     kind = type(dataset)  # A subclass of one of torch's may have code of its own behind any name.
-    if kind in (Subset, ConcatDataset) and not are_indices(indices):
+    if kind is Subset and type(dataset.indices) not in _DETERMINISTIC_TYPES:
         return False
-    if kind is Subset:
-        order = dataset.indices
-        is_plain = type(order) in (list, tuple, range, np.ndarray, torch.Tensor)
-        return is_plain and is_deterministic(dataset.dataset, [order[index] for index in indices])
-    if kind is ConcatDataset:
-        return all(is_deterministic(dataset.datasets[part], own) for part, own in _by_part(dataset, indices).items())
-    if kind is StackDataset:
-        return all(is_deterministic(part, indices) for part in _parts(dataset))
-    if kind is TensorDataset:
-        return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
-    return kind in _DETERMINISTIC_TYPES or only_looks_up(dataset, indices)
+    if kind in (Subset, ConcatDataset, StackDataset):
+        return all(map(_is_deterministic, _parts(dataset)))
+    return kind in _DETERMINISTIC_TYPES
 
 
-def _by_part(dataset: ConcatDataset[Any], indices: Sequence[int]) -> dict[int, list[int]]:
-    """The parts of a concatenated dataset that these indices lie in, each with its own indices."""
-    found: dict[int, list[int]] = {}
-    for index in indices:
-        part, own = _part_of(dataset, index)
-        found.setdefault(part, []).append(own)
-    return found
+def _are_plain(samples: list[Any]) -> bool:
+    """Whether collating them runs no code of the user's: numbers, tensors, arrays and texts, or tuples of these."""
+    kinds = set(map(type, samples))
+    if kinds <= {tuple, list}:
+        kinds = {type(part) for sample in samples for part in sample}
+    return kinds <= _PLAIN_TYPES
 
 
 def _part_of(dataset: ConcatDataset[Any], index: int) -> tuple[int, int]:
@@ -95,30 +83,18 @@ def _part_of(dataset: ConcatDataset[Any], index: int) -> tuple[int, int]:
     return part, position - (dataset.cumulative_sizes[part - 1] if part else 0)
 
 
-# By method, with the code that it had: a reloaded module may have put other code into the same function.
-_generator_takers: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()
-
-
-def _getitem_takes_generator(getitem: Callable[..., Any]) -> bool:
-    code = getattr(getitem, "__code__", None)
-    with contextlib.suppress(TypeError):  # no hash, or no weak references
-        known = _generator_takers.get(getitem)
-        if known is not None and known[0] is code:
-            return known[1]
+def _getitem_takes_generator(dataset: Any) -> bool:
     try:
-        parameter = inspect.signature(getitem).parameters.get("generator")
+        parameter = inspect.signature(type(dataset).__getitem__).parameters.get("generator")
     except (TypeError, ValueError):  # written in C, without a readable signature
-        parameter = None
-    takes = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    with contextlib.suppress(TypeError):
-        _generator_takers[getitem] = code, takes
-    return takes
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def takes_generator(dataset: Any) -> bool:
     """Whether `dataset[index]` wants a `generator`; looks into torch's wrappers."""
     parts = _parts(dataset)
-    return any(map(takes_generator, parts)) if parts else _getitem_takes_generator(type(dataset).__getitem__)
+    return any(map(takes_generator, parts)) if parts else _getitem_takes_generator(dataset)
 
 
 def _fetches_batches(dataset: Any) -> bool:
@@ -131,7 +107,7 @@ def _fetches_batches(dataset: Any) -> bool:
 def _reader(dataset: Any) -> Callable[[int, torch.Generator], Any]:
     """What reads a sample, and hands a generator to whichever dataset inside takes one."""
     if not _parts(dataset):
-        if _getitem_takes_generator(type(dataset).__getitem__):
+        if _getitem_takes_generator(dataset):
             return lambda index, generator: dataset.__getitem__(index, generator=generator)
         return lambda index, generator: dataset[index]
     if isinstance(dataset, Subset):
@@ -154,77 +130,147 @@ def _reader(dataset: Any) -> Callable[[int, torch.Generator], Any]:
     return lambda index, generator: tuple(read(index, generator) for read in each)
 
 
-class SeededDataset:
-    """A dataset that fetches one batch of one rank, seeded.
+class DrawnFrom:
+    """From which generators a dataset and its collate function draw. See [Note: generators that nobody draws from].
 
     Args:
-        dataset: the user's.
-        seed_samples: seed the process-wide generators before each sample, unless nothing can tell. A dataset with a
-            `__getitems__` of its own (and no `generator`) fetches its batch in one go and is
-            seeded once, from the key of the first sample.
-        seed_collate: seed them before the batch is collated, from the same.
+        is_asked: compare generators, and seed those that are drawn from.
     """
 
-    def __init__(self, dataset: Any, *, seed_samples: bool, seed_collate: bool) -> None:
+    def __init__(self, is_asked: bool = True) -> None:
+        self._is_asked = is_asked
+        self._checks_each = is_asked  # after each sample, not after each batch
+        self._numbers: set[int] = set()  # of those that were drawn from: positions in `GLOBAL_RNGS`
+        self._quiet_value = 0  # seed of the others in this batch
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether samples may be fetched without `sample`."""
+        return not self._numbers and not self._checks_each
+
+    def batch(self, quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what fetches and collates a batch; again where it drew from a generator for the first time."""
+        self._quiet_value = quiet_value
+        while True:
+            self._seed_quiet()
+            result = function(*arguments)
+            if not self._note(quiet_value):
+                self._checks_each = False
+                return result
+
+    def sample(self, value: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what fetches a sample, with those generators seeded that are drawn from."""
+        while True:
+            self._seed_drawn(value)
+            if not self._checks_each:
+                return function(*arguments)
+            self._seed_quiet()
+            result = function(*arguments)
+            if not self._note(self._quiet_value):
+                return result
+
+    def collate(self, value: int, function: Collate, samples: list[Any]) -> Any:
+        """Call what collates samples. Not twice: it may take them apart."""
+        self._seed_drawn(value)
+        if not self._checks_each:
+            return function(samples)
+        for rng in self._quiet():
+            rng.seed(value)
+        result = function(samples)
+        self._note(value)
+        self._seed_quiet()
+        return result
+
+    def _seed_drawn(self, value: int) -> None:
+        for number in self._numbers:
+            GLOBAL_RNGS[number].seed(value)
+
+    def _seed_quiet(self) -> None:
+        for rng in self._quiet():
+            rng.seed(self._quiet_value)
+
+    def _quiet(self) -> list[GlobalRng]:
+        return [rng for number, rng in enumerate(GLOBAL_RNGS) if number not in self._numbers]
+
+    def _note(self, value: int) -> bool:
+        """Whether one of the others was drawn from, after it was seeded by `value`. Leaves them anywhere."""
+        drawn = [GLOBAL_RNGS.index(rng) for rng in self._quiet() if not rng.is_fresh(value)]
+        self._numbers.update(drawn)
+        return bool(drawn)
+
+
+class SampleSource:
+    """Fetches and collates a batch of any dataset, one sample after the other, each seeded.
+
+    Args:
+        dataset: the user's. One with a `__getitems__` of its own (and no `generator`) fetches its batch in one go, and
+            is seeded once, by the key of the first sample.
+        collate_fn: the user's, or torch's.
+        drawn_from: what this process knows of both; None seeds no process-wide generator.
+        thread: that made the loader.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate, drawn_from: DrawnFrom | None, thread: int) -> None:
         self.dataset = dataset
-        self.seed_samples = seed_samples
-        self.seed_collate = seed_collate
+        self._collate_fn = collate_fn
+        self._seeds_global_rngs = drawn_from is not None
+        self._drawn_from = drawn_from or DrawnFrom(is_asked=False)
+        self._thread = thread
         self._takes_generator = takes_generator(dataset)
         self._fetches_batches = not self._takes_generator and _fetches_batches(dataset)
 
-    def __getitems__(self, fetch: Fetch) -> list[Any]:
+    def __getitems__(self, fetch: Fetch) -> Any:
+        """One batch, collated.
+
+        Raises:
+            DataError: it is fetched in a thread beside the one that trains.
+        """
+        if not self._seeds_global_rngs:
+            return self._batch(fetch)
+        if self._collate_fn is default_collate and _is_deterministic(self.dataset):
+            samples = [self.dataset[index] for index in fetch.indices]
+            if _are_plain(samples):
+                return default_collate(samples)
+        quiet_value = derive_seed(b"quiet", fetch.seed, fetch.epoch)
+        if get_worker_info() is not None:
+            return self._drawn_from.batch(quiet_value, self._batch, fetch)
+        with preserve_global_rngs(self._thread):
+            return self._drawn_from.batch(quiet_value, self._batch, fetch)
+
+    def _batch(self, fetch: Fetch) -> Any:
         samples = self._samples(fetch)
-        if self.seed_collate:
-            seed_global_rngs(derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.keys[0]))
-        return samples
+        if self._drawn_from.is_nothing:
+            return self._collate_fn(samples)
+        value = derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.keys[0])
+        return self._drawn_from.collate(value, self._collate_fn, samples)
 
     def _samples(self, fetch: Fetch) -> list[Any]:
-        dataset, (seed, epoch, indices, keys) = self.dataset, fetch
+        dataset, call, (seed, epoch, indices, keys) = self.dataset, self._drawn_from.sample, fetch
         if self._fetches_batches:
-            self._seed(seed, epoch, keys[0])
-            fetched: list[Any] = dataset.__getitems__(indices)
+            fetched: list[Any] = call(derive_seed(b"global", seed, epoch, keys[0]), dataset.__getitems__, indices)
             return fetched
-        if not self._takes_generator and (not self.seed_samples or is_deterministic(dataset, indices)):
-            samples = [dataset[index] for index in indices]
-            if self.seed_samples and not self.seed_collate and not all(map(is_plain_sample, samples)):
-                self._seed(seed, epoch, keys[-1])  # Objects with code of their own may draw when they are collated.
-            return samples
+        if self._drawn_from.is_nothing and not self._takes_generator:
+            return [dataset[index] for index in indices]
         # All seeds at once: what runs seldom, between two samples, takes some times as long.
-        seeds = derive_seeds(b"global", seed, epoch, keys) if self.seed_samples else [None] * len(indices)
-        if self._takes_generator:
-            return self._generated(seeds, derive_seeds(b"sample", seed, epoch, keys), indices)
-        samples = []
-        for index, value in zip(indices, seeds, strict=True):
-            assert value is not None
-            seed_global_rngs(value)
-            samples.append(dataset[index])
-        return samples
+        values = derive_seeds(b"global", seed, epoch, keys)
+        if not self._takes_generator:
+            pairs = zip(values, indices, strict=True)
+            return [call(value, operator.getitem, dataset, index) for value, index in pairs]
+        read = _reader(dataset)
+        own_values = derive_seeds(b"sample", seed, epoch, keys)  # not `values`: a dataset may draw from both
 
-    def _generated(self, seeds: Sequence[int | None], own_seeds: Sequence[int], indices: Sequence[int]) -> list[Any]:
-        """Samples of a dataset that takes a generator."""
-        read = _reader(self.dataset)
-        generator = torch.Generator()
-        alone = sys.getrefcount(generator)
-        samples = []
-        for index, value, own in zip(indices, seeds, own_seeds, strict=True):
-            if value is not None:
-                seed_global_rngs(value)  # Not by the seed of its own generator: a dataset may draw from both.
-            if sys.getrefcount(generator) != alone:  # The dataset has kept it, and may go on drawing from it.
-                generator = torch.Generator()
-            generator.manual_seed(own)
-            samples.append(read(index, generator))
-        return samples
+        def read_seeded(index: int, own_value: int) -> Any:
+            return read(index, torch.Generator().manual_seed(own_value))
 
-    def _seed(self, seed: int, epoch: int, key: int) -> None:
-        if self.seed_samples:
-            seed_global_rngs(derive_seed(b"global", seed, epoch, key))
+        triples = zip(values, indices, own_values, strict=True)
+        return [call(value, read_seeded, index, own_value) for value, index, own_value in triples]
 
 
 class TensorSource:
     """A `TensorDataset` under the default collate: whole batches by one gather per tensor.
 
     The same values as picking rows one by one and stacking them, without the Python object per
-    row. Goes with `identity` for a collate function.
+    row.
     """
 
     def __init__(self, dataset: TensorDataset) -> None:
@@ -233,11 +279,11 @@ class TensorSource:
     def __getitems__(self, fetch: Fetch) -> list[torch.Tensor]:
         rows = torch.tensor(fetch.indices, device="cpu")
         # A gather also for consecutive rows: a slice would alias the dataset, and a script that
-        # normalises its batch in position would change the data.
+        # normalises its batch in place would change the data.
         return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.dataset.tensors]
 
     @staticmethod
-    def fits(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> bool:
+    def fits(dataset: Any, collate_fn: Collate) -> bool:
         """Whether the two ways give the same batch."""
         return (
             type(dataset) is TensorDataset
@@ -256,16 +302,12 @@ def identity(batch: Any) -> Any:
 
 
 def make_source(
-    dataset: Any, collate_fn: Callable[[list[Any]], Any], seed_global_rng: bool
-) -> SeededDataset | TensorSource:
+    dataset: Any, collate_fn: Collate, drawn_from: DrawnFrom | None, thread: int
+) -> SampleSource | TensorSource:
     """The source for a dataset: the gather where it fits, else one sample after the other."""
     if TensorSource.fits(dataset, collate_fn):
         return TensorSource(dataset)
-    return SeededDataset(
-        dataset,
-        seed_samples=seed_global_rng,
-        seed_collate=seed_global_rng and collate_fn is not default_collate,
-    )
+    return SampleSource(dataset, collate_fn, drawn_from, thread)
 
 
 class WorkerInit:
