@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset, random_split
 import lockstep
 from ddp_checks import backends, error_of
 from lockstep import DistributedDataParallel, batch
-from lockstep.errors import CollectiveMismatch, InputTypeError
+from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.parallel.rank_agreement import RankAgreement, fingerprint_of
-from lockstep.parallel.rows import show_inputs, sizes_of
+from lockstep.parallel.rows import rows_in, show_inputs, sizes_of
 from lockstep.testing import run_ranks
 
 
@@ -209,31 +209,32 @@ def test_batches_of_other_sizes_are_an_error_that_says_what_to_write() -> None:
 @pytest.mark.parametrize("number", ["num_graphs", "batch_size"])
 def test_what_says_how_many_samples_it_holds_is_believed(number: str) -> None:
     graphs = SimpleNamespace(x=torch.rand(7, 3), edges=torch.zeros(2, 9), **{number: 4})
-    sizes = sizes_of(((graphs,), {}))
-    assert sizes.telling == {4}
-    assert sizes.all == {2, 4, 7}
-    assert sizes_of(((SimpleNamespace(**{number: 4}),), {})).all == set()  # a script's options
+    assert sizes_of(((graphs,), {})) == {4}
+    assert rows_in(((torch.rand(7, 3), graphs), {})) == 4
+    options = SimpleNamespace(**{number: 4})  # a script's
+    assert sizes_of(((options,), {})) == set()
+    assert rows_in(((options,), {})) is None
 
 
 def test_a_dictionary_is_believed_where_something_in_it_has_that_size() -> None:
     """OpenPCDet's `batch_dict`; a `batch_size` out of a script's options need not be that of this batch."""
     batch = {"voxels": torch.rand(7, 3, 4), "gt_boxes": torch.rand(2, 5, 8), "batch_size": 2}
-    assert sizes_of(((batch,), {})).telling == {2}
-    assert sizes_of(((batch | {"batch_size": 4},), {})).telling == {2, 7}
+    assert sizes_of(((batch,), {})) == {2}
+    assert sizes_of(((batch | {"batch_size": 4},), {})) == {2, 7}
     for batch_size in (4, [3], torch.tensor(3)):
-        assert sizes_of((({"images": torch.rand(3, 4, 4), "batch_size": batch_size},), {})).telling == {3}
+        assert sizes_of((({"images": torch.rand(3, 4, 4), "batch_size": batch_size},), {})) == {3}
 
 
 def test_voxels_are_no_samples_where_a_list_of_samples_is_beside_them() -> None:
     """As the models of mmdet3d are called."""
     inputs: dict[str, Any] = {"points": [torch.rand(9, 4), torch.rand(5, 4)], "voxels": {"voxels": torch.rand(7, 3, 4)}}
     samples = [SimpleNamespace(), SimpleNamespace()]
-    assert sizes_of(((), {"inputs": inputs, "data_samples": samples})).telling == {2}
-    assert sizes_of(((), {"data_samples": samples, "inputs": inputs})).telling == {2}
+    assert sizes_of(((), {"inputs": inputs, "data_samples": samples})) == {2}
+    assert sizes_of(((), {"data_samples": samples, "inputs": inputs})) == {2}
     for others in ([SimpleNamespace()], ["one class", "another"], [[1], [2]]):  # are not known to be the samples
-        assert 7 in sizes_of(((inputs,), {"others": others})).telling
-    assert 7 in sizes_of(((torch.rand(7, 3, 4),), {"data_samples": samples})).telling
-    assert 7 in sizes_of((({"images": torch.rand(7, 3, 4)},), {"prompts": samples})).telling
+        assert 7 in sizes_of(((inputs,), {"others": others}))
+    assert 7 in sizes_of(((torch.rand(7, 3, 4),), {"data_samples": samples}))
+    assert 7 in sizes_of((({"images": torch.rand(7, 3, 4)},), {"prompts": samples}))
 
 
 class Pillars(nn.Module):
@@ -293,9 +294,9 @@ def test_nodes_beside_graphs_are_no_samples(number: str) -> None:
         Graphs(edges=torch.zeros(9), nodes=7, **{number: 4}),
     ):
         for inputs in (graphs, nodes), (nodes, graphs):
-            assert sizes_of((inputs, {})).telling == {4}
-        assert sizes_of(((graphs, nodes), {"labels": torch.rand(4, 2)})).telling == {4}
-        assert sizes_of(((graphs, torch.rand(5, 3)), {})).telling == {4, 5}, "of no graph"
+            assert sizes_of((inputs, {})) == {4}
+        assert sizes_of(((graphs, nodes), {"labels": torch.rand(4, 2)})) == {4}
+        assert sizes_of(((graphs, torch.rand(5, 3)), {})) == {4, 5}, "of no graph"
 
 
 def train_on_graphs() -> list[float]:
@@ -322,14 +323,14 @@ def test_training_on_graphs_with_other_numbers_of_nodes() -> None:
 
 def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
     packed = pack_sequence([torch.rand(length, 3) for length in (5, 3, 2)])
-    assert sizes_of(((packed,), {})).telling == {3}
+    assert sizes_of(((packed,), {})) == {3}
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_hold_as_many_samples_as_there_are_tensors_in_them(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.rand(length, 3) for length in (5, 2, 4)], layout=layout)
-    assert sizes_of(((nested,), {"targets": torch.rand(3, 2)})).telling == {3}
+    assert sizes_of(((nested,), {"targets": torch.rand(3, 2)})) == {3}
 
 
 def differentiate_by_inputs(batch_size: int) -> list[float]:
@@ -354,18 +355,29 @@ def test_the_gradient_of_a_fillers_inputs_is_zero(batch_size: int) -> None:
 
 def test_the_first_argument_tells_a_size() -> None:
     """Also where another one, which is the same on each rank, has more dimensions."""
-    assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})).telling == {3, 5}
+    assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})) == {3, 5}
+
+
+def test_the_one_size_that_may_be_a_batchs() -> None:
+    x, rows = torch.rand(5, 2), np.zeros((3, 4))
+    shared = nn.Parameter(torch.rand(7, 2))
+    assert rows_in(((0.5, torch.tensor(1.0), shared, x, rows), {})) == 5
+    assert rows_in(((), {"a": None, "b": rows, "c": x})) == 3
+    assert rows_in((((x, rows),), {})) == rows_in((({"x": x},), {})) == 5
+    assert rows_in((([torch.rand(3, 5, 6), torch.rand(3, 7, 8)], x), {})) == 2, "images"
+    assert rows_in((("a text", [1, 2]), {})) == 2
+    assert rows_in((("a text", 3), {})) is None
 
 
 def test_arrays_of_numpy_tell_a_size() -> None:
     rows, masks = np.zeros((3, 4), np.float32), np.zeros((5, 4, 4), bool)
-    assert sizes_of(((rows,), {})).telling == {3}
-    assert sizes_of((({"observations": {"depth": rows}},), {})).telling == {3}
-    assert sizes_of((({"observations": rows, "masks": masks},), {})).telling == {5}
-    assert sizes_of(((torch.rand(2, 4), rows), {})).telling == {2, 3}
-    assert sizes_of(((torch.rand(2, 4), np.zeros(7)), {})).telling == {2}
-    assert sizes_of(((np.array(3.0), np.array(["a", "b"])), {})).all == set()
-    assert sizes_of((([np.zeros((480, 640, 3)), np.zeros((333, 500, 3))],), {})).all == {2}, "images"
+    assert sizes_of(((rows,), {})) == {3}
+    assert sizes_of((({"observations": {"depth": rows}},), {})) == {3}
+    assert sizes_of((({"observations": rows, "masks": masks},), {})) == {5}
+    assert sizes_of(((torch.rand(2, 4), rows), {})) == {2, 3}
+    assert sizes_of(((torch.rand(2, 4), np.zeros(7)), {})) == {2}
+    assert sizes_of(((np.array(3.0), np.array(["a", "b"])), {})) == set()
+    assert sizes_of((([np.zeros((480, 640, 3)), np.zeros((333, 500, 3))],), {})) == {2}, "images"
     assert show_inputs((({"array": rows},), {"x": torch.rand(2)})) == "float32[2], numpy float32[3, 4]"
 
 
@@ -418,6 +430,62 @@ def test_what_counts_no_samples(count: Any) -> None:
 def test_a_list_of_two_batches_is_none_of_samples() -> None:
     """As a StyleGAN is given one or two batches of latents."""
     for latents in ([torch.rand(8, 4)], [torch.rand(8, 4)] * 2, torch.rand(2, 8, 4).unbind()):
-        assert sizes_of(((latents,), {})).telling == {8}
-    assert sizes_of((([torch.rand(3, 5, 6), torch.rand(3, 7, 8)],), {})).telling == {2, 3}, "images"
-    assert sizes_of((([torch.rand(5)] * 3,), {})).telling == {3, 5}
+        assert sizes_of(((latents,), {})) == {8}
+    assert sizes_of((([torch.rand(3, 5, 6), torch.rand(3, 7, 8)],), {})) == {2, 3}, "images"
+    assert sizes_of((([torch.rand(5)] * 3,), {})) == {3, 5}
+
+
+class HyperNetwork(nn.Module):
+    """Makes the weights of a layer from a code of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 3)
+
+    def forward(self, code: Tensor) -> Tensor:
+        return self.net(code)[0]
+
+
+def train_by_a_code(says: bool) -> Tensor | str:
+    """Batches of 4, 4 and 1: the code has as many rows as the last one on rank 0, and as its filler."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(HyperNetwork().double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    code, data = torch.ones(1, 2).double(), torch.arange(27.0).double().view(9, 3) / 9
+    for (x,) in lockstep.DataLoader(TensorDataset(data), batch_size=4):
+        optimizer.zero_grad()
+        try:
+            with model.samples(0 if lockstep.is_filler(x) else len(x)) if says else nullcontext():
+                weights = model(code)
+        except InputError as error:
+            return str(error)
+        (x @ weights).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_one_row_beside_the_batches_is_no_batch_of_one_sample() -> None:
+    """It counted twice on rank 0, and not at all on rank 1, without a word."""
+    for message in run_ranks(train_by_a_code, 2, False):
+        assert "The first tensor's rows are those of no batch" in str(message)
+        assert "with model.samples(n)" in str(message)
+    (expected,) = run_ranks(train_by_a_code, 1, True)
+    for found in run_ranks(train_by_a_code, 2, True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def lay_in_a_row(what: str) -> str:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    first, second = (
+        lockstep.DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=batch_size) for batch_size in (5, 7)
+    )
+    (x,), (other,) = next(zip(first, second, strict=True))
+    return str(error_of(model, torch.cat([x, x * 2] if what == "views" else [x, other])))
+
+
+@pytest.mark.parametrize(("what", "cure"), [("views", "lockstep.all_gather(a)"), ("loaders", "on each of them")])
+def test_rows_of_several_batches_have_a_cure_of_their_own(what: str, cure: str) -> None:
+    """`model.samples(n)` would be another answer, without a word."""
+    for message in run_ranks(lay_in_a_row, 2, what):
+        assert cure in message
+        assert "samples(n)" not in message

@@ -38,11 +38,12 @@ from lockstep.batch.hand import (
     latest_evaluation,
     latest_forward,
     latest_iteration,
+    latest_of_each,
     note_evaluation,
     note_forward,
     of_a_value,
 )
-from lockstep.batch.plans import Division, LoaderToken, divisions, must_ask, register
+from lockstep.batch.plans import Division, LoaderToken, divisions, must_ask, note_yielded, register, was_yielded
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import Tag, find_tag, is_filler, note_weighed, num_weighed, purge, tag_batch
 
@@ -69,6 +70,7 @@ __all__ = [
     "latest_evaluation",
     "latest_forward",
     "latest_iteration",
+    "latest_of_each",
     "mark",
     "marks_tell_shares",
     "must_ask",
@@ -77,6 +79,7 @@ __all__ = [
     "note_forward",
     "note_shape",
     "note_weighed",
+    "note_yielded",
     "num_weighed",
     "of_a_value",
     "purge",
@@ -85,6 +88,7 @@ __all__ = [
     "shapes_at",
     "share_bounds",
     "tag_batch",
+    "was_yielded",
 ]
 
 

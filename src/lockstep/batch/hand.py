@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lockstep.batch.plans import note_yielded
 from lockstep.batch.share import BatchShare
 from lockstep.batch.tags import purge, tag_batch
 from lockstep.torch_private.dynamo import left_out
@@ -39,6 +40,7 @@ __all__ = [
     "latest_evaluation",
     "latest_forward",
     "latest_iteration",
+    "latest_of_each",
     "note_evaluation",
     "note_forward",
     "of_a_value",
@@ -101,6 +103,7 @@ class Iteration:
         if self.latest is not None and len(self._kept) < _MAX_KEPT:
             self._kept.append((self.latest, self._storages))
         self.latest = share
+        note_yielded(share)
         self.num_batches += 1
         self._yielded = _note_event()
         self._storages = tag_batch(batch, share)
@@ -256,6 +259,11 @@ def note_evaluation(fingerprint: int, world_size: int) -> None:
 def latest_evaluation() -> tuple[int, int]:
     """What `note_evaluation` was told last; zeros before."""
     return _evaluation
+
+
+def latest_of_each() -> list[BatchShare]:
+    """The share of the batch that each open iteration yielded last, the latest at the end. Local."""
+    return [each.latest for each in Iteration._open if each.latest is not None]
 
 
 def latest_iteration() -> Iteration | None:

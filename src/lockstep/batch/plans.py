@@ -20,7 +20,7 @@ from functools import lru_cache
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import purge
 
-__all__ = ["Division", "LoaderToken", "divisions", "must_ask", "register", "reset"]
+__all__ = ["Division", "LoaderToken", "divisions", "must_ask", "note_yielded", "register", "reset", "was_yielded"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ _lock = threading.Lock()
 _num_registrations = 0
 # The same of the loaders that were iterated last, in use or not, by their number; the latest is the last.
 _recent: dict[int, set[tuple[int, Division]]] = {}
+_yielded: set[tuple[int, int, bool]] = set()  # samples, ranks and `evaluation` of each batch that has come
 # By rank and world size: what `divisions` found, and for which loaders. Loaders come by a registration, and go by
 # leaving fewer behind, so the numbers of both say whether it still holds.
 _found: dict[tuple[int, int], tuple[tuple[int, int], tuple[Division, ...]]] = {}
@@ -125,8 +126,23 @@ def _split_over(loaders: Iterable[set[tuple[int, Division]]], rank: int, world_s
     }
 
 
+def note_yielded(share: BatchShare) -> None:
+    """A loader yields such a batch. Local."""
+    _yielded.add((share.global_samples, share.world_size, share.evaluation))
+
+
+def was_yielded(division: Division, trains: bool) -> bool:
+    """Whether a batch of this size has come so far: of a loader for training, or of any. Local.
+
+    Ranks that take the batches of their loaders in the same order find the same, in whatever order memory is freed.
+    """
+    size = division.num_samples, division.world_size
+    return (*size, False) in _yielded or (not trains and (*size, True) in _yielded)
+
+
 def reset() -> None:
     """Forget all loaders. Local."""
+    _yielded.clear()
     with _lock:
         _registered.clear()
         _found.clear()

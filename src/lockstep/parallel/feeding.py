@@ -4,14 +4,22 @@
 
 1. What the user says: `with model.samples(n)`.
 2. The tag of the batch that a tensor came with (`lockstep.batch`): of the tensor, and of views of it.
-3. The size of the inputs, where a `lockstep.DataLoader` is in use that splits over these ranks: a tensor computed
-   from a batch has the batch's size. Where on some rank batches of different numbers of samples have one size, the
-   ranks tell each other their sizes, and all sizes together say which batch it is.
+3. Where a `lockstep.DataLoader` is in use that splits over these ranks: the size of the inputs, see below. Where on
+   some rank batches of different numbers of samples have one size, the ranks tell each other theirs, and all sizes
+   together say which batch it is.
 4. Without such a loader all ranks count the same, and must have come with inputs of one size.
 
-What none of these tells is an error, unless all batches divide evenly: then every forward pass weighs the same, and as
-without a loader all ranks must have come with inputs of one size. *Rejected:* to take any rows for those of the batch
-that the loop has in hand, such as the nodes of graphs: what a mask has selected from it would be averaged plainly.
+[Note: one size] A forward pass without a tag is of a batch that a loader has yielded before, for training, and of which
+this rank's rows are the first size of the first tensor or array among its arguments, or the length of a list that comes
+before it; an argument that says how many samples it holds (graphs, packed sequences) comes before all others. What is
+of no such batch is an error, which asks the script, unless all batches divide evenly: then every forward pass weighs
+the same, and as without a loader all ranks must have come with inputs of one size. So one row beside the batches, such
+as the code of a hypernetwork, is not taken for a last batch of one sample that is still to come. *Rejected:* to take
+any rows for those of the batch that the loop has in hand, such as the nodes of graphs: what a mask has selected from it
+would be averaged plainly. *Rejected:* twice the rows of a batch for that batch (`model(torch.cat([a, b]))`): the weight
+would be right, and a loss that compares the rows with each other, as most of that form do, another one without a word.
+*Rejected:* the sizes of all arguments: where one is a batch's by chance, it sets the weight.
+
 Where a rank went by a size, a claim travels with the gradients and is compared (`rank_agreement.py`), so that ranks
 that understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
 them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
@@ -36,7 +44,7 @@ from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.parts import Parts, Slice, describe_share, slice_of
-from lockstep.parallel.rows import Sizes, rows_in, show_inputs, sizes_of
+from lockstep.parallel.rows import rows_in, show_inputs, sizes_of
 from lockstep.tree import tensors_in
 
 __all__ = ["PLAIN", "Deferred", "Feed", "Feeding", "Question", "add_up", "share_said"]
@@ -166,8 +174,7 @@ class Feeding:
         tags = _tags_of(inputs)
         if tags:
             return tags[0][1].share
-        divisions = batch.divisions(self._rank, self._world_size)
-        shares = [division.share(self._rank) for division in self._matches(divisions, sizes_of(inputs))]
+        shares = [division.share(self._rank) for division in self._matches(rows_in(inputs), trains)]
         return (
             shares[0] if len({share.local_samples for share in shares}) == 1 and _is_sure(shares[0], trains) else None
         )
@@ -179,7 +186,8 @@ class Feeding:
             return held.local_samples
         tags = _tags_of(inputs)
         if not tags:
-            return rows_in(inputs)
+            rows = rows_in(inputs)
+            return 1 if rows is None else rows
         (tensor, tag), *_ = tags
         piece = slice_of(tensor, tag)
         return tag.share.local_samples if piece is None or not tag.share.local_samples else piece.rows
@@ -216,27 +224,38 @@ class Feeding:
         tags = _tags_of(inputs)
         if tags:
             return self._of_tags(tags, trains, syncs)
-        sizes = sizes_of(inputs)
+        rows, sizes = rows_in(inputs), sizes_of(inputs)
         if not batch.must_ask(self._rank, self._world_size):
-            feed = self._by_size(sizes, lambda: show_inputs(inputs))
+            feed = self._by_size(rows, sizes, trains, lambda: show_inputs(inputs))
             return feed if _is_sure(feed.share, trains) else Feed(question=Deferred(lambda: feed))
         shown = show_inputs(inputs)  # now: the question must not keep the inputs
-        matches = self._matches(batch.divisions(self._rank, self._world_size), sizes)
+        matches = self._matches(rows, trains)
         shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
         known = next(iter(shares.values())) if len(shares) == 1 else None
         known = known if _is_sure(known, trains) else None
-        rows = {each.rows(self._rank) for each in matches}
-        return self._ask(rows, lambda of_ranks: self._by_size(sizes, lambda: shown, tuple(of_ranks.tolist())), known)
 
-    def _ask(self, sizes: set[int], follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
-        rows = next(iter(sizes)) if len(sizes) == 1 else 0
+        def follow(of_ranks: torch.Tensor) -> Feed:
+            return self._by_size(rows, sizes, trains, lambda: shown, tuple(of_ranks.tolist()))
+
+        return self._ask(rows if matches and rows else 0, follow, known)
+
+    def _ask(self, rows: int, follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
         return Feed(share=share, question=Question(rows, self._group, self._device, follow))
 
-    def _by_size(self, sizes: Sizes, show: Callable[[], str], rows_of_ranks: tuple[int, ...] | None = None) -> Feed:
+    def _by_size(
+        self,
+        rows: int | None,
+        sizes: frozenset[int],
+        trains: bool,
+        show: Callable[[], str],
+        rows_of_ranks: tuple[int, ...] | None = None,
+    ) -> Feed:
         """What inputs of these sizes are. Local.
 
         Args:
-            sizes: of the inputs.
+            rows: that may stand for a batch.
+            sizes: that ranks compare.
+            trains: the model is in training mode.
             show: says the inputs in words, for an error.
             rows_of_ranks: how many rows each rank holds; None where nobody has asked.
 
@@ -245,7 +264,7 @@ class Feeding:
         """
         for is_last in (False, True):
             divisions = batch.divisions(self._rank, self._world_size)
-            matches = self._matches(divisions, sizes)
+            matches = self._matches(rows, trains)
             if rows_of_ranks is not None:
                 matches = [each for each in matches if each.rows_of_ranks == rows_of_ranks]
             if len(matches) == 1:
@@ -254,7 +273,7 @@ class Feeding:
             if all(division.is_even for division in divisions):
                 break
             if is_last:
-                raise InputError(self._explain(show(), divisions))
+                raise InputError(self._explain(rows, show(), divisions))
             gc.collect()  # of loaders that are gone, all may still be known
             batch.purge()
         return _of_equal(sizes)
@@ -271,7 +290,7 @@ class Feeding:
             weight = share.local_samples * self._world_size / samples if samples else 0.0
             return Feed(weight, share, f"{samples} samples of these ranks", is_certain=True)
 
-        return self._ask({share.local_samples}, follow, share)
+        return self._ask(share.local_samples, follow, share)
 
     def _of_tags(self, tags: Sequence[tuple[torch.Tensor, Tag]], trains: bool, syncs: bool) -> Feed:
         share = tags[0][1].share
@@ -289,8 +308,7 @@ class Feeding:
                     f"the inputs of this forward pass come from two batches, of which this rank holds different shares "
                     f"({describe_share(share)}: {share.local_samples}; "
                     f"{describe_share(tag.share)}: {tag.share.local_samples}). "
-                    "Call the model on each of them, or say how many samples its loss is the mean over: "
-                    "`with model.samples(n):`"
+                    "Call the model on each of them, in a forward pass of its own, and take each loss from its output"
                 )
         feed = self._of_share(share, syncs)
         piece = slice_of(*tags[0])
@@ -299,29 +317,52 @@ class Feeding:
         if piece is not None:
             feed = self._cut(feed, piece)
         if feed.question is None and share.rows and batch.must_ask(self._rank, self._world_size):
-            return self._ask({share.rows}, lambda _: feed, feed.share)  # another rank may have lost the tag
+            return self._ask(share.rows, lambda _: feed, feed.share)  # another rank may have lost the tag
         return feed
 
     def _cut(self, feed: Feed, piece: Slice) -> Feed:
         num_parts = self._parts.add(piece)
         return feed if num_parts == 1 else replace(feed, claim=f"{feed.claim} in {num_parts} parts")
 
-    def _matches(self, divisions: Sequence[Division], sizes: Sizes) -> list[Division]:
-        """The divisions with one of these sizes on this rank, one of each number of samples."""
-        return list({each.num_samples: each for each in divisions if each.rows(self._rank) in sizes.all}.values())
+    def _matches(self, rows: int | None, trains: bool) -> list[Division]:
+        """The divisions with so many rows on this rank, one of each number of samples. See [Note: one size]."""
+        divisions = batch.divisions(self._rank, self._world_size)
+        found = [each for each in divisions if each.rows(self._rank) == rows and batch.was_yielded(each, trains)]
+        return list({each.num_samples: each for each in found}.values())
 
-    def _explain(self, shown: str, divisions: Sequence[Division]) -> str:
+    def _explain(self, rows: int | None, shown: str, divisions: Sequence[Division]) -> str:
         if divisions:
-            expected = " or ".join(str(rows) for rows in sorted({each.rows(self._rank) for each in divisions}))
+            expected = " or ".join(str(each) for each in sorted({each.rows(self._rank) for each in divisions}))
             known = f"the loaders' batches have {expected} rows on rank {self._rank}, and do not divide evenly over "
             known += f"{self._world_size} ranks"
         else:
             known = "ranks came with different numbers of rows"
         return (
             f"cannot tell how many samples of the global batch this forward pass holds: its inputs are {shown}; "
-            f"{known}. Say how many samples the loss on this rank is the mean over: `with model.samples(n): model(…)` "
-            "(0 where lockstep.is_filler(batch)); or pass drop_last=True and a batch_size that the ranks divide"
+            f"{known}. {_what_to_write(rows)}"
         )
+
+
+def _what_to_write(rows: int | None) -> str:
+    """The cure, as far as it shows in the batches that the loop has taken last. Local."""
+    latest = [each.rows or each.local_samples for each in batch.latest_of_each()]
+    if rows and len(latest) > 1 and sum(latest) == rows:
+        return (
+            "Those are the batches of several loaders, laid in a row. Call the model on each of them, in a forward "
+            "pass of its own, and take each loss from its output"
+        )
+    times = next((times for times in (2, 3, 4) if rows and rows in [times * each for each in latest]), None)
+    if times is not None:
+        return (
+            f"Those are {times} times the rows of the batch. Call the model on each view of it, in a "
+            "forward pass of its own: a, b = model(a), model(b). A loss that compares samples with each other, as "
+            "contrast does, needs those of all ranks: lockstep.all_gather(a), lockstep.all_gather(b)"
+        )
+    return (
+        "The first tensor's rows are those of no batch. Say how many samples the loss on this rank is the mean over: "
+        "`with model.samples(n): model(…)` (0 where lockstep.is_filler(batch)). Where the loss compares samples with "
+        "each other, hand it lockstep.all_gather(model(…)) as well"
+    )
 
 
 def _is_sure(share: BatchShare | None, trains: bool) -> bool:
@@ -333,9 +374,9 @@ def _is_sure(share: BatchShare | None, trains: bool) -> bool:
     return trains or share is None or share.local_samples > 0
 
 
-def _of_equal(sizes: Sizes) -> Feed:
+def _of_equal(sizes: frozenset[int]) -> Feed:
     """Nothing says how many samples: right if all ranks have the same."""
-    return Feed(claim=f"{sizes.in_words()} rows on each rank")
+    return Feed(claim=f"{' or '.join(map(str, sorted(sizes))) or 'no'} rows on each rank")
 
 
 def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:

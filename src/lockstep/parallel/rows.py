@@ -20,7 +20,7 @@ their height.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,56 +29,46 @@ from torch.nn.utils.rnn import PackedSequence
 from lockstep.comm.wording import describe_tensor
 from lockstep.tree import tensors_in
 
-__all__ = ["Sizes", "rows_in", "show_inputs", "sizes_of"]
+__all__ = ["rows_in", "show_inputs", "sizes_of"]
 
 _Array = np.ndarray[Any, Any]
 _Rows = torch.Tensor | _Array
 
 
-def rows_in(inputs: Any) -> int:
-    """The first size of the first tensor or array among the arguments, or the length of a list that comes before it.
-
-    An object or a dictionary that says how many samples it holds (graphs, packed sequences) is taken at its word.
+def rows_in(inputs: Any) -> int | None:
+    """The one number that may stand for a batch. See [Note: one size] in `feeding.py`.
 
     Args:
         inputs: positional and keyword arguments of a model.
 
     Returns:
-        1 where no argument has rows.
+        None where no argument has rows.
     """
     args, kwargs = inputs
-    found = map(_rows_of, (*args, *kwargs.values()))
-    return next((rows for rows in found if rows is not None), 1)
+    values = (*args, *kwargs.values())
+    for find in (_said_by, _rows_of):
+        found = next((rows for rows in map(find, values) if rows is not None), None)
+        if found is not None:
+            return found
+    return None
 
 
 def _rows_of(value: Any) -> int | None:
-    said = _said_by(value)
-    if said is not None:
-        return said
-    if isinstance(value, list) and value:
+    if isinstance(value, list) and value and not _are_inputs(value):
         return len(value)
     inside = _rows_in(value)
     return _size(inside[0]) if inside else None
 
 
-class Sizes(NamedTuple):
-    """What may be the number of rows.
+def sizes_of(inputs: Any) -> frozenset[int]:
+    """What ranks compare where nothing says how many samples a forward pass holds. See [Note: telling sizes]. Local.
 
-    Attributes:
-        all: first sizes of tensors, and lengths of lists of anything else.
-        telling: those of them that ranks compare; see [Note: telling sizes].
+    Args:
+        inputs: positional and keyword arguments of a model.
+
+    Returns:
+        First sizes of tensors, and lengths of lists of anything else.
     """
-
-    all: frozenset[int]
-    telling: frozenset[int]
-
-    def in_words(self) -> str:
-        """Such as `4 or 8`; `no` where there is none."""
-        return " or ".join(map(str, sorted(self.telling))) or "no"
-
-
-def sizes_of(inputs: Any) -> Sizes:
-    """Sizes of positional and keyword arguments of a model. Local."""
     found = _Found()
     args, kwargs = inputs
     for value in (*args, *kwargs.values()):
@@ -91,7 +81,6 @@ class _Found:
 
     def __init__(self) -> None:
         self._lengths: set[int] = set()  # of lists, and what objects say
-        self._silent: set[int] = set()  # sizes that are not compared
         self._inside: set[int] = set()  # of objects that say how many samples they hold: numbers of nodes, say
         self._tensors: list[_Rows] = []
         self._first: _Rows | None = None  # among the arguments, not inside of a dictionary or an object
@@ -103,9 +92,7 @@ class _Found:
         said = _said_by(value)
         if said is not None:
             self._lengths.add(said)
-            inside = set(map(_size, filter(torch.Tensor.dim, tensors_in(value))))
-            self._silent |= inside
-            self._inside |= inside | _num_parts_of(value)
+            self._inside |= set(map(_size, filter(torch.Tensor.dim, tensors_in(value)))) | _num_parts_of(value)
         elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], torch.Tensor):
             if isinstance(value, list) or not isinstance(value[0], int | float | None):
                 self._lengths.add(len(value))  # else a shape, or numbers of heads; samples come in lists
@@ -117,8 +104,8 @@ class _Found:
             self._look_at_tensors(value)
 
     def _look_at_tensors(self, value: Any) -> None:
-        if isinstance(value, list):  # of samples, such as the images of detection models; or of inputs
-            (self._silent if _are_inputs(value) else self._lengths).add(len(value))
+        if isinstance(value, list) and not _are_inputs(value):  # of samples, such as the images of detection models
+            self._lengths.add(len(value))
         if isinstance(value, dict):
             self._dicts.append(value)
         found = _rows_in(value)
@@ -126,7 +113,7 @@ class _Found:
             self._first = found[0]
         self._tensors += found
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> frozenset[int]:
         silent = {
             id(each)
             for inputs in self._dicts
@@ -136,10 +123,7 @@ class _Found:
         may_tell = [each for each in self._tensors if id(each) not in silent]
         most = max((each.ndim for each in may_tell), default=0)
         telling = [each for each in may_tell if each is self._first or each.ndim == most]
-        return Sizes(
-            frozenset(self._lengths | self._silent).union(map(_size, self._tensors)),
-            frozenset(self._lengths).union(set(map(_size, telling)) - self._inside),
-        )
+        return frozenset(self._lengths).union(set(map(_size, telling)) - self._inside)
 
 
 def _are_inputs(tensors: list[Any]) -> bool:
