@@ -479,7 +479,8 @@ def lay_in_a_row(what: str) -> str:
     first, second = (
         lockstep.DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=batch_size) for batch_size in (5, 7)
     )
-    (x,), (other,) = next(zip(first, second, strict=True))
+    both = zip(first, second, strict=True)
+    (x,), (other,) = next(both)
     return str(error_of(model, torch.cat([x, x * 2] if what == "views" else [x, other])))
 
 
