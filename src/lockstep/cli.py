@@ -31,6 +31,11 @@ _COMMANDS = {
     "run": _Command(
         "lockstep.commands.run", "start N processes of any script", "lockstep run --nproc 2 train.py --lr 0.1"
     ),
+    "verify": _Command(
+        "lockstep.commands.verify",
+        "say where N processes part from one",
+        "lockstep verify --nproc 2,3 train.py",
+    ),
     "rehearse": _Command(
         "lockstep.commands.rehearse",
         "say what would bite a script on GPUs",

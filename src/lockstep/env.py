@@ -304,6 +304,10 @@ LOCKSTEP_TOKEN = Variable(
 LOCKSTEP_REHEARSAL = Variable(
     "LOCKSTEP_REHEARSAL", str, "What `lockstep rehearse` tells the processes of its job, as JSON; set by it alone."
 )
+LOCKSTEP_VERIFY = Variable(
+    "LOCKSTEP_VERIFY", str, "What `lockstep verify` tells the processes of its jobs, as JSON; set by it alone."
+)
+TORCHDYNAMO_DISABLE = Variable("TORCHDYNAMO_DISABLE", _flag, "1: torch.compile leaves functions as they are.")
 LOCKSTEP_COMPAT = Variable(
     "LOCKSTEP_COMPAT",
     _flag,

@@ -89,4 +89,12 @@ RECORDS = (
         "under `lockstep rehearse`",
         folder="lockstep.tools.rehearse",
     ),
+    NameRecord(
+        "torch.* in verified processes",
+        Use.PATCH,
+        "what loaders, backward(), optimizers and save() do, and each operator's draws and sums",
+        "a name that is missing is not compared",
+        "under `lockstep verify`",
+        folder="lockstep.tools.verify",
+    ),
 )

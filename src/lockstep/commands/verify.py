@@ -1,0 +1,104 @@
+"""`lockstep verify`: a script, unedited, on N processes and on one, and where they part."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.commands.parsing import NPROC_OPTIONS, Parser, split_at_script
+from lockstep.errors import LaunchError
+from lockstep.tools.verify.verification import Verification, verify
+
+__all__ = ["main"]
+
+_FLAGS = frozenset({"-m", "--module", "--double", "--no-compat", "-h", "--help"})
+
+_DESCRIPTION = """\
+Run a script on N processes and on one, unedited, and compare the first K optimizer steps: samples, what enters the
+models and comes out of them, loss, gradients, parameters, buffers. The first stage that differs is told, with what was
+measured, what it means and what to write. Works for any script that `lockstep run` can start; GPUs are stood in for.
+Options after the script belong to the script; give it little data.
+"""
+
+_EPILOG = """\
+The exit code is 0 where N processes give the answer of one, 1 where they do not, and 2 where that cannot be told.
+
+examples:
+  lockstep verify train.py --epochs 1
+  lockstep verify --nproc 2,3 --steps 6 --double train.py
+"""
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lockstep verify",
+        usage="lockstep verify [options] script.py [args ...]\n       lockstep verify [options] -m module [args ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        *NPROC_OPTIONS, dest="nproc", metavar="N[,M]", default="2", help="numbers of ranks, with commas (default: 2)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="K", default=4, help="optimizer steps to compare (default: %(default)s)"
+    )
+    parser.add_argument("--double", action="store_true", help="compute in float64, where nothing hides in rounding")
+    parser.add_argument("--json", metavar="FILE", help="write the report to FILE for programs, too")
+    parser.add_argument("--plot", metavar="FILE", help="draw the differences of each stage over the steps")
+    parser.add_argument(
+        "--devices",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="stand-ins for GPUs: where the script fails without (auto, the default), never (cpu), always (gpu)",
+    )
+    parser.add_argument(
+        "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"
+    )
+    parser.add_argument(
+        "--no-compat",
+        dest="with_shims",
+        action="store_false",
+        help="let `import horovod` and `import apex` find the real packages only, as in `lockstep run`",
+    )
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise LaunchError(f"nproc is {text!r}; expected numbers of ranks, such as 2 or 2,3") from None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        arguments: the words after `lockstep verify`.
+
+    Returns:
+        The exit code: 0 for the answer of one process, 1 for another, 2 for no telling.
+    """
+    options, script, script_arguments = split_at_script(arguments, _FLAGS)
+    parser = _parser()
+    chosen = vars(parser.parse_args(options))
+    if script is None:
+        parser.error("name a module to run after -m" if chosen["is_module"] else "name a script to run")
+    json_file, plot_file = chosen.pop("json"), chosen.pop("plot")
+    chosen["nproc"] = _numbers(chosen["nproc"])
+    verdicts = verify(Verification(target=script, args=script_arguments, **chosen))
+    # Imports torch, which the ranks need not wait for.
+    from lockstep.tools.verify.report import code_of, format_json, format_text, write_plot
+
+    print(format_text(script, verdicts), end="")
+    try:
+        if json_file is not None:
+            Path(json_file).write_text(format_json(script, verdicts), encoding="utf-8")
+        if plot_file is not None:
+            write_plot(plot_file, verdicts)
+    except OSError as error:
+        raise LaunchError(f"the report cannot be written: {error}") from error
+    return code_of(verdicts)

@@ -1,0 +1,55 @@
+"""`lockstep verify`, for tests of training scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.testing.limits import limit_s
+
+__all__ = ["assert_one_answer"]
+
+_LIMIT_S = 600.0
+
+
+def assert_one_answer(
+    script: str | os.PathLike[str],
+    *args: str,
+    nproc: Sequence[int] = (1, 2),
+    steps: int = 4,
+    double: bool = False,
+) -> None:
+    """Assert that a training script gives on N processes the answer that it gives on one. Local; starts processes.
+
+    Args:
+        script: its path.
+        *args: its arguments; let it use little data.
+        nproc: numbers of processes, one of which is always compared with: 1 may be named, and need not.
+        steps: optimizer steps to compare.
+        double: compute in float64, where no difference hides in rounding.
+
+    Raises:
+        AssertionError: the answer is another, or it cannot be told; with the report of `lockstep verify`.
+
+        >>> assert_one_answer("train.py", "--epochs", "1", nproc=(1, 2, 3))  # doctest: +SKIP
+    """
+    numbers = [number for number in nproc if number > 1]
+    assert numbers, f"nproc is {tuple(nproc)}; expected a number of processes above 1 to compare with one"
+    with tempfile.TemporaryDirectory(prefix="lockstep-one-answer-") as folder:
+        report = Path(folder, "report.json")
+        options = ["--nproc", ",".join(map(str, numbers)), "--steps", str(steps), "--json", str(report)]
+        words = [*options, *(["--double"] if double else []), os.fspath(script), *args]
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep", "verify", *words],
+            capture_output=True,
+            text=True,
+            timeout=limit_s(_LIMIT_S),
+        )
+        text = f"{done.stdout}{done.stderr}"
+        assert report.exists(), text
+        assert json.loads(report.read_text(encoding="utf-8"))["code"] == 0, text

@@ -1,0 +1,19 @@
+"""`lockstep verify`: a script, unedited, on N processes and on one, and the first stage at which they part.
+
+General layout, from the bottom up:
+
+* `settings`: what a process of a verification is told.
+* `rows`, `state`: samples, tensors and states in a form that two runs can compare and exchange.
+* `draws`: random numbers and sums, operator by operator.
+* `recorder`: what a process keeps of its steps; `loaders`, `forwards`, `gradients`, `outputs`: who tells it what.
+* `rank`: what runs in a process before the script.
+* `compare`: how far N ranks are from one process, stage by stage.
+* `causes`, `linear`: what that means, and what to write.
+* `verdict`: of all steps, and of what follows them; `report`: says it, to people, programs and as a picture.
+* `verification`: the whole.
+
+[Note: one process as the reference] The script runs on N ranks, and then on one process, which starts each step from
+what the ranks had and gets the samples of all of them: Lockstep's loader gives it those by itself; a loader of
+torch, whose sampler splits the data, by N times the batch size. A step differs if its gradients, parameters or
+buffers do; where it parted from one process is then looked for from the samples on.
+"""

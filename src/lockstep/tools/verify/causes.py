@@ -1,0 +1,477 @@
+"""What a measurement means, and what to write: the first stage of a step at which N ranks part from one process.
+
+Each function reads one stage, and answers with a `Difference` if that is where they part. The numbers decide; names of
+classes (a batch normalization, LBFGS) only word the advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.tools.verify.compare import (
+    Calls,
+    Gradients,
+    Losses,
+    Samples,
+    far,
+    measure_values,
+)
+
+__all__ = [
+    "STAGES",
+    "Difference",
+    "Job",
+    "StepOfJob",
+    "read_buffers",
+    "read_inputs",
+    "read_outputs",
+    "read_parameters",
+    "read_passes",
+    "read_ranks",
+    "read_samples",
+    "read_settings",
+    "read_unaveraged",
+]
+
+# In the order of a step.
+STAGES = (
+    "steps",
+    "samples",
+    "inputs",
+    "outputs",
+    "loss",
+    "gradients",
+    "parameters",
+    "buffers",
+    "evaluated",
+    "logged",
+    "saved",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where N ranks part from one process, and why.
+
+    Attributes:
+        step: number of the optimizer step, from 1; 0 for what belongs to none.
+        stage: one of `STAGES`.
+        cause: a short name, the same in every report.
+        measured: what was measured, with numbers.
+        meaning: what follows from it.
+        advice: what to write.
+    """
+
+    step: int
+    stage: str
+    cause: str
+    measured: str
+    meaning: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of the whole run.
+
+    Attributes:
+        world_size: N.
+        facts: of each rank's run.
+        one: of the one process.
+    """
+
+    world_size: int
+    facts: tuple[Mapping[str, Any], ...]
+    one: Mapping[str, Any]
+
+    @property
+    def has_own_loader(self) -> bool:
+        """Whether samples come from Lockstep's loader."""
+        return any(each["own"] for each in self.facts[0]["loaders"])
+
+    @property
+    def has_own_engine(self) -> bool:
+        """Whether Lockstep's engine averages."""
+        return any(each["own"] for each in self.facts[0]["engines"])
+
+
+@dataclass(frozen=True)
+class StepOfJob:
+    """One step, of the ranks and of one process.
+
+    Attributes:
+        number: from 1.
+        job: to which it belongs.
+        ranks: what each rank recorded.
+        one: what one process did.
+        again: the same with halved sums, or None.
+        noise: what rounding does to outputs.
+    """
+
+    number: int
+    job: Job
+    ranks: tuple[Mapping[str, Any], ...]
+    one: Mapping[str, Any]
+    again: Mapping[str, Any] | None
+    noise: float
+
+    @property
+    def precision(self) -> float:
+        """Of the arithmetic."""
+        return float(self.one["precision"])
+
+    def found(self, stage: str, cause: str, measured: str, meaning: str, advice: str) -> Difference:
+        """A difference of this step."""
+        return Difference(self.number, stage, cause, measured, meaning, advice)
+
+    def differs(self, a: Any, b: Any, scale: float) -> bool:
+        """Whether two numbers are further apart than rounding."""
+        return far(abs(a - b) / scale if scale else 0.0, self.noise, self.precision)
+
+
+# ---- words -------------------------------------------------------------------------------------------
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _each(values: Sequence[float | None]) -> str:
+    return ", ".join("none" if value is None else _number(value) for value in values)
+
+
+def _names(names: Sequence[str], most: int = 3) -> str:
+    plain = [name.split(":", 1)[-1] or "?" for name in names]
+    more = f" and {len(plain) - most} more" if len(plain) > most else ""
+    return ", ".join(plain[:most]) + more
+
+
+def _of(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+_WRAP = "wrap the model that holds them in DistributedDataParallel, and call that"
+
+
+# ---- the stages --------------------------------------------------------------------------------------
+
+
+def _parameters_of(step: Mapping[str, Any], when: str) -> dict[str, Any]:
+    return {f"{place}:{name}": value for place, (name, value) in enumerate(zip(step["names"], step[when], strict=True))}
+
+
+def read_ranks(step: StepOfJob) -> Difference | None:
+    """Ranks that begin with other parameters than each other."""
+    first = _parameters_of(step.ranks[0], "begin")
+    for rank, other in enumerate(step.ranks[1:], 1):
+        found = measure_values(first, _parameters_of(other, "begin"), step.precision)
+        if found.names:
+            when = "before the first step" if step.number == 1 else "between the steps"
+            return step.found(
+                "parameters",
+                "ranks-differ",
+                f"{len(found.names)} of {found.count} parameters of rank {rank} are not those of rank 0 "
+                f"({_names(found.names)}), "
+                f"by up to {found.worst:.1e}",
+                f"the ranks have other parameters {when}: each has drawn, loaded or changed its own, or they were "
+                "averaged by nobody",
+                "draw what changes parameters from a generator that all ranks seed alike, let all of them load "
+                "the same file, and " + _WRAP,
+            )
+    return None
+
+
+def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
+    if not samples.differ:
+        return None
+    total, ranks = sum(samples.ranks), _each([float(each) for each in samples.ranks])
+    measured = (
+        f"one process had {_of(samples.one, 'sample')}, the ranks {ranks}; {samples.missing} of one process's are "
+        "missing, "
+        f"{samples.extra} are too many"
+    )
+    loaders = [step.job.facts[0]["loaders"][each["loader"]] for each in step.ranks[0]["batches"]]
+    reads_all = any(not each["splits"] and not each["own"] and each["samples"] for each in loaders)
+    if samples.missing == 0 and samples.repeated == samples.extra and total > samples.one:
+        if samples.is_alike:
+            return _unsplit(step, measured)
+        return step.found(
+            "samples",
+            "padded",
+            measured,
+            f"{_of(samples.extra, 'sample')} came twice: the last batch was filled up so that all ranks get "
+            "equally many",
+            "leave the last batch out (drop_last=True), or use lockstep.DataLoader, which splits it without filling up",
+        )
+    if reads_all and _walks_all(step, loaders[0]):
+        return _unsplit(step, measured)
+    if step.one["unlike_draws"] or _rows_drawn(step):
+        return step.found(
+            "samples",
+            "drawn",
+            measured,
+            "each rank draws its own: the same samples come out of the dataset with other numbers in them, or "
+            "others are drawn",
+            "draw by sample (lockstep.DataLoader seeds each sample's draws by its index), or from a generator "
+            "that all ranks seed alike",
+        )
+    if samples.missing == samples.extra == samples.one == total:
+        words = "the ranks were given none of the samples that one process was given in this step"
+    else:
+        words = "the ranks were given other samples in this step than one process"
+    return step.found(
+        "samples",
+        "order",
+        measured,
+        words + ": another order, a part of the data for each rank by itself, or other draws in the dataset",
+        "let one order be split batch by batch: lockstep.DataLoader, or a DistributedSampler with one seed",
+    )
+
+
+def _rows_drawn(step: StepOfJob) -> bool:
+    return bool(step.job.facts[0].get("draws_in_loader"))
+
+
+def _walks_all(step: StepOfJob, loader: Mapping[str, Any]) -> bool:
+    size, samples, batches = loader["batch_size"], loader["samples"], loader["batches"]
+    return bool(size and samples and batches and batches * size >= samples - size)
+
+
+def _unsplit(step: StepOfJob, measured: str) -> Difference:
+    return step.found(
+        "samples",
+        "no-sampler",
+        measured,
+        "nobody splits the data: each rank walks all of it",
+        "give the loader a DistributedSampler, or use lockstep.DataLoader(dataset, batch_size=GLOBAL)",
+    )
+
+
+def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
+    counts = [len(each) for each in losses.ranks]
+    if len(set(counts)) == 1 and counts[0] == len(losses.one):
+        return None
+    return step.found(
+        "loss",
+        "passes",
+        f"backward passes in this step: one process {len(losses.one)}, the ranks "
+        f"{_each([float(each) for each in counts])}",
+        "ranks skip batches, or accumulate over another number of them, than one process",
+        "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum), not by "
+        "a rank's own rows",
+    )
+
+
+def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
+    if not calls.unknown and not far(calls.inputs, step.noise, step.precision):
+        return None
+    drawn = step.one["unlike_draws"]
+    measured = (
+        f"the samples are the same, but {calls.unknown or 'some'} of {calls.rows} rows that enter {calls.kind} are not"
+    )
+    if calls.inputs and not calls.unknown:
+        measured = (
+            f"the samples are the same, but what is made of them and enters {calls.kind} differs by {calls.inputs:.1e}"
+        )
+    if drawn:
+        return step.found(
+            "inputs",
+            "drawn",
+            f"{measured}; {_draws(drawn)}",
+            "each rank draws its own numbers, where one process draws once for all samples",
+            "draw once per step from a generator that all ranks seed alike, or by sample in the dataset",
+        )
+    return step.found(
+        "inputs",
+        "batch",
+        measured,
+        "they are computed from the other rows of a rank's batch (mixed with them, or normalised by their mean "
+        "or maximum), "
+        "or cut by a constant number of rows",
+        "compute it from the batch of all ranks (lockstep.all_gather, lockstep.mean), or for each sample in the "
+        "dataset",
+    )
+
+
+def _draws(drawn: Sequence[Mapping[str, Any]]) -> str:
+    first = drawn[0]
+    ranks = " and ".join(str(each) for each in first["ranks"][:3]) or "nothing of the kind"
+    return f"one process drew {first['name']}{first['shape']} where the ranks drew {ranks}"
+
+
+def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference | None:
+    if not far(calls.outputs, step.noise, step.precision):
+        return None
+    name, kind = calls.culprit
+    measured = f"the inputs are the same; what {calls.kind} returns for the same rows differs by {calls.outputs:.1e}."
+    if kind:
+        measured += f" The first module that returns something else is {name} ({kind})."
+    if "BatchNorm" in kind:
+        return step.found(
+            "outputs",
+            "batch-norm",
+            measured,
+            "it normalizes over this rank's rows, and one process over all",
+            "lockstep.convert_sync_batchnorm(model) before the model is wrapped (torch.nn.SyncBatchNorm on GPUs)",
+        )
+    if samples.padded:
+        return step.found(
+            "outputs",
+            "padding",
+            f"{measured} {_of(samples.padded, 'sample')} were padded to another length",
+            "the model sees the padding, which a rank makes as long as the longest of its own samples",
+            "pad to one length, or mask the padding",
+        )
+    if step.one["unlike_draws"]:
+        return step.found(
+            "outputs",
+            "drawn",
+            f"{measured} {_draws(step.one['unlike_draws'])}",
+            "each rank draws its own numbers within forward()",
+            "draw them from a generator that all ranks seed alike",
+        )
+    return step.found(
+        "outputs",
+        "batch",
+        measured,
+        "rows are compared with each other or mixed within forward(), or a statistic of this rank's rows is "
+        "taken there",
+        "lockstep.all_gather(x) where the rows meet, or lockstep.mean(total, count) for a statistic",
+    )
+
+
+def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
+    """Gradients that differ between ranks when the optimizer takes them."""
+    between = gradients.between
+    if not between.names:
+        return None
+    facts = step.job.facts[0]
+    measured = (
+        f"the gradients of {len(between.names)} of {between.count} parameters differ between the ranks when "
+        f"{step.ranks[0]['kind']} "
+        f"takes them, by up to {between.worst:.1e} ({_names(between.names)})"
+    )
+    held = {name for engine in facts["engines"] for name in engine["names"]}
+    outside = [name for name in between.names if name.split(":", 1)[1] not in held]
+    if not facts["engines"]:
+        return step.found("gradients", "unwrapped", measured, "nobody averages them: no engine was made", _WRAP)
+    if outside and len(outside) == len(between.names):
+        return step.found(
+            *("gradients", "unwrapped", measured),
+            f"no engine holds {_names(outside)}, and so nobody averages their gradients",
+            "let one module hold the model and the criterion, and wrap that",
+        )
+    before, now = _calls_before(step), step.ranks[0]["engine_calls"]
+    if all(a == b for a, b in zip(before, now, strict=False)):
+        return step.found(
+            "gradients",
+            "inner-model",
+            measured,
+            "the model within the engine was called, and the engine was not: it averages what its own forward() "
+            "leads to",
+            "call the wrapped model, not model.module",
+        )
+    if len(between.names) < between.count:
+        return step.found(
+            "gradients",
+            "past-engine",
+            measured,
+            "a part of these gradients came past the engine: by another backward pass, by hand, or under no_sync",
+            "compute it with the wrapped model, in a backward pass that averages",
+        )
+    return step.found(
+        "gradients",
+        "not-averaged",
+        measured,
+        "the engine was called, and averaged nothing: under no_sync up to the step, by gradients taken by hand "
+        "(torch.autograd.grad), or in a group of one rank",
+        "let the last backward pass before each step average (outside of no_sync), and take gradients by backward()",
+    )
+
+
+def _calls_before(step: StepOfJob) -> list[int]:
+    steps = step.job.facts[0]["steps"]
+    return list(steps[step.number - 2]["engine_calls"]) if step.number > 1 else [0] * len(step.ranks[0]["engine_calls"])
+
+
+# ---- after the gradients -----------------------------------------------------------------------------
+
+
+def read_settings(step: StepOfJob) -> Difference | None:
+    own = step.one["settings"]
+    for rank, other in enumerate(step.ranks):
+        for number, (mine, theirs) in enumerate(zip(own, other["settings"], strict=False)):
+            for name in mine:
+                if name in theirs and mine[name] != theirs[name] and not _close(mine[name], theirs[name]):
+                    return step.found(
+                        "parameters",
+                        "settings",
+                        f"{name} of group {number} is {mine[name]} with one process, and {theirs[name]} on rank "
+                        f"{rank} of {len(step.ranks)}",
+                        f"{name} depends on the number of ranks, or on what one rank has seen (a schedule by its "
+                        "own loss)",
+                        f"set {name} without the number of ranks, and let schedules go by what all ranks have "
+                        "(lockstep.mean)",
+                    )
+    return None
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return abs(a - b) <= 1e-9 * max(abs(a), abs(b))
+    return bool(a == b)
+
+
+def read_parameters(step: StepOfJob) -> Difference | None:
+    """Parameters after the step, against how far it moved them."""
+    own, theirs = (_parameters_of(each, "end") for each in (step.one, step.ranks[0]))
+    begin = _parameters_of(step.one, "begin")
+    again = None if step.again is None else _parameters_of(step.again, "end")
+    wrong, worst = [], 0.0
+    for name, value in own.items():
+        other = theirs.get(name)
+        if other is None or other.shape != value.shape:
+            continue
+        moved = float((value - begin[name]).abs().max())
+        off = float((value - other).abs().max())
+        noise = 0.0 if again is None else float((value - again[name]).abs().max())
+        least = 1e3 * step.precision * float(value.abs().max()) + 50 * noise
+        if off > least and far(off / moved if moved else float("inf"), step.noise, step.precision):
+            wrong.append(name)
+            worst = max(worst, off / moved if moved else float("inf"))
+    if not wrong:
+        return None
+    kind = step.ranks[0]["kind"]
+    meaning = f"the same gradients make other steps: {kind} goes by something that each rank has of its own"
+    advice = "give the optimizer what all ranks have; a closure returns lockstep.mean(loss * len(y), len(y))"
+    cause = "closure" if "LBFGS" in kind else "optimizer"
+    measured = (
+        f"{len(wrong)} of {len(own)} parameters differ after the step ({_names(wrong)}), by up to {worst:.1e} of what "
+        "it moved them"
+    )
+    return step.found("parameters", cause, measured, meaning, advice)
+
+
+def read_buffers(step: StepOfJob) -> Difference | None:
+    own, theirs = step.one["buffers"], step.ranks[0]["buffers"]
+    noise = {} if step.again is None else _noise_of(own, step.again["buffers"])
+    found = measure_values(
+        theirs, {name: value for name, value in own.items() if name in theirs}, step.precision, noise
+    )
+    names = [name for name in found.names if name in own and name in theirs]
+    if not names:
+        return None
+    return step.found(
+        "buffers",
+        "buffers",
+        f"{len(names)} of {len(own)} buffers differ after the step ({_names(names)}), by up to {found.worst:.1e}",
+        "they follow the samples of one rank, where one process takes those of the whole batch",
+        "update them by the samples of all ranks (lockstep.all_gather within forward()); for BatchNorm "
+        "lockstep.convert_sync_batchnorm",
+    )
+
+
+def _noise_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, float]:
+    return {name: measure_values({name: value}, {name: b[name]}, 0.0).worst for name, value in a.items() if name in b}

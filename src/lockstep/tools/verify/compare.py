@@ -1,0 +1,505 @@
+"""How far N ranks are from one process in each stage of a step: pure functions over what was recorded.
+
+Nothing here says what a difference means; see `causes.py`.
+
+[Note: how far is far] A difference is measured against the largest number of its stage. It counts where it is above
+what rounding does, which is measured for each stage and tensor: the same step of one process, with its sums cut in
+two (see [Note: halves] in draws.py), moves them by some amount, and `_TIMES_NOISE` of that is rounding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Calls",
+    "Fit",
+    "Gradients",
+    "Losses",
+    "Samples",
+    "Values",
+    "far",
+    "fit_ranks",
+    "measure_calls",
+    "measure_gradients",
+    "measure_losses",
+    "measure_samples",
+    "measure_values",
+    "rows_of",
+]
+
+_TIMES_NOISE = 50.0
+_FLOOR_IN_EPS = 400.0
+# A fit explains a gradient if this part of it is left, or less.
+_FITS = 1e-3
+
+Step = Mapping[str, Any]
+
+
+def far(difference: float, noise: float, precision: float) -> bool:
+    """Whether a relative difference is more than rounding. See [Note: how far is far]."""
+    return not difference <= max(_FLOOR_IN_EPS * max(precision, 1e-13), _TIMES_NOISE * noise)
+
+
+def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
+    """Largest difference over the largest number; infinity for other shapes and where only one is finite.
+
+    Args:
+        a: some numbers.
+        b: others.
+        least: differences up to this are none.
+    """
+    if a.shape != b.shape:
+        return float("inf")
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
+        return float("inf")
+    a, b = a[finite], b[finite]
+    if not a.numel():
+        return 0.0
+    difference, scale = float((a - b).abs().max()), max(float(a.abs().max()), float(b.abs().max()))
+    return 0.0 if difference <= least or scale == 0.0 else difference / scale
+
+
+# ---- samples -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Which samples a step was made of.
+
+    Attributes:
+        one: how many one process had.
+        ranks: how many each rank had, fillers apart.
+        missing: that one process had, and no rank.
+        extra: that ranks had more often than one process.
+        repeated: of these, those that another rank (or the same one) had, too.
+        padded: that are the same but for padding at their ends.
+        is_alike: all ranks had the same samples.
+    """
+
+    one: int
+    ranks: tuple[int, ...]
+    missing: int
+    extra: int
+    repeated: int
+    padded: int
+    is_alike: bool
+
+    @property
+    def differ(self) -> bool:
+        """Whether they are not the same samples."""
+        return self.missing > 0 or self.extra > 0
+
+
+def rows_of(step: Step) -> int:
+    """Samples of a step, without fillers; those that went into its models where no loader gave them."""
+    if step["batches"]:
+        return sum(len(batch["keys"]) for batch in step["batches"] if not batch["filler"])
+    return sum(call["count"] for call in step["calls"] if not call["filler"])
+
+
+def _keys(step: Step, which: int) -> Counter[int]:
+    return Counter(key[which] for batch in step["batches"] if not batch["filler"] for key in batch["keys"])
+
+
+def measure_samples(ranks: Sequence[Step], one: Step) -> Samples:
+    """Compare samples by content, whatever their order."""
+    exact, unpadded = [[_keys(step, which) for step in ranks] for which in (0, 1)]
+    own, own_unpadded = _keys(one, 0), _keys(one, 1)
+    total, total_unpadded = sum(exact, Counter()), sum(unpadded, Counter())
+    missing, extra = own - total, total - own
+    padded = 0
+    if missing or extra:
+        rest, more = own_unpadded - total_unpadded, total_unpadded - own_unpadded
+        if sum(rest.values()) + sum(more.values()) < sum(missing.values()) + sum(extra.values()):
+            padded = sum(missing.values()) - sum(rest.values())
+            missing, extra, total = rest, more, total_unpadded
+    repeated = sum(count for key, count in extra.items() if total[key] > 1)
+    alike = len(ranks) > 1 and bool(exact[0]) and all(each == exact[0] for each in exact[1:])
+    sizes = tuple(sum(each.values()) for each in exact)
+    return Samples(*(sum(own.values()), sizes, sum(missing.values()), sum(extra.values()), repeated, padded, alike))
+
+
+# ---- what models get and return ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What entered the models and came out of them.
+
+    Attributes:
+        rows: rows that one process had.
+        unknown: of these, those that no rank had.
+        inputs: largest difference between inputs of the same samples.
+        outputs: largest difference between outputs for the same inputs.
+        culprit: name and class of the first module inside whose output differs though its input does not.
+        counts: forward passes of one process and of each rank.
+        kind: class of the model in question.
+    """
+
+    rows: int = 0
+    unknown: int = 0
+    inputs: float = 0.0
+    outputs: float = 0.0
+    culprit: tuple[str, str] = ("", "")
+    counts: tuple[int, ...] = ()
+    kind: str = ""
+
+
+@dataclass
+class _Pairs:
+    """Rows of one process, and where a rank has the same."""
+
+    exact: list[tuple[int, int, int]] = field(default_factory=list)  # row, rank, its row
+    by_sample: list[tuple[int, int, int]] = field(default_factory=list)
+    unknown: int = 0
+
+
+def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> _Pairs:
+    places: dict[int, list[tuple[int, int]]] = {}
+    samples: dict[int, list[tuple[int, int]]] = {}
+    for rank, call in enumerate(ranks):
+        for row, key in enumerate(call["keys"]):
+            places.setdefault(key, []).append((rank, row))
+        for row, key in enumerate(call["samples"] or ()):
+            samples.setdefault(key, []).append((rank, row))
+    pairs = _Pairs()
+    for row, key in enumerate(one["keys"]):
+        found = places.get(key)
+        if found:
+            pairs.exact.append((row, *(found.pop(0) if len(found) > 1 else found[0])))
+            continue
+        by_sample = samples.get(one["samples"][row]) if one["samples"] else None
+        if by_sample:
+            pairs.by_sample.append((row, *by_sample[0]))
+        else:
+            pairs.unknown += 1
+    return pairs
+
+
+def _rows_differ(one: Tensor | None, ranks: Sequence[Tensor | None], pairs: Sequence[tuple[int, int, int]]) -> float:
+    """Largest difference of paired rows; nothing where there are none to compare."""
+    if one is None or not pairs:
+        return 0.0
+    worst = 0.0
+    for rank in sorted({rank for _, rank, _ in pairs}):
+        other = ranks[rank]
+        if other is None or other.shape[1:] != one.shape[1:]:
+            return float("inf")
+        own = [row for row, at, _ in pairs if at == rank]
+        theirs = [row for _, at, row in pairs if at == rank]
+        worst = max(worst, _relative(one[own], other[theirs]))
+    return worst
+
+
+def _calls_of(step: Step) -> list[Mapping[str, Any]]:
+    return [call for call in step["calls"] if not call["filler"]]
+
+
+def measure_calls(ranks: Sequence[Step], one: Step, precision: float, noise: float = 0.0) -> Calls:
+    """Compare forward passes one after the other, rows by what is in them; the first that differs is told.
+
+    Args:
+        ranks: the step on each rank.
+        one: the same of one process.
+        precision: of the arithmetic.
+        noise: what rounding does to outputs.
+    """
+    each, own = [_calls_of(step) for step in ranks], _calls_of(one)
+    counts = (len(own), *map(len, each))
+    told = Calls(counts=counts)
+    for number, call in enumerate(own):
+        others = [calls[number] for calls in each if number < len(calls)]
+        if not others or not call["count"]:
+            continue
+        pairs = _match(call, others)
+        inputs = _rows_differ(call["inputs"], [other["inputs"] for other in others], pairs.by_sample)
+        known = pairs.exact + ([] if far(inputs, noise, precision) else pairs.by_sample)
+        outputs = _rows_differ(call["outputs"], [other["outputs"] for other in others], known)
+        culprit = ("", "")
+        if far(outputs, noise, precision):
+            culprit = _culprit(call, others, known, precision, noise)
+        told = Calls(call["count"], pairs.unknown, inputs, outputs, culprit, counts, call["name"])
+        if pairs.unknown or far(inputs, noise, precision) or far(outputs, noise, precision):
+            break
+    return told
+
+
+def _culprit(
+    one: Mapping[str, Any],
+    ranks: Sequence[Mapping[str, Any]],
+    pairs: Sequence[tuple[int, int, int]],
+    precision: float,
+    noise: float,
+) -> tuple[str, str]:
+    """The first module, by the order in which they return, whose rows differ."""
+    for place, inner in enumerate(one["inner"]):
+        others = [call["inner"][place] if place < len(call["inner"]) else None for call in ranks]
+        if any(other is None or other["name"] != inner["name"] for other in others):
+            return ("", "")
+        outputs = [other["output"] for other in others if other is not None]
+        if inner["output"] is None or any(each is None for each in outputs):
+            continue
+        if far(_rows_differ(inner["output"], outputs, pairs), noise, precision):
+            inputs = [other["input"] for other in others if other is not None]
+            if inner["input"] is not None and far(_rows_differ(inner["input"], inputs, pairs), noise, precision):
+                return ("", "")
+            return inner["name"], inner["kind"]
+    return ("", "")
+
+
+# ---- losses and gradients ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What backward() was called on.
+
+    Attributes:
+        one: of one process, a number for each backward pass.
+        ranks: of each rank.
+        rows: samples of each rank, for each backward pass.
+    """
+
+    one: tuple[float | None, ...]
+    ranks: tuple[tuple[float | None, ...], ...]
+    rows: tuple[tuple[int, ...], ...]
+
+    def sums(self, how: str) -> tuple[float, float] | None:
+        """(one process's loss, what the ranks' make) over all backward passes.
+
+        Args:
+            how: "weighted" by samples, "mean" of the ranks, or "sum".
+        """
+        if any(len(each) != len(self.one) for each in self.ranks):
+            return None
+        total = mine = 0.0
+        for place, own in enumerate(self.one):
+            values = [each[place] for each in self.ranks]
+            if own is None or any(value is None for value in values):
+                return None
+            rows = [each[place] for each in self.rows]
+            count = sum(rows) or 1
+            weights = {
+                "weighted": [row / count for row in rows],
+                "mean": [1 / len(rows)] * len(rows),
+                "sum": [float(row > 0) for row in rows],
+            }
+            total += sum(weight * float(value or 0) for weight, value in zip(weights[how], values, strict=True))
+            mine += own
+        return mine, total
+
+    def are(self, how: str, tolerance: float) -> bool:
+        """Whether one process's loss is what the ranks' make."""
+        found = self.sums(how)
+        return found is not None and abs(found[0] - found[1]) <= tolerance * max(abs(found[0]), abs(found[1]), 1e-30)
+
+
+def _rows_at(step: Step, number: int) -> int:
+    """Samples of the batch that a backward pass was for."""
+    batch = step["backwards"][number]["batch"]
+    if 0 <= batch < len(step["batches"]):
+        one = step["batches"][batch]
+        return 0 if one["filler"] else len(one["keys"])
+    return sum(call["count"] for call in _calls_of(step)) or 1
+
+
+def measure_losses(ranks: Sequence[Step], one: Step) -> Losses:
+    """Collect the losses of a step."""
+
+    def losses(step: Step) -> tuple[float | None, ...]:
+        return tuple(None if None in each["losses"] else sum(each["losses"]) for each in step["backwards"])
+
+    rows = tuple(tuple(_rows_at(step, number) for number in range(len(step["backwards"]))) for step in ranks)
+    return Losses(losses(one), tuple(losses(step) for step in ranks), rows)
+
+
+@dataclass(frozen=True)
+class Values:
+    """How far tensors are apart.
+
+    Attributes:
+        worst: the largest relative difference.
+        names: of those that are further apart than rounding, the furthest first.
+        count: of all that were compared.
+    """
+
+    worst: float
+    names: tuple[str, ...]
+    count: int
+
+
+def measure_values(
+    a: Mapping[str, Tensor | None],
+    b: Mapping[str, Tensor | None],
+    precision: float,
+    noise: Mapping[str, float] | None = None,
+    least: float = 0.0,
+) -> Values:
+    """Compare tensors by name. One that is None counts as zeros.
+
+    Args:
+        a: some.
+        b: the same of another process.
+        precision: of the arithmetic.
+        noise: what rounding does to each.
+        least: numbers up to this are none.
+    """
+    found = {}
+    for name in {**a, **b}:
+        one, other = a.get(name), b.get(name)
+        if one is None and other is None:
+            continue
+        one = torch.zeros_like(other) if one is None and other is not None else one
+        other = torch.zeros_like(one) if other is None and one is not None else other
+        assert one is not None
+        assert other is not None
+        found[name] = _relative(one, other, least)
+    wrong = [name for name, value in found.items() if far(value, (noise or {}).get(name, 0.0), precision)]
+    wrong.sort(key=lambda name: -found[name])
+    return Values(
+        max((found[name] for name in wrong), default=max(found.values(), default=0.0)), tuple(wrong), len(found)
+    )
+
+
+def distances(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None], least: float = 0.0) -> dict[str, float]:
+    """Relative difference of each tensor."""
+    return {
+        name: _relative(one, other, least)
+        for name, one in a.items()
+        if one is not None and (other := b.get(name)) is not None
+    }
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The gradient of one process as a sum of what the ranks computed, each times a number.
+
+    Attributes:
+        factors: the number for each rank and backward pass, rank by rank.
+        rest: the part of the gradient that is left.
+    """
+
+    factors: tuple[float, ...]
+    rest: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing but rounding is left."""
+        return self.rest <= _FITS
+
+
+def fit_ranks(target: Tensor, parts: Sequence[Tensor]) -> Fit:
+    """Least squares; of ranks that computed the same each gets the same factor.
+
+    Args:
+        target: the gradient, flat.
+        parts: what each rank computed.
+    """
+    size = float(target.norm())
+    if not parts or size == 0.0 or not bool(torch.isfinite(target).all()):
+        return Fit((), 0.0 if size == 0.0 else float("inf"))
+    matrix = torch.stack(list(parts), 1)
+    solution = torch.linalg.pinv(matrix, rtol=1e-10) @ target
+    return Fit(tuple(solution.tolist()), float((matrix @ solution - target).norm()) / size)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a step.
+
+    Attributes:
+        between: those that the optimizer took, rank by rank against rank 0.
+        used: those that the optimizer took, against one process.
+        after: those that backward() left, against one process.
+        factor: the ranks' gradients are one process's times this; None for no common factor.
+        needed: one process's gradient out of what the ranks computed.
+        taken: the gradient that rank 0's optimizer took out of the same.
+    """
+
+    between: Values
+    used: Values
+    after: Values
+    factor: float | None
+    needed: Fit
+    taken: Fit
+
+
+def _used(step: Step) -> dict[str, Tensor | None]:
+    return {
+        f"{place}:{name}": value for place, (name, value) in enumerate(zip(step["names"], step["used"], strict=True))
+    }
+
+
+def _largest(values: Mapping[str, Tensor | None]) -> float:
+    return max(
+        (float(value[:-1].abs().max()) for value in values.values() if value is not None and value.numel() > 1),
+        default=0.0,
+    )
+
+
+def _flat(names: Sequence[str], values: Mapping[str, Tensor | None], like: Mapping[str, Tensor | None]) -> Tensor:
+    """All numbers but the norms, which do not add up."""
+    parts = []
+    for name in names:
+        value, shape = values.get(name), like[name]
+        assert shape is not None
+        parts.append(torch.zeros_like(shape[:-1]) if value is None or value.shape != shape.shape else value[:-1])
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def _total(step: Step) -> dict[str, Tensor | None]:
+    total: dict[str, Tensor | None] = {}
+    for each in step["backwards"]:
+        for name, value in each["local"].items():
+            before = total.get(name)
+            total[name] = value if before is None else before + value
+    return total
+
+
+def measure_gradients(ranks: Sequence[Step], one: Step, again: Step | None, precision: float) -> Gradients:
+    """Compare the gradients of a step."""
+    own, theirs = _used(one), [_used(step) for step in ranks]
+    least = 100 * precision * _largest(own)
+    noise = distances(own, _used(again), least) if again is not None else {}
+    between = [measure_values(theirs[0], other, precision, noise, least) for other in theirs[1:]]
+    used = measure_values(theirs[0], own, precision, noise, least)
+    after = measure_values(ranks[0].get("after", {}), one.get("after", {}), precision, {}, least)
+    pairs = [
+        (theirs[0][name], value) for name, value in own.items() if value is not None and theirs[0].get(name) is not None
+    ]
+    total = _total(one)
+    names = [name for name, value in total.items() if value is not None]
+    parts = [_flat(names, each["local"], total) for step in ranks for each in step["backwards"]]
+    took = dict(zip(ranks[0]["names"], ranks[0]["used"], strict=True))
+    return Gradients(
+        between=max(between, key=lambda each: (len(each.names), each.worst), default=Values(0.0, (), 0)),
+        used=used,
+        after=after,
+        factor=_factor(pairs, precision),
+        needed=fit_ranks(_flat(names, total, total), parts),
+        taken=fit_ranks(_flat(names, took, total), parts),
+    )
+
+
+def _factor(pairs: Sequence[tuple[Any, Any]], precision: float) -> float | None:
+    if not pairs:
+        return None
+    a = torch.cat([each[:-1] for each, other in pairs if each.shape == other.shape] or [torch.zeros(0)])
+    b = torch.cat([other[:-1] for each, other in pairs if each.shape == other.shape] or [torch.zeros(0)])
+    size = float(b.square().sum())
+    if size == 0.0:
+        return None
+    factor = float((a * b).sum()) / size
+    return (
+        factor
+        if float((a - factor * b).norm()) <= 1e4 * max(precision, 1e-12) * max(abs(factor), 1e-9) * size**0.5
+        else None
+    )

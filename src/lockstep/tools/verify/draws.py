@@ -1,0 +1,153 @@
+"""Random numbers and sums, operator by operator: the draws of N ranks are kept, and given to the one process.
+
+[Note: draws by sample] Dropout, and noise that a model draws, have a row for each sample. N ranks draw other numbers
+than one process, which is set aside: the one process is given the rows that the ranks drew, in the places where it
+has their samples. A draw that cannot be put together so (one process permutes ten samples, two ranks five each) is
+its own, and said.
+
+[Note: halves] What rounding does is measured: the one process takes each step once more, with every product and sum
+over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Draw", "OperatorWatch", "join_draws"]
+
+_ATEN = torch.ops.aten
+# Numbers kept of all draws of a step; more are not given to the one process.
+_MOST_NUMBERS = 1 << 26
+
+
+class Draw:
+    """One draw: the operator's name, and what it drew."""
+
+    def __init__(self, name: str, values: Tensor) -> None:
+        self.name = name
+        self.values = values
+
+
+def join_draws(own: Tensor, drawn: list[Tensor], order: list[int] | None) -> Tensor | None:
+    """What the one process gets in place of its own draw. See [Note: draws by sample].
+
+    Args:
+        own: what it has drawn itself.
+        drawn: what each rank drew, the ranks in order.
+        order: for each of its rows, which row of those of all ranks it is; None for the same order.
+
+    Returns:
+        A tensor like `own`; None where the ranks' numbers do not make one.
+    """
+    if all(each.shape == own.shape for each in drawn):
+        alike = all(torch.equal(each, drawn[0]) for each in drawn[1:])
+        return drawn[0] if alike else None
+    if not own.ndim or any(each.ndim != own.ndim or each.shape[1:] != own.shape[1:] for each in drawn):
+        return None
+    if sum(each.size(0) for each in drawn) != own.size(0):
+        return None
+    joined = torch.cat(drawn)
+    if order is not None and len(order) == len(joined):
+        joined = joined[order]
+    return joined
+
+
+def _is_draw(func: Any) -> bool:
+    return (
+        any(argument.name == "generator" for argument in func._schema.arguments) or func is _ATEN.native_dropout.default
+    )
+
+
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator of this thread.
+
+    Args:
+        on_draw: called with the operator's name and what it drew; returns what to take instead, or None.
+        halves: cut products and sums in two; see [Note: halves].
+    """
+
+    def __init__(self, on_draw: Callable[[str, Tensor], Tensor | None], *, halves: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_draw = on_draw
+        self._halves = halves
+        self._draws: dict[Any, bool] = {}
+        self._thread = threading.get_ident()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator, then take note or replace."""
+        kwargs = kwargs or {}
+        cut = _CUTS.get(func) if self._halves else None
+        result = None if cut is None else cut(*args, **kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
+        draws = self._draws.get(func)
+        if draws is None:
+            draws = self._draws[func] = _is_draw(func)
+        return self._noted(func, args, result) if draws and threading.get_ident() == self._thread else result
+
+    def _noted(self, func: Any, args: Any, result: Any) -> Any:
+        if func is _ATEN.native_dropout.default:
+            mask = self._on_draw("native_dropout", result[1])
+            if mask is None:
+                return result
+            return args[0] * mask * (0.0 if args[1] >= 1 else 1 / (1 - args[1])), mask
+        if not isinstance(result, Tensor) or result.numel() > _MOST_NUMBERS:
+            return result
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        other = self._on_draw(name, result)
+        return result if other is None else result.copy_(other)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor | None:
+    half = a.size(1) // 2
+    return None if half == 0 else _ATEN.mm(a[:, :half], b[:half]) + _ATEN.mm(a[:, half:], b[half:])
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+    product = _mm(a, b) if beta == alpha == 1 else None
+    return None if product is None else bias + product
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor | None:
+    half = a.size(2) // 2
+    return None if half == 0 else _ATEN.bmm(a[..., :half], b[:, :half]) + _ATEN.bmm(a[..., half:], b[:, half:])
+
+
+def _sum(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor | None:
+    reduced = range(tensor.ndim) if not dim else [each % max(tensor.ndim, 1) for each in dim]
+    place = next((each for each in reduced if tensor.size(each) > 1), None)
+    if place is None or not tensor.is_floating_point():
+        return None
+    parts = torch.tensor_split(tensor, 2, place)
+    first, second = (_ATEN.sum.dim_IntList(each, dim, keepdim, dtype=dtype) for each in parts)
+    total: Tensor = first + second
+    return total
+
+
+def _sum_all(tensor: Tensor, *, dtype: Any = None) -> Tensor | None:
+    return _sum(tensor, list(range(tensor.ndim)), dtype=dtype)
+
+
+def _convolution_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> Any:
+    if gradient.size(0) < 2:
+        return None
+    halves = zip(torch.tensor_split(gradient, 2), torch.tensor_split(tensor, 2), strict=True)
+    first, second = (_ATEN.convolution_backward(*each, *rest) for each in halves)
+    of_inputs = None if first[0] is None else torch.cat([first[0], second[0]])
+    return of_inputs, *(None if a is None else a + b for a, b in zip(first[1:], second[1:], strict=True))
+
+
+_CUTS: dict[Any, Callable[..., Any]] = {
+    _ATEN.mm.default: _mm,
+    _ATEN.addmm.default: _addmm,
+    _ATEN.bmm.default: _bmm,
+    _ATEN.sum.dim_IntList: _sum,
+    _ATEN.sum.default: _sum_all,
+    _ATEN.convolution_backward.default: _convolution_backward,
+}

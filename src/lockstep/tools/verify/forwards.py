@@ -1,0 +1,140 @@
+"""Forward passes that train: what enters the outermost module and comes out of it, sample by sample, and what is
+inside.
+
+Writes `calls` of a step: `root`, `kind` (its class), `keys` (of its inputs), `count` of rows, `inputs` and `outputs`
+(sketches of each row, or None), `numbers` (outputs that are single numbers), `inner` (name, class and sketches of what
+the modules inside return, in order), `filler`, `samples` (keys of the batch that it was computed from, if that has as
+many rows) and `engine` (the number of the engine that it is, or None).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.rows import row_sketch, sample_keys
+from lockstep.tools.verify.state import plain_name
+from lockstep.tree import tensors_in
+
+__all__ = ["ForwardWatch"]
+
+_MOST_INNER = 400
+
+
+class ForwardWatch:
+    """Watches the forward passes of this process.
+
+    Args:
+        recorder: of this process.
+        on_root: called with a module before it is called to train.
+    """
+
+    def __init__(self, recorder: StepRecorder, on_root: Any) -> None:
+        self._recorder = recorder
+        self._on_root = on_root
+        self._stack: list[nn.Module] = []
+        self._inner: list[dict[str, Any]] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+        self._thread = threading.get_ident()
+        self.in_backward = 0
+
+    def install(self) -> None:
+        """Watch from now on."""
+        register_module_forward_pre_hook(self._before)
+        register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    def _is_seen(self) -> bool:
+        return not self.in_backward and threading.get_ident() == self._thread and self._recorder.busy == 0
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if not self._is_seen():
+            return
+        self._stack.append(module)
+        if len(self._stack) == 1:
+            self._recorder.check_time()
+            self._inner = []
+            if self._trains(module):
+                self._recorder.begin_work()
+                self._on_root(module)
+                self._recorder.begin_training(module)
+
+    def _trains(self, module: nn.Module) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and not self._recorder.is_cut
+            and any(each.requires_grad for each in module.parameters())
+        )
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if not self._is_seen() or not self._stack or self._stack[-1] is not module:
+            return
+        self._stack.pop()
+        if self._recorder.is_cut or not torch.is_grad_enabled():
+            return
+        trains = not self._stack and self._trains(module)
+        with self._recorder.aside(), torch.no_grad():
+            if self._stack:
+                self._note_inner(module, args, kwargs, result)
+            elif trains and result is not None:
+                self._note(module, args, kwargs, result)
+
+    def _name(self, module: nn.Module) -> str:
+        root = self._stack[0]
+        names = self._names.get(root)
+        if names is None:
+            names = self._names[root] = {id(each): plain_name(name) for name, each in root.named_modules()}
+        return names.get(id(module), "")
+
+    def _note_inner(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        outputs = [each for each in tensors_in(result) if each.ndim]
+        if len(self._inner) >= _MOST_INNER or not outputs:
+            return
+        inputs = [each for each in tensors_in((args, kwargs)) if each.ndim]
+        self._inner.append(
+            {
+                "name": self._name(module),
+                "kind": type(module).__name__,
+                "input": inputs[0].detach() if inputs else None,
+                "output": outputs[0].detach(),
+            }
+        )
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = tensors_in((args, kwargs))
+        count = next((each.size(0) for each in inputs if each.ndim), 0)
+        outputs = tensors_in(result)
+        batches = self._recorder.step["batches"]
+        last = batches[-1] if batches else None
+        self._recorder.step["calls"].append(
+            {
+                "root": next(number for number, each in enumerate(self._recorder.roots) if each is module),
+                "kind": type(module).__name__,
+                "name": type(getattr(module, "module", module)).__name__,
+                "count": count,
+                "keys": [key for key, _ in sample_keys((args, kwargs), count)] if count else [],
+                "inputs": _joined([row_sketch(each, count) for each in inputs]),
+                "outputs": _joined([row_sketch(each, count) for each in outputs]),
+                "numbers": [float(each.detach()) for each in outputs if each.numel() == 1 and not each.is_complex()],
+                "inner": [_sketched(each, count) for each in self._inner],
+                "filler": bool(last and last["filler"]),
+                "samples": [key for key, _ in last["keys"]] if last and len(last["keys"]) == count else None,
+                "batch": len(batches) - 1,
+            }
+        )
+        self._inner = []
+
+
+def _joined(sketches: list[Tensor | None]) -> Tensor | None:
+    found = [each for each in sketches if each is not None]
+    return torch.cat(found, 1) if found else None
+
+
+def _sketched(inner: dict[str, Any], count: int) -> dict[str, Any]:
+    tensors = {part: None if inner[part] is None else row_sketch(inner[part], count) for part in ("input", "output")}
+    return {"name": inner["name"], "kind": inner["kind"], **tensors}

@@ -1,0 +1,213 @@
+"""Losses, the gradients that a process computes, and what its optimizers make of them.
+
+Writes `backwards` of a step (`losses`: the numbers that backward() was called on, None for what is no number;
+`local`: what reached each parameter in this process, before anybody averaged it), `after` (`.grad` when the last of
+them had returned), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
+`names` (of its parameters), `settings` (of its groups), `used` (the gradients that it took), `begin`, `end` (the
+parameters before and after it), `state`, `buffers`, `calls_of_engines` (how often each engine's forward() was
+called). All values are `rows.value_sample`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
+from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.verify.forwards import ForwardWatch
+from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.rows import value_sample
+from lockstep.tools.verify.state import plain_name
+
+__all__ = ["GradientWatch"]
+
+# What a group of an optimizer says that two runs can compare.
+_SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "alpha", "rho")
+
+
+class GradientWatch:
+    """Watches backward passes and optimizers of this process.
+
+    Args:
+        recorder: of this process.
+        on_step: called after a step, before the next begins.
+    """
+
+    def __init__(self, recorder: StepRecorder, on_step: Callable[[], None]) -> None:
+        self._recorder = recorder
+        self._on_step = on_step
+        self.forwards = ForwardWatch(recorder, self.see_module)
+        self._names: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
+        self._engines: list[nn.Module] = []
+        self._local: dict[int, Tensor] | None = None
+        self._begin: list[Tensor] = []
+        self._depth = 0
+
+    def install(self) -> None:
+        """Watch from now on."""
+        self.forwards.install()
+        wrap(torch.Tensor, "backward", self._backward)
+        wrap(torch.autograd, "backward", self._backward)
+        wrap(Optimizer, "__init__", self._make_optimizer)
+        wrap(nn.parallel.DistributedDataParallel, "__init__", self._make_engine)
+        wrap(OwnDistributedDataParallel, "__init__", self._make_engine)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    # ---- parameters ----------------------------------------------------------------------------------
+
+    def see_module(self, module: nn.Module) -> None:
+        """A module is about to be trained: listen to what reaches its parameters."""
+        for name, parameter in module.named_parameters():
+            self._see(parameter, plain_name(name))
+
+    def _see(self, parameter: Tensor, name: str) -> None:
+        known = self._names.get(id(parameter))
+        if known is not None or not parameter.is_leaf:
+            if known is not None and known.startswith("group"):
+                self._names[id(parameter)] = name
+            return
+        self._names[id(parameter)] = name
+        self._kept.append(parameter)
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: self._reach(parameter, gradient))  # type: ignore[no-untyped-call]
+
+    def _reach(self, parameter: Tensor, gradient: Tensor) -> None:
+        if self._local is None or self._recorder.is_cut:
+            return
+        with self._recorder.aside(), torch.no_grad():
+            sample = value_sample(gradient)
+            before = self._local.get(id(parameter))
+            self._local[id(parameter)] = sample if before is None else before + sample
+
+    def _make_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._see_optimizer(optimizer)
+
+        return init
+
+    def _see_optimizer(self, optimizer: Any) -> None:
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+            for place, parameter in enumerate(group["params"]):
+                self._see(parameter, f"group{number}[{place}]")
+
+    def _make_engine(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+            original(engine, *args, **kwargs)
+            self._engines.append(engine)
+            names = [plain_name(name) for name, each in engine.named_parameters() if each.requires_grad]
+            own = isinstance(engine, OwnDistributedDataParallel)
+            self._recorder.facts["engines"].append({"own": own, "names": names, "calls": 0})
+            number = len(self._engines) - 1
+            engine.register_forward_pre_hook(lambda *_: self._count(number))
+
+        return init
+
+    def _count(self, number: int) -> None:
+        self._recorder.facts["engines"][number]["calls"] += 1
+
+    # ---- backward passes -----------------------------------------------------------------------------
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._depth or not self._recorder.is_recording:
+                return original(tensors, *args, **kwargs)
+            self._depth, self._local = 1, {}
+            self.forwards.in_backward += 1
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self._depth = 0
+                self.forwards.in_backward -= 1
+                self._note_backward(tensors)
+
+        return backward
+
+    def _note_backward(self, tensors: Any) -> None:
+        recorder = self._recorder
+        with recorder.aside(), torch.no_grad():
+            each = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            losses = [float(one.detach()) if one.numel() == 1 else None for one in each]
+            local = {self._names[key]: value for key, value in (self._local or {}).items()}
+            recorder.step["backwards"].append(
+                {"losses": losses, "local": local, "batch": len(recorder.step["batches"]) - 1}
+            )
+            recorder.step["after"] = {
+                self._names[id(one)]: value_sample(one.grad) for one in self._kept if one.grad is not None
+            }
+        self._local = None
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def _parameters(self, optimizer: Any) -> list[Tensor]:
+        return [each for group in optimizer.param_groups for each in group["params"]]
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        if recorder.is_cut:
+            recorder.end("after the steps that were asked for")
+        with recorder.aside(), torch.no_grad():
+            if not any(optimizer is one for one in recorder.optimizers):
+                recorder.optimizers.append(optimizer)
+                self._see_optimizer(optimizer)
+            self._begin = [value_sample(each) for each in self._parameters(optimizer)]
+            self._used = self._gradients(optimizer)
+
+    def _gradients(self, optimizer: Any) -> list[Tensor | None]:
+        return [None if each.grad is None else value_sample(each.grad) for each in self._parameters(optimizer)]
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        if recorder.is_cut:
+            return
+        with recorder.aside(), torch.no_grad():
+            # After the step: Horovod's optimizer averages within it.
+            used = self._gradients(optimizer)
+            used = self._used if all(each is None for each in used) else used
+            recorder.step.update(
+                optimizer=next(number for number, one in enumerate(recorder.optimizers) if one is optimizer),
+                kind=type(optimizer).__name__,
+                precision=max(torch.finfo(each.dtype).eps for each in self._parameters(optimizer)),
+                names=[self._names.get(id(each), "") for each in self._parameters(optimizer)],
+                settings=[_settings_of(group) for group in optimizer.param_groups],
+                used=used,
+                begin=self._begin,
+                end=[value_sample(each) for each in self._parameters(optimizer)],
+                state=[_states_of(optimizer.state.get(each, {})) for each in self._parameters(optimizer)],
+                buffers=self._buffers(),
+                engine_calls=[each["calls"] for each in recorder.facts["engines"]],
+            )
+            self._on_step()
+            recorder.end_step()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        found = {}
+        for number, root in enumerate(self._recorder.roots):
+            for name, buffer in root.named_buffers():
+                if buffer.numel():
+                    found[f"{number}:{plain_name(name)}"] = value_sample(buffer)
+        return found
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name in _SETTINGS:
+        value = group.get(name)
+        if isinstance(value, Tensor):
+            value = float(value)
+        if isinstance(value, int | float | tuple):
+            found[name] = value
+    return found
+
+
+def _states_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        str(key): value_sample(value) for key, value in state.items() if isinstance(value, Tensor) and value.numel()
+    }

@@ -1,0 +1,240 @@
+"""What loaders hand out: the samples of every batch, and the batches of all ranks for the one process.
+
+Writes `batches` of a step (`loader`, `keys`, `filler`, `indices`), and the facts `loaders` (`batch_size`, `length`,
+`own`: made by Lockstep, `shuffles`, `epochs`) and `passes` (`loader`, `keys`, `first`, `trains`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+import lockstep
+from lockstep.data.iteration import EpochIterator
+from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.rows import sample_keys
+
+__all__ = ["install"]
+
+_LOADER, _PASS, _COUNTS = "_lockstep_loader", "_lockstep_pass", "_lockstep_counts"
+# Batches that are fetched, and not trained on, to come to the last one of an epoch.
+_MOST_SKIPPED = 500
+
+
+class LoaderWatch:
+    """Watches the loaders of this process.
+
+    Args:
+        recorder: of this process.
+    """
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._trains: set[int] = set()
+        self._depth = 0
+
+    def aside(self) -> Any:
+        """A context: what happens inside is none of the script's."""
+        return self._recorder.aside()
+
+    def note_made(self, batch_size: int | None) -> None:
+        """A loader of torch was made."""
+        self._recorder.facts["made"].append(batch_size)
+
+    def number_of(self, loader: Any) -> int:
+        """Of a loader, in the order in which they were made; adds it to the facts."""
+        number = self._numbers.get(loader)
+        if number is None:
+            loaders = self._recorder.facts["loaders"]
+            number = self._numbers[loader] = len(loaders)
+            loaders.append(_describe(loader))
+        return number
+
+    def begin_pass(self, loader: Any) -> dict[str, Any]:
+        """The record of a new pass over a loader."""
+        sampler = _distributed_sampler(loader)
+        one = {"loader": self.number_of(loader), "keys": [], "fillers": 0, "trains": False, "finished": False}
+        one["epoch"] = getattr(sampler, "epoch", None)
+        one["order"] = len(self._recorder.facts["passes"])
+        self._recorder.facts["passes"].append(one)
+        return one
+
+    def take_next(self, iterator: Any, take: Callable[[], Any]) -> Any:
+        """The next batch of a pass, for the script; see [Note: when it ends] in recorder.py."""
+        recorder, one = self._recorder, vars(iterator).get(_PASS)
+        if one is None or self._depth:
+            return take()
+        recorder.check_time()
+        trains = one["loader"] in self._trains
+        if recorder.is_cut and trains and one["trains"]:
+            one["cut"] = True
+            raise StopIteration
+        try:
+            batch = self._fetch(take)
+            if trains and not recorder.is_cut and self._is_time_for_last(iterator):
+                batch = self._last(iterator, batch, take)
+        except StopIteration:
+            one["finished"] = True
+            raise
+        self._note(iterator, one, batch)
+        if recorder.is_cut and trains:
+            recorder.end("after the steps that were asked for")
+        return batch
+
+    def _fetch(self, take: Callable[[], Any]) -> Any:
+        self._depth += 1
+        try:
+            with self._recorder.aside():
+                return take()
+        finally:
+            self._depth -= 1
+
+    def _is_time_for_last(self, iterator: Any) -> bool:
+        recorder = self._recorder
+        if len(recorder.steps) != recorder.settings.steps - 1 or recorder.step["batches"] or recorder.is_last_batch:
+            return False
+        try:
+            return 1 < len(iterator) <= _MOST_SKIPPED
+        except TypeError:
+            return False
+
+    def _last(self, iterator: Any, batch: Any, take: Callable[[], Any]) -> Any:
+        self._recorder.is_last_batch = True
+        with contextlib.suppress(StopIteration):
+            while True:
+                batch = self._fetch(take)
+                counts = vars(iterator).get(_COUNTS)
+                if counts:
+                    counts.popleft()  # of the batch before
+        return batch
+
+    def _note(self, iterator: Any, one: dict[str, Any], batch: Any) -> None:
+        recorder = self._recorder
+        counts = vars(iterator).get(_COUNTS)
+        count = counts.popleft() if counts else None
+        with recorder.aside():
+            is_filler = lockstep.is_filler(batch)
+            share = getattr(iterator, "share", None)
+            keys = sample_keys(batch, share.rows if share is not None and share.rows else count)
+        one["fillers"] += is_filler
+        if not is_filler:
+            one["keys"].append(keys)
+        if not recorder.is_cut:
+            recorder.begin_work()
+            recorder.step["batches"].append({"loader": one["loader"], "keys": keys, "filler": is_filler})
+
+    def note_step(self) -> None:
+        """A step was taken: its batches were to train on."""
+        for batch in self._recorder.step["batches"]:
+            self._trains.add(batch["loader"])
+        for one in self._recorder.facts["passes"]:
+            if one["loader"] in self._trains and not one["finished"]:
+                one["trains"] = True
+
+
+def _distributed_sampler(loader: Any) -> Any:
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        sampler = getattr(holder, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
+
+
+def _length_of(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except TypeError:
+        return None
+
+
+def _describe(loader: Any) -> dict[str, Any]:
+    sampler = _distributed_sampler(loader)
+    return {
+        "own": isinstance(loader, lockstep.DataLoader),
+        "batch_size": getattr(loader, "batch_size", None),
+        "samples": _length_of(loader.dataset),
+        "batches": _length_of(loader),
+        "splits": sampler is not None,
+        "shuffles": bool(sampler is not None and sampler.shuffle),
+        "padding": 0 if sampler is None or sampler.drop_last else sampler.total_size - len(sampler.dataset),
+    }
+
+
+def _init(watch: LoaderWatch, sizes: Sequence[int | None]) -> Callable[..., Any]:
+    made = [0]
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(self, lockstep.DataLoader) and "_lockstep_made" not in vars(self):
+                object.__setattr__(self, "_lockstep_made", made[0])
+                asked = sizes[made[0]] if made[0] < len(sizes) else None
+                made[0] += 1
+                is_number = isinstance(batch_size, int)
+                watch.note_made(batch_size if is_number else None)
+                has_own = kwargs.get("batch_sampler") is not None or (len(args) > 2 and args[2] is not None)
+                if asked is not None and batch_size is not None and not has_own:
+                    batch_size = asked
+            original(self, dataset, batch_size, *args, **kwargs)
+
+        return init
+
+    return make
+
+
+def _iterate(watch: LoaderWatch) -> Callable[..., Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def iterate(self: Any) -> Any:
+            with watch.aside():
+                iterator = original(self)
+            if isinstance(iterator, EpochIterator | _BaseDataLoaderIter):
+                is_inner = isinstance(self, lockstep.DataLoader) and not isinstance(iterator, EpochIterator)
+                if not is_inner:
+                    vars(iterator)[_PASS] = watch.begin_pass(self)
+                    vars(iterator).pop(_COUNTS, None)
+            return iterator
+
+        return iterate
+
+    return make
+
+
+def _next(watch: LoaderWatch) -> Callable[..., Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def take_next(self: Any) -> Any:
+            return watch.take_next(self, lambda: original(self))
+
+        return take_next
+
+    return make
+
+
+def _next_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes how many samples each batch has, which a loader with workers asks for ahead of time."""
+
+    def take_index(self: Any) -> Any:
+        index = original(self)
+        is_known = isinstance(index, Sequence) and self._dataset_kind == _DatasetKind.Map
+        vars(self).setdefault(_COUNTS, deque()).append(len(index) if is_known else None)
+        return index
+
+    return take_index
+
+
+def install(recorder: StepRecorder) -> LoaderWatch:
+    """Watch all loaders of this process from now on."""
+    watch = LoaderWatch(recorder)
+    wrap(DataLoader, "__init__", _init(watch, recorder.settings.batch_sizes))
+    wrap(DataLoader, "__iter__", _iterate(watch))
+    wrap(lockstep.DataLoader, "__iter__", _iterate(watch))
+    wrap(_BaseDataLoaderIter, "__next__", _next(watch))
+    wrap(_BaseDataLoaderIter, "_next_index", _next_index)
+    wrap(EpochIterator, "__next__", _next(watch))
+    return watch

@@ -1,0 +1,71 @@
+"""What a script prints and saves: lines on stdout and stderr, and who writes which checkpoint.
+
+Writes the facts `texts` (pairs of the number of steps taken and a line) and `saves` (`path`, `step`, `values`: a
+sample of every tensor in it).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.rows import value_sample
+from lockstep.tree import tensors_in
+
+__all__ = ["install"]
+
+_MOST_LINES, _MOST_SAVED = 2000, 200
+
+
+class LineWatch:
+    """Stands for stdout or stderr: hands everything on, and notes the lines.
+
+    Args:
+        stream: the real one.
+        recorder: of this process.
+    """
+
+    def __init__(self, stream: Any, recorder: StepRecorder) -> None:
+        self._stream = stream
+        self._recorder = recorder
+        self._rest = ""
+
+    def write(self, text: str) -> Any:
+        """Hand on, and note whole lines."""
+        lines = (self._rest + text).replace("\r", "\n").split("\n")
+        self._rest = lines.pop()
+        texts = self._recorder.facts["texts"]
+        if len(texts) < _MOST_LINES:
+            texts.extend((len(self._recorder.steps), line) for line in lines if line.strip())
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _save(recorder: StepRecorder) -> Callable[..., Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder.busy == 0:
+                with recorder.aside(), torch.no_grad():
+                    path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
+                    values = [value_sample(each) for each in tensors_in(obj)[:_MOST_SAVED] if each.numel()]
+                    recorder.facts["saves"].append({"path": path, "step": len(recorder.steps), "values": values})
+            return original(obj, f, *args, **kwargs)
+
+        return save
+
+    return make
+
+
+def install(recorder: StepRecorder) -> None:
+    """Watch from now on."""
+    if recorder.rank == 0:
+        sys.stdout, sys.stderr = LineWatch(sys.stdout, recorder), LineWatch(sys.stderr, recorder)
+    wrap(torch, "save", _save(recorder))

@@ -1,0 +1,80 @@
+"""What runs in a process of a verification, between the launcher's worker and the user's script.
+
+`python worker.py -m lockstep.tools.verify.rank script.py args…`: starts to record, and then runs the script exactly
+as the worker would have.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import sys
+
+from lockstep import env
+from lockstep.launch import worker
+from lockstep.tools.verify.settings import HALVES, VerifySettings
+
+__all__ = ["install", "main"]
+
+
+def install(settings: VerifySettings) -> None:
+    """Record this process from now on, for good."""
+    import torch
+
+    from lockstep.tools.verify import loaders, outputs
+    from lockstep.tools.verify.draws import OperatorWatch
+    from lockstep.tools.verify.gradients import GradientWatch
+    from lockstep.tools.verify.recorder import StepRecorder
+
+    rank = env.RANK.get() or 0
+    if settings.double:
+        torch.set_default_dtype(torch.float64)
+    if settings.devices:
+        from lockstep.tools.rehearse import devices
+
+        devices.install(settings.devices)
+    _seed_what_python_leaves_open(rank)
+    recorder = StepRecorder(settings, rank)
+    if settings.is_reference:
+        file = settings.keys_file()
+        if file.exists():
+            recorder.facts["ranks_keys"] = torch.load(file, weights_only=True)
+    watch = loaders.install(recorder)
+    GradientWatch(recorder, watch.note_step).install()
+    outputs.install(recorder)
+    OperatorWatch(recorder.on_draw, halves=settings.role == HALVES).__enter__()  # type: ignore[no-untyped-call]
+    atexit.register(recorder.write)
+
+
+def _seed_what_python_leaves_open(rank: int) -> None:
+    """`random` and numpy begin with another seed in each process: here with that of the rank, in every run."""
+    import numpy as np
+
+    random.seed(rank)
+    np.random.seed(rank)
+
+
+def main(arguments: list[str]) -> None:
+    """Record, and run the script.
+
+    Args:
+        arguments: the script and its arguments, or `-m`, a module and its arguments.
+    """
+    # Where `-m` put the current folder; the script gets its own.
+    if sys.path and sys.path[0] == os.getcwd():
+        del sys.path[0]
+    settings = VerifySettings.load()
+    install(settings)
+    if settings.local_rank_option:
+        first = 2 if arguments[0] == "-m" else 1
+        arguments[first:first] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
+    kind, *rest = arguments
+    if kind == "-m":
+        worker.run_module(rest[0], rest[1:])
+    else:
+        worker.run_script(kind, rest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

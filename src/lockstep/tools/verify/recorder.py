@@ -1,0 +1,208 @@
+"""What one process keeps of its first optimizer steps, how it begins each of them, and how it ends.
+
+A *step* here is what lies between two calls of an optimizer's `step`. See [Note: when it ends] for how many there are.
+
+[Note: when it ends] Of an epoch the first K - 1 batches are trained on, and then its last one, which is where
+samples are left over. The loader ends there, so that the script evaluates and saves as it does after an epoch. What
+comes after is of no interest: with the next batch to train on, or the next step, the process ends, once all ranks
+are that far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.tools.verify.draws import join_draws
+from lockstep.tools.verify.settings import RANKS, VerifySettings
+from lockstep.tools.verify.state import dump_state, load_state
+
+__all__ = ["StepRecorder"]
+
+# How long a process waits at its end for the others, which may wait for it elsewhere, and how long it may evaluate.
+_END_S, _AFTERWARDS_S = 10.0, 120.0
+
+
+def _empty_step() -> dict[str, Any]:
+    return {"batches": [], "calls": [], "backwards": [], "draws": [], "own_draws": [], "unlike_draws": []}
+
+
+class StepRecorder:
+    """The record of this process.
+
+    Attributes:
+        settings: of this run.
+        rank: of this process.
+        step: what was recorded since the last step of an optimizer; see the modules that write it for its parts.
+        steps: those that are complete.
+        facts: what holds for the whole run.
+        roots: models, in the order in which they were first called while training.
+        optimizers: in the order of their first steps.
+        busy: above 0 while a loader fetches: what happens then is none of the step.
+        is_cut: K steps are complete, and nothing more is recorded of training.
+        is_last_batch: the last batch of an epoch has been handed out.
+    """
+
+    def __init__(self, settings: VerifySettings, rank: int) -> None:
+        self.settings = settings
+        self.rank = rank
+        self.step = _empty_step()
+        self.steps: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {
+            "loaders": [],
+            "made": [],
+            "passes": [],
+            "engines": [],
+            "saves": [],
+            "texts": [],
+            "end": "the script ended",
+        }
+        self.roots: list[nn.Module] = []
+        self.optimizers: list[Any] = []
+        self.busy = 0
+        self.is_cut = False
+        self.is_last_batch = False
+        self._has_begun = False
+        self._is_active = False
+        self._is_written = False
+        self._cut_at = 0.0
+        self._drawn: list[list[dict[str, Any]]] = []
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether this thread's work belongs to a step that is recorded."""
+        return self._is_active and not self.is_cut and self.busy == 0
+
+    def begin_work(self) -> None:
+        """A batch, or the first forward pass: what is drawn from now on belongs to a step."""
+        if not self._is_active:
+            self._is_active = True
+            self._read_draws()
+
+    def begin_training(self, root: nn.Module) -> None:
+        """Before a forward pass that trains `root`: the first of all begins with what the ranks had."""
+        if not any(root is one for one in self.roots):
+            self.roots.append(root)
+        if not self._has_begun:
+            self._has_begun = True
+            self._exchange_state(0)
+
+    def _exchange_state(self, step: int) -> None:
+        path = self.settings.state_file(step)
+        with torch.no_grad(), self.aside():
+            if self.settings.is_reference:
+                load_state(path, self.roots, self.optimizers)
+            elif self.rank == 0:
+                dump_state(path, self.roots, self.optimizers)
+
+    def end_step(self) -> None:
+        """After a step of an optimizer."""
+        self.steps.append(self.step)
+        if self.settings.role == RANKS:
+            torch.save(self.step.pop("draws"), self.settings.draws_file(len(self.steps) - 1, self.rank))
+        self.step = _empty_step()
+        self._exchange_state(len(self.steps))
+        self._read_draws()
+        if len(self.steps) >= self.settings.steps + int(self.is_last_batch):
+            self.cut()
+
+    def cut(self) -> None:
+        """Record no more of training."""
+        if not self.is_cut:
+            self.is_cut, self._cut_at = True, time.monotonic()
+
+    def check_time(self) -> None:
+        """End here if what comes after the steps takes too long."""
+        if self.is_cut and time.monotonic() - self._cut_at > _AFTERWARDS_S:
+            self.end(f"what followed the steps took more than {_AFTERWARDS_S:g} s, and was left")
+
+    @contextlib.contextmanager
+    def aside(self) -> Any:
+        """A context: what happens inside is none of the script's."""
+        self.busy += 1
+        try:
+            yield
+        finally:
+            self.busy -= 1
+
+    # ---- draws ---------------------------------------------------------------------------------------
+
+    def _read_draws(self) -> None:
+        self._drawn = []
+        if self.settings.is_reference:
+            files = [self.settings.draws_file(len(self.steps), rank) for rank in range(self.settings.world_size)]
+            if all(file.exists() for file in files):
+                self._drawn = [torch.load(file, weights_only=True) for file in files]
+
+    def on_draw(self, name: str, values: Tensor) -> Tensor | None:
+        """The script has drawn: note it, or return what the ranks drew. See `draws.py`."""
+        if not self.is_recording:
+            return None
+        with self.aside():
+            if self.settings.role == RANKS:
+                self.step["draws"].append({"name": name, "values": values.detach().clone()})
+                return None
+            return self._draw_of_ranks(name, values)
+
+    def _draw_of_ranks(self, name: str, values: Tensor) -> Tensor | None:
+        place = len(self.step["own_draws"])
+        self.step["own_draws"].append(name)
+        drawn = [each[place] for each in self._drawn if place < len(each)]
+        if len(drawn) != self.settings.world_size or any(each["name"] != name for each in drawn):
+            joined = None
+        else:
+            joined = join_draws(
+                values, [each["values"] for each in drawn], self._order_of_ranks(len(values) if values.ndim else 0)
+            )
+        if joined is None:
+            shapes = [list(each["values"].shape) for each in drawn]
+            self.step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
+        return joined
+
+    def _order_of_ranks(self, count: int) -> list[int] | None:
+        """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
+        number = len(self.step["batches"]) - 1
+        parts = self.facts.get("ranks_keys", {}).get((len(self.steps), number))
+        if number < 0 or parts is None:
+            return None
+        own = [key for key, _ in self.step["batches"][number]["keys"]]
+        places: dict[int, list[int]] = {}
+        for place, key in enumerate(parts):
+            places.setdefault(key, []).append(place)
+        order = [places[key].pop(0) for key in own if places.get(key)]
+        return order if len(order) == count == len(parts) else None
+
+    # ---- the end -------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Leave the record in the folder, once."""
+        if self._is_written:
+            return
+        self._is_written = True
+        facts = {key: value for key, value in self.facts.items() if key != "ranks_keys"}
+        rest = {key: value for key, value in self.step.items() if key != "draws"}
+        content = {"steps": self.steps, "rest": rest, "facts": facts, "rank": self.rank}
+        path = self.settings.record_file(self.rank)
+        draft = path.with_suffix(".tmp")
+        with self.aside():
+            torch.save(content, draft)
+        os.replace(draft, path)
+
+    def end(self, why: str) -> None:
+        """Write, wait for the other ranks to come as far, and end the process with exit code 0."""
+        self.facts["end"] = why
+        self.write()
+        files = [self.settings.record_file(rank) for rank in range(self.settings.world_size)]
+        limit = time.monotonic() + _END_S
+        while self.settings.role == RANKS and time.monotonic() < limit and not all(each.exists() for each in files):
+            time.sleep(0.01)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)

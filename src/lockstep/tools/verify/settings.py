@@ -1,0 +1,79 @@
+"""What the command tells every process of a verification, on its way through one environment variable."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep import env
+from lockstep.errors import InputError
+
+__all__ = ["HALVES", "ONE", "RANKS", "VerifySettings"]
+
+# The three roles that a run of the script may have.
+RANKS, ONE, HALVES = "ranks", "one", "halves"
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """One run of the script.
+
+    Attributes:
+        role: `RANKS`, the run on N ranks; `ONE`, one process that starts each step from what the ranks had; `HALVES`,
+            the same once more, with every sum over a batch added up in two halves.
+        world_size: N.
+        steps: optimizer steps to record.
+        folder: where records and states are written, and the ranks' are found.
+        double: compute in float64.
+        devices: stand-ins for GPUs; 0 for none.
+        local_rank_option: the option in which the script wants its local rank, or empty.
+        batch_sizes: of the loaders of torch that one process makes, in order; None for what the script says.
+    """
+
+    role: str
+    world_size: int
+    steps: int
+    folder: str
+    double: bool = False
+    devices: int = 0
+    local_rank_option: str = ""
+    batch_sizes: tuple[int | None, ...] = ()
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is one process that takes the steps of the ranks."""
+        return self.role != RANKS
+
+    def record_file(self, rank: int, role: str | None = None) -> Path:
+        """Where a process leaves what it recorded."""
+        return Path(self.folder, f"{role or self.role}-{rank}.record")
+
+    def state_file(self, step: int) -> Path:
+        """Parameters, buffers, optimizers and random state of rank 0 at the beginning of a step, from 0."""
+        return Path(self.folder, f"state-{step}")
+
+    def draws_file(self, step: int, rank: int) -> Path:
+        """The random numbers that a rank drew in a step."""
+        return Path(self.folder, f"draws-{step}-{rank}")
+
+    def keys_file(self) -> Path:
+        """The samples of all ranks, for the one process: see `draws.py`."""
+        return Path(self.folder, "ranks-keys")
+
+    def dump(self) -> str:
+        """The text of the environment variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls) -> VerifySettings:
+        """The settings of the run that this process belongs to.
+
+        Raises:
+            InputError: it belongs to none.
+        """
+        text = env.LOCKSTEP_VERIFY.get()
+        if text is None:
+            raise InputError("this process belongs to no verification; start one with `lockstep verify script.py`")
+        values = json.loads(text)
+        return cls(**{**values, "batch_sizes": tuple(values["batch_sizes"])})

@@ -1,0 +1,236 @@
+"""The verdict on a script at one number of ranks: step by step, then on what follows the steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.tools.verify.causes import (
+    Difference,
+    Job,
+    StepOfJob,
+    read_buffers,
+    read_inputs,
+    read_outputs,
+    read_parameters,
+    read_passes,
+    read_ranks,
+    read_samples,
+    read_settings,
+    read_unaveraged,
+)
+from lockstep.tools.verify.compare import (
+    measure_calls,
+    measure_gradients,
+    measure_losses,
+    measure_samples,
+    rows_of,
+)
+from lockstep.tools.verify.linear import read_gradients
+from lockstep.tools.verify.settings import VerifySettings
+
+__all__ = ["Verdict", "judge", "needed_batch_sizes", "read_records"]
+
+# What rounding may do before a script counts as one that does not determine its own steps.
+_MOST_NOISE = 1e-2
+
+
+@dataclass
+class Verdict:
+    """What was found at one number of ranks.
+
+    Attributes:
+        world_size: that number.
+        differences: the first of training, and those of what follows.
+        notes: what was set aside, or could not be compared.
+        steps: how many were compared.
+        digits: for each step, the largest relative difference of each stage.
+        unknown: why nothing can be said; empty if something can.
+    """
+
+    world_size: int
+    differences: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    steps: int = 0
+    digits: list[dict[str, float]] = field(default_factory=list)
+    unknown: str = ""
+
+    @property
+    def code(self) -> int:
+        """0 for the answer of one process, 1 for another, 2 for no telling."""
+        return 1 if self.differences else 2 if self.unknown else 0
+
+
+def read_records(settings: VerifySettings, role: str, count: int) -> list[Mapping[str, Any]]:
+    """What the processes of a run left, rank by rank; fewer than `count` where some left nothing."""
+    files: list[Path] = [settings.record_file(rank, role) for rank in range(count)]
+    return [torch.load(file, weights_only=True) for file in files if file.exists()]
+
+
+def needed_batch_sizes(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any] | None) -> tuple[int | None, ...]:
+    """The batch size that each loader of torch needs in one process to hand out what all ranks had.
+
+    Args:
+        ranks: their records.
+        one: that of one process which had such sizes, to correct them by; None for the first try.
+    """
+    made = list(ranks[0]["facts"]["made"])
+    factor = float(len(ranks))
+    first = [each["steps"][0] for each in ranks if each["steps"]]
+    if len(first) == len(ranks):
+        keys = [Counter(key for batch in step["batches"] for key, _ in batch["keys"]) for step in first]
+        if keys[0] and all(each == keys[0] for each in keys[1:]):
+            factor = 1.0
+    if one is not None and one["steps"] and first:
+        had, should = rows_of(one["steps"][0]), sum(map(rows_of, first))
+        factor = factor * should / had if had else factor
+    return tuple(None if size is None else max(1, round(size * factor)) for size in made)
+
+
+def judge_step(step: StepOfJob) -> Difference | None:
+    """The first stage of a step that differs, or None where one process would have taken the same step."""
+    precision, noise = step.precision, step.noise
+    gradients = measure_gradients(step.ranks, step.one, step.again, precision)
+    apart, settings = read_ranks(step), read_settings(step)
+    parameters, buffers = read_parameters(step), read_buffers(step)
+    wrong = gradients.used.names or gradients.between.names
+    if not (wrong or apart or buffers or settings or parameters):
+        return None
+    samples = measure_samples(step.ranks, step.one)
+    calls = measure_calls(step.ranks, step.one, precision, noise)
+    losses = measure_losses(step.ranks, step.one)
+    return (
+        apart
+        or read_samples(step, samples)
+        or read_passes(step, losses)
+        or read_inputs(step, calls)
+        or read_outputs(step, calls, samples)
+        or read_unaveraged(step, gradients)
+        or (read_gradients(step, gradients, losses) if gradients.used.names else None)
+        or settings
+        or parameters
+        or buffers
+    )
+
+
+def judge(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any], again: Mapping[str, Any] | None) -> Verdict:
+    """Compare the run on N ranks with that of one process.
+
+    Args:
+        ranks: the records of the ranks.
+        one: of one process.
+        again: of one process with halved sums; None where that did not run.
+    """
+    verdict = Verdict(len(ranks))
+    facts = tuple({**each["facts"], "steps": each["steps"]} for each in ranks)
+    job = Job(len(ranks), facts, one["facts"])
+    count = min([len(one["steps"]), *(len(each["steps"]) for each in ranks)])
+    for number in range(count):
+        view = StepOfJob(
+            number + 1,
+            job,
+            tuple(each["steps"][number] for each in ranks),
+            one["steps"][number],
+            None if again is None or number >= len(again["steps"]) else again["steps"][number],
+            0.0,
+        )
+        view = _with_noise(view)
+        unsure = _is_undetermined(view)
+        if unsure:
+            verdict.unknown = unsure
+            return verdict
+        verdict.steps = number + 1
+        verdict.digits.append(_digits(view))
+        found = judge_step(view)
+        if found is not None:
+            verdict.differences.append(found)
+            break
+    else:
+        _judge_counts(verdict, ranks, one)
+    _note(verdict, ranks, one)
+    return verdict
+
+
+def _with_noise(step: StepOfJob) -> StepOfJob:
+    if step.again is None:
+        return step
+    calls = measure_calls([step.again], step.one, step.precision)
+    return StepOfJob(step.number, step.job, step.ranks, step.one, step.again, min(calls.outputs, 1.0))
+
+
+def _is_undetermined(step: StepOfJob) -> str:
+    """Why one process does not repeat itself; empty if it does."""
+    if step.again is None:
+        return ""
+    samples = measure_samples([step.again], step.one)
+    if samples.differ:
+        return (
+            f"step {step.number}: two runs at one process differ by themselves: they have other samples. Seed what "
+            "draws them"
+        )
+    gradients = measure_gradients([step.again], step.one, None, step.precision)
+    if gradients.used.worst > _MOST_NOISE and gradients.factor is None and gradients.after.worst > _MOST_NOISE:
+        return (
+            f"step {step.number}: two runs at one process differ by themselves, gradients by "
+            f"{gradients.used.worst:.1e}: "
+            "the script does not determine what it computes"
+        )
+    return ""
+
+
+def _digits(step: StepOfJob) -> dict[str, float]:
+    calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
+    gradients = measure_gradients(step.ranks, step.one, step.again, step.precision)
+    losses = measure_losses(step.ranks, step.one).sums("weighted")
+    found = {"inputs": calls.inputs, "outputs": calls.outputs, "gradients": gradients.used.worst}
+    if losses is not None:
+        found["loss"] = abs(losses[0] - losses[1]) / max(abs(losses[0]), abs(losses[1]), 1e-30)
+    return found
+
+
+def _judge_counts(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:
+    counts = [len(each["steps"]) for each in ranks]
+    own = len(one["steps"])
+    if len({own, *counts}) == 1:
+        if own == 0:
+            verdict.unknown = "no optimizer took a step, on any number of processes"
+        return
+    text = ", ".join(map(str, counts))
+    verdict.differences.append(
+        Difference(
+            min([own, *counts]) + 1,
+            "steps",
+            "number-of-steps",
+            f"steps of optimizers: one process {own}, the ranks {text}",
+            "ranks step, skip or stop by what they have themselves: a length, a size or a loss of their own part",
+            "decide by what all ranks have: lockstep.mean(loss * len(y), len(y)), lockstep.sum(count), the "
+            "loader's length",
+        )
+    )
+
+
+def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:
+    steps = one["steps"]
+    given = sum(len(step["own_draws"]) - len(step["unlike_draws"]) for step in steps)
+    if given:
+        verdict.notes.append(
+            f"{given} draws of random numbers within the steps (dropout, noise) were given to the one process as "
+            "the ranks drew "
+            "them: that N ranks draw other numbers than one is set aside"
+        )
+    if verdict.differences:
+        return
+    first = [each["steps"][0] for each in ranks if each["steps"]]
+    if len(first) == len(ranks) > 1:
+        samples = measure_samples(first, one["steps"][0]) if one["steps"] else None
+        if samples is not None and samples.is_alike:
+            verdict.notes.append(
+                "samples: all ranks were given the same ones, so that N ranks do the work of one. If that is not "
+                "meant, split the "
+                "data: a DistributedSampler, or lockstep.DataLoader"
+            )

@@ -1,0 +1,251 @@
+"""One verification, from the command line to the report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep import env
+from lockstep.compat.legacy.choice import tell_ranks
+from lockstep.errors import LaunchError
+from lockstep.launch.config import LaunchConfig, check_target
+from lockstep.launch.supervisor import launch_job
+from lockstep.tools.verify.settings import HALVES, ONE, RANKS, VerifySettings
+
+__all__ = ["JobOfRanks", "Verification", "run_on_launcher", "verify"]
+
+_RANK_MODULE = "lockstep.tools.verify.rank"
+# What a script says that cannot do without a GPU.
+_WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
+
+
+@dataclass(frozen=True)
+class JobOfRanks:
+    """Processes to start, and what they shall do.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        args: of the script.
+        is_module: `target` is a module.
+        nproc: how many.
+        variables: environment of each.
+        log_dir: where each leaves what it printed, as rank<r>.log.
+    """
+
+    target: str
+    args: tuple[str, ...]
+    is_module: bool
+    nproc: int
+    variables: Mapping[str, str]
+    log_dir: str
+
+
+Runner = Callable[[JobOfRanks], int]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What to verify.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        args: arguments of the script, handed on untouched.
+        nproc: numbers of ranks.
+        steps: optimizer steps to compare.
+        double: compute in float64.
+        is_module: `target` is a module.
+        with_shims: let scripts for Horovod, Apex and old releases of torch find Lockstep's shims.
+        devices: "auto", stand-ins for GPUs where the script fails without; "cpu", never; "gpu", always.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    nproc: tuple[int, ...] = (2,)
+    steps: int = 4
+    double: bool = False
+    is_module: bool = False
+    with_shims: bool = True
+    devices: str = "auto"
+
+
+def run_on_launcher(job: JobOfRanks) -> int:
+    """Start the processes as `lockstep run` does, quietly; returns the exit code."""
+    with _quiet():
+        return launch_job(
+            LaunchConfig(
+                target=_RANK_MODULE,
+                args=(*(("-m",) if job.is_module else ()), job.target, *job.args),
+                nproc=job.nproc,
+                is_module=True,
+                log_dir=job.log_dir,
+                environment=job.variables,
+                on_end=lambda folder: None,
+                warns_unjoined=False,
+            )
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A context: what the launcher says goes nowhere; the report says what matters of it."""
+    saved = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+class _Session:
+    """The runs for one number of ranks.
+
+    Args:
+        what: to verify.
+        world_size: that number.
+        folder: for records and logs.
+        run: starts processes.
+    """
+
+    def __init__(self, what: Verification, world_size: int, folder: Path, run: Runner) -> None:
+        self._what = what
+        self._world_size = world_size
+        self._folder = folder
+        self._run = run
+        self._devices = 0
+        if what.devices == "gpu":
+            self._devices = world_size
+
+    def start(self, role: str, batch_sizes: tuple[int | None, ...] = ()) -> tuple[int, VerifySettings]:
+        """Run the script in a role; the exit code, and the settings under which its records are."""
+        what = self._what
+        settings = VerifySettings(
+            role=role,
+            world_size=self._world_size,
+            steps=what.steps,
+            folder=str(self._folder),
+            double=what.double,
+            devices=self._devices,
+            batch_sizes=batch_sizes,
+        )
+        variables = env.snapshot()
+        env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
+        env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(self._devices))), variables)
+        env.TORCHDYNAMO_DISABLE.set(True, variables)
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+        tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
+        nproc = self._world_size if role == RANKS else 1
+        job = JobOfRanks(what.target, what.args, what.is_module, nproc, variables, str(self._folder / f"log-{role}"))
+        return self._run(job), settings
+
+    def output(self, role: str, most: int = 30) -> str:
+        """The last lines that a run's processes printed."""
+        lines: list[str] = []
+        for file in sorted((self._folder / f"log-{role}").glob("*.log")):
+            lines += [f"{file.stem}: {line}" for line in file.read_text(errors="replace").splitlines()[-most:]]
+        return "\n".join(lines[-2 * most :])
+
+    def ranks(self) -> tuple[int, VerifySettings]:
+        """The run on N ranks, once more with stand-ins for GPUs where the script asks for some."""
+        code, settings = self.start(RANKS)
+        wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU)
+        if code and wants and not self._devices and self._what.devices == "auto":
+            for file in self._folder.glob("ranks-*"):
+                file.unlink()
+            self._devices = self._world_size
+            code, settings = self.start(RANKS)
+        return code, settings
+
+
+def _verify_at(what: Verification, world_size: int, folder: Path, run: Runner) -> Any:
+    """The verdict at one number of ranks."""
+    from lockstep.tools.verify.verdict import Verdict, judge, needed_batch_sizes, read_records
+
+    session = _Session(what, world_size, folder, run)
+    code, settings = session.ranks()
+    ranks = read_records(settings, RANKS, world_size)
+    verdict = Verdict(world_size)
+    if code or len(ranks) < world_size:
+        verdict.unknown = (
+            f"the script ends with exit code {code} on {world_size} ranks. Its last words:\n{session.output(RANKS)}"
+        )
+        return verdict
+    _write_keys(settings, ranks)
+    sizes = needed_batch_sizes(ranks, None)
+    code, settings = session.start(ONE, sizes)
+    records = read_records(settings, ONE, 1)
+    if records and not code:
+        better = needed_batch_sizes(ranks, records[0])
+        better = tuple(
+            None if size is None else max(1, round(size * have / made))
+            for size, have, made in zip(
+                better,
+                [each or 1 for each in sizes],
+                [each or 1 for each in needed_batch_sizes(ranks, None)],
+                strict=True,
+            )
+        )
+        if better != sizes:
+            sizes = better
+            code, settings = session.start(ONE, sizes)
+            records = read_records(settings, ONE, 1)
+    if code or not records:
+        verdict.unknown = (
+            f"the script ends with exit code {code} on one process. Its last words:\n{session.output(ONE)}"
+        )
+        return verdict
+    verdict = judge(ranks, records[0], None)
+    if verdict.code == 0:
+        return verdict
+    _, settings = session.start(HALVES, sizes)
+    again = read_records(settings, HALVES, 1)
+    return judge(ranks, records[0], again[0] if again else None)
+
+
+def _write_keys(settings: VerifySettings, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """The samples of all ranks, batch by batch, for the one process to find the ranks' draws by."""
+    import torch
+
+    keys: dict[tuple[int, int], list[int]] = {}
+    for each in ranks:
+        for step, content in enumerate(each["steps"]):
+            for number, batch in enumerate(content["batches"]):
+                if not batch["filler"]:
+                    keys.setdefault((step, number), []).extend(key for key, _ in batch["keys"])
+    torch.save(keys, settings.keys_file())
+
+
+def verify(what: Verification, run: Runner = run_on_launcher) -> list[Any]:
+    """Verify a script at each number of ranks. Local.
+
+    Args:
+        what: to verify.
+        run: starts processes and waits for them.
+
+    Returns:
+        A `verdict.Verdict` for each number of ranks.
+
+    Raises:
+        LaunchError: it cannot be started as asked.
+    """
+    check_target(what.target, what.is_module)
+    if what.steps < 1 or not what.nproc or min(what.nproc) < 2:
+        raise LaunchError(
+            f"nproc is {list(what.nproc)} and steps {what.steps}; expected numbers of ranks from 2 on, and a step"
+        )
+    verdicts = []
+    for world_size in what.nproc:
+        folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
+        try:
+            verdicts.append(_verify_at(what, world_size, folder, run))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return verdicts
