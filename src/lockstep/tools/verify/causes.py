@@ -15,6 +15,7 @@ from lockstep.tools.verify.compare import (
     Gradients,
     Losses,
     Samples,
+    Values,
     far,
     measure_values,
 )
@@ -22,8 +23,8 @@ from lockstep.tools.verify.compare import (
 __all__ = [
     "STAGES",
     "Difference",
-    "Job",
     "StepOfJob",
+    "VerifiedJob",
     "read_buffers",
     "read_inputs",
     "read_outputs",
@@ -73,7 +74,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Job:
+class VerifiedJob:
     """What is known of the whole run.
 
     Attributes:
@@ -86,15 +87,10 @@ class Job:
     facts: tuple[Mapping[str, Any], ...]
     one: Mapping[str, Any]
 
-    @property
-    def has_own_loader(self) -> bool:
-        """Whether samples come from Lockstep's loader."""
-        return any(each["own"] for each in self.facts[0]["loaders"])
-
-    @property
-    def has_own_engine(self) -> bool:
-        """Whether Lockstep's engine averages."""
-        return any(each["own"] for each in self.facts[0]["engines"])
+    def is_same_order(self, step: int) -> bool:
+        """Whether the loaders of the ranks fetched in a step what one process fetched, by index."""
+        own = _indices(self.one["steps"][step - 1])
+        return bool(own) and own == sorted(index for each in self.facts for index in _indices(each["steps"][step - 1]))
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class StepOfJob:
     """
 
     number: int
-    job: Job
+    job: VerifiedJob
     ranks: tuple[Mapping[str, Any], ...]
     one: Mapping[str, Any]
     again: Mapping[str, Any] | None
@@ -129,6 +125,10 @@ class StepOfJob:
     def differs(self, a: Any, b: Any, scale: float) -> bool:
         """Whether two numbers are further apart than rounding."""
         return far(abs(a - b) / scale if scale else 0.0, self.noise, self.precision)
+
+
+def _indices(step: Mapping[str, Any]) -> list[int]:
+    return sorted(index for batch in step["batches"] if not batch["filler"] for index in batch["indices"] or ())
 
 
 # ---- words -------------------------------------------------------------------------------------------
@@ -184,57 +184,50 @@ def read_ranks(step: StepOfJob) -> Difference | None:
 
 
 def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
+    """Samples that are not those of one process."""
     if not samples.differ:
         return None
-    total, ranks = sum(samples.ranks), _each([float(each) for each in samples.ranks])
+    ranks = ", ".join(map(str, samples.ranks))
     measured = (
         f"one process had {_of(samples.one, 'sample')}, the ranks {ranks}; {samples.missing} of one process's are "
-        "missing, "
-        f"{samples.extra} are too many"
+        f"missing, {samples.extra} are too many"
     )
     loaders = [step.job.facts[0]["loaders"][each["loader"]] for each in step.ranks[0]["batches"]]
-    reads_all = any(not each["splits"] and not each["own"] and each["samples"] for each in loaders)
-    if samples.missing == 0 and samples.repeated == samples.extra and total > samples.one:
-        if samples.is_alike:
-            return _unsplit(step, measured)
-        return step.found(
-            "samples",
-            "padded",
-            measured,
-            f"{_of(samples.extra, 'sample')} came twice: the last batch was filled up so that all ranks get "
-            "equally many",
-            "leave the last batch out (drop_last=True), or use lockstep.DataLoader, which splits it without filling up",
-        )
-    if reads_all and _walks_all(step, loaders[0]):
+    if samples.missing == 0 and samples.repeated == samples.extra:
+        return _unsplit(step, measured) if samples.is_alike else _padded(step, samples, measured)
+    if any(not each["splits"] and not each["own"] and _walks_all(each) for each in loaders):
         return _unsplit(step, measured)
-    if step.one["unlike_draws"] or _rows_drawn(step):
+    if step.job.is_same_order(step.number):
         return step.found(
             "samples",
             "drawn",
-            measured,
-            "each rank draws its own: the same samples come out of the dataset with other numbers in them, or "
-            "others are drawn",
-            "draw by sample (lockstep.DataLoader seeds each sample's draws by its index), or from a generator "
-            "that all ranks seed alike",
+            f"{measured}, though the loaders fetched the same indices of the dataset",
+            "what the dataset makes of an index differs: it draws from each rank's own stream (augmentation), or "
+            "collate_fn computes it from the rank's rows",
+            "draw by sample (lockstep.DataLoader seeds each sample's draws by its index), and let collate_fn join only",
         )
-    if samples.missing == samples.extra == samples.one == total:
-        words = "the ranks were given none of the samples that one process was given in this step"
-    else:
-        words = "the ranks were given other samples in this step than one process"
     return step.found(
         "samples",
         "order",
         measured,
-        words + ": another order, a part of the data for each rank by itself, or other draws in the dataset",
+        "the ranks were given other samples in this step than one process: another order, a part of the data for "
+        "each "
+        "rank by itself, or what collate_fn makes of other rows",
         "let one order be split batch by batch: lockstep.DataLoader, or a DistributedSampler with one seed",
     )
 
 
-def _rows_drawn(step: StepOfJob) -> bool:
-    return bool(step.job.facts[0].get("draws_in_loader"))
+def _padded(step: StepOfJob, samples: Samples, measured: str) -> Difference:
+    return step.found(
+        "samples",
+        "padded",
+        measured,
+        f"{_of(samples.extra, 'sample')} came twice: the last batch was filled up so that all ranks get equally many",
+        "leave the last batch out (drop_last=True), or use lockstep.DataLoader, which splits it without filling up",
+    )
 
 
-def _walks_all(step: StepOfJob, loader: Mapping[str, Any]) -> bool:
+def _walks_all(loader: Mapping[str, Any]) -> bool:
     size, samples, batches = loader["batch_size"], loader["samples"], loader["batches"]
     return bool(size and samples and batches and batches * size >= samples - size)
 
@@ -250,6 +243,7 @@ def _unsplit(step: StepOfJob, measured: str) -> Difference:
 
 
 def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
+    """Backward passes that are more or fewer than in one process."""
     counts = [len(each) for each in losses.ranks]
     if len(set(counts)) == 1 and counts[0] == len(losses.one):
         return None
@@ -265,6 +259,7 @@ def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
 
 
 def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
+    """Rows that enter a model, made of the same samples, and are others."""
     if not calls.unknown and not far(calls.inputs, step.noise, step.precision):
         return None
     drawn = step.one["unlike_draws"]
@@ -302,6 +297,7 @@ def _draws(drawn: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference | None:
+    """Outputs that differ though the inputs do not."""
     if not far(calls.outputs, step.noise, step.precision):
         return None
     name, kind = calls.culprit
@@ -359,30 +355,34 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
         return step.found("gradients", "unwrapped", measured, "nobody averages them: no engine was made", _WRAP)
     if outside and len(outside) == len(between.names):
         return step.found(
-            *("gradients", "unwrapped", measured),
+            "gradients",
+            "unwrapped",
+            measured,
             f"no engine holds {_names(outside)}, and so nobody averages their gradients",
             "let one module hold the model and the criterion, and wrap that",
         )
+    return step.found("gradients", *_past_engine(step, between, measured))
+
+
+def _past_engine(step: StepOfJob, between: Values, measured: str) -> tuple[str, str, str, str]:
     before, now = _calls_before(step), step.ranks[0]["engine_calls"]
     if all(a == b for a, b in zip(before, now, strict=False)):
-        return step.found(
-            "gradients",
+        return (
             "inner-model",
             measured,
             "the model within the engine was called, and the engine was not: it averages what its own forward() "
-            "leads to",
+            "leads "
+            "to",
             "call the wrapped model, not model.module",
         )
     if len(between.names) < between.count:
-        return step.found(
-            "gradients",
+        return (
             "past-engine",
             measured,
             "a part of these gradients came past the engine: by another backward pass, by hand, or under no_sync",
             "compute it with the wrapped model, in a backward pass that averages",
         )
-    return step.found(
-        "gradients",
+    return (
         "not-averaged",
         measured,
         "the engine was called, and averaged nothing: under no_sync up to the step, by gradients taken by hand "
@@ -400,6 +400,7 @@ def _calls_before(step: StepOfJob) -> list[int]:
 
 
 def read_settings(step: StepOfJob) -> Difference | None:
+    """Settings of an optimizer that are not those of one process."""
     own = step.one["settings"]
     for rank, other in enumerate(step.ranks):
         for number, (mine, theirs) in enumerate(zip(own, other["settings"], strict=False)):
@@ -448,13 +449,15 @@ def read_parameters(step: StepOfJob) -> Difference | None:
     advice = "give the optimizer what all ranks have; a closure returns lockstep.mean(loss * len(y), len(y))"
     cause = "closure" if "LBFGS" in kind else "optimizer"
     measured = (
-        f"{len(wrong)} of {len(own)} parameters differ after the step ({_names(wrong)}), by up to {worst:.1e} of what "
+        f"{len(wrong)} of {len(own)} parameters differ after the step ({_names(wrong)}), by up to {worst:.1e} of "
+        "what "
         "it moved them"
     )
     return step.found("parameters", cause, measured, meaning, advice)
 
 
 def read_buffers(step: StepOfJob) -> Difference | None:
+    """Buffers that differ after the step."""
     own, theirs = step.one["buffers"], step.ranks[0]["buffers"]
     noise = {} if step.again is None else _noise_of(own, step.again["buffers"])
     found = measure_values(

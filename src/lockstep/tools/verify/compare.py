@@ -39,7 +39,7 @@ _FLOOR_IN_EPS = 400.0
 # A fit explains a gradient if this part of it is left, or less.
 _FITS = 1e-3
 
-Step = Mapping[str, Any]
+_Step = Mapping[str, Any]
 
 
 def far(difference: float, noise: float, precision: float) -> bool:
@@ -98,18 +98,18 @@ class Samples:
         return self.missing > 0 or self.extra > 0
 
 
-def rows_of(step: Step) -> int:
+def rows_of(step: _Step) -> int:
     """Samples of a step, without fillers; those that went into its models where no loader gave them."""
     if step["batches"]:
         return sum(len(batch["keys"]) for batch in step["batches"] if not batch["filler"])
     return sum(call["count"] for call in step["calls"] if not call["filler"])
 
 
-def _keys(step: Step, which: int) -> Counter[int]:
+def _keys(step: _Step, which: int) -> Counter[int]:
     return Counter(key[which] for batch in step["batches"] if not batch["filler"] for key in batch["keys"])
 
 
-def measure_samples(ranks: Sequence[Step], one: Step) -> Samples:
+def measure_samples(ranks: Sequence[_Step], one: _Step) -> Samples:
     """Compare samples by content, whatever their order."""
     exact, unpadded = [[_keys(step, which) for step in ranks] for which in (0, 1)]
     own, own_unpadded = _keys(one, 0), _keys(one, 1)
@@ -136,7 +136,7 @@ class Calls:
 
     Attributes:
         rows: rows that one process had.
-        unknown: of these, those that no rank had.
+        unknown: rows that one process had and no rank, or a rank and not one process.
         inputs: largest difference between inputs of the same samples.
         outputs: largest difference between outputs for the same inputs.
         culprit: name and class of the first module inside whose output differs though its input does not.
@@ -181,7 +181,17 @@ def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> _Pairs
             pairs.by_sample.append((row, *by_sample[0]))
         else:
             pairs.unknown += 1
+    pairs.unknown += _foreign(one, ranks)
     return pairs
+
+
+def _foreign(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> int:
+    """Rows of ranks whose inputs and samples one process had not."""
+    keys, samples, count = set(one["keys"]), set(one["samples"] or ()), 0
+    for call in ranks:
+        known = call["samples"] or [None] * len(call["keys"])
+        count += sum(key not in keys and sample not in samples for key, sample in zip(call["keys"], known, strict=True))
+    return count
 
 
 def _rows_differ(one: Tensor | None, ranks: Sequence[Tensor | None], pairs: Sequence[tuple[int, int, int]]) -> float:
@@ -199,11 +209,11 @@ def _rows_differ(one: Tensor | None, ranks: Sequence[Tensor | None], pairs: Sequ
     return worst
 
 
-def _calls_of(step: Step) -> list[Mapping[str, Any]]:
+def _calls_of(step: _Step) -> list[Mapping[str, Any]]:
     return [call for call in step["calls"] if not call["filler"]]
 
 
-def measure_calls(ranks: Sequence[Step], one: Step, precision: float, noise: float = 0.0) -> Calls:
+def measure_calls(ranks: Sequence[_Step], one: _Step, precision: float, noise: float = 0.0) -> Calls:
     """Compare forward passes one after the other, rows by what is in them; the first that differs is told.
 
     Args:
@@ -302,7 +312,7 @@ class Losses:
         return found is not None and abs(found[0] - found[1]) <= tolerance * max(abs(found[0]), abs(found[1]), 1e-30)
 
 
-def _rows_at(step: Step, number: int) -> int:
+def _rows_at(step: _Step, number: int) -> int:
     """Samples of the batch that a backward pass was for."""
     batch = step["backwards"][number]["batch"]
     if 0 <= batch < len(step["batches"]):
@@ -311,10 +321,10 @@ def _rows_at(step: Step, number: int) -> int:
     return sum(call["count"] for call in _calls_of(step)) or 1
 
 
-def measure_losses(ranks: Sequence[Step], one: Step) -> Losses:
+def measure_losses(ranks: Sequence[_Step], one: _Step) -> Losses:
     """Collect the losses of a step."""
 
-    def losses(step: Step) -> tuple[float | None, ...]:
+    def losses(step: _Step) -> tuple[float | None, ...]:
         return tuple(None if None in each["losses"] else sum(each["losses"]) for each in step["backwards"])
 
     rows = tuple(tuple(_rows_at(step, number) for number in range(len(step["backwards"]))) for step in ranks)
@@ -369,7 +379,7 @@ def measure_values(
     )
 
 
-def distances(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None], least: float = 0.0) -> dict[str, float]:
+def _distances(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None], least: float = 0.0) -> dict[str, float]:
     """Relative difference of each tensor."""
     return {
         name: _relative(one, other, least)
@@ -432,7 +442,7 @@ class Gradients:
     taken: Fit
 
 
-def _used(step: Step) -> dict[str, Tensor | None]:
+def _used(step: _Step) -> dict[str, Tensor | None]:
     return {
         f"{place}:{name}": value for place, (name, value) in enumerate(zip(step["names"], step["used"], strict=True))
     }
@@ -455,7 +465,7 @@ def _flat(names: Sequence[str], values: Mapping[str, Tensor | None], like: Mappi
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
-def _total(step: Step) -> dict[str, Tensor | None]:
+def _total(step: _Step) -> dict[str, Tensor | None]:
     total: dict[str, Tensor | None] = {}
     for each in step["backwards"]:
         for name, value in each["local"].items():
@@ -464,11 +474,11 @@ def _total(step: Step) -> dict[str, Tensor | None]:
     return total
 
 
-def measure_gradients(ranks: Sequence[Step], one: Step, again: Step | None, precision: float) -> Gradients:
+def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, precision: float) -> Gradients:
     """Compare the gradients of a step."""
     own, theirs = _used(one), [_used(step) for step in ranks]
     least = 100 * precision * _largest(own)
-    noise = distances(own, _used(again), least) if again is not None else {}
+    noise = _distances(own, _used(again), least) if again is not None else {}
     between = [measure_values(theirs[0], other, precision, noise, least) for other in theirs[1:]]
     used = measure_values(theirs[0], own, precision, noise, least)
     after = measure_values(ranks[0].get("after", {}), one.get("after", {}), precision, {}, least)

@@ -34,10 +34,11 @@ class Draw:
         self.values = values
 
 
-def join_draws(own: Tensor, drawn: list[Tensor], order: list[int] | None) -> Tensor | None:
+def join_draws(name: str, own: Tensor, drawn: list[Tensor], order: list[int] | None) -> Tensor | None:
     """What the one process gets in place of its own draw. See [Note: draws by sample].
 
     Args:
+        name: of the operator.
         own: what it has drawn itself.
         drawn: what each rank drew, the ranks in order.
         order: for each of its rows, which row of those of all ranks it is; None for the same order.
@@ -50,7 +51,7 @@ def join_draws(own: Tensor, drawn: list[Tensor], order: list[int] | None) -> Ten
         return drawn[0] if alike else None
     if not own.ndim or any(each.ndim != own.ndim or each.shape[1:] != own.shape[1:] for each in drawn):
         return None
-    if sum(each.size(0) for each in drawn) != own.size(0):
+    if name == "randperm" or sum(each.size(0) for each in drawn) != own.size(0):
         return None
     joined = torch.cat(drawn)
     if order is not None and len(order) == len(joined):
@@ -59,9 +60,7 @@ def join_draws(own: Tensor, drawn: list[Tensor], order: list[int] | None) -> Ten
 
 
 def _is_draw(func: Any) -> bool:
-    return (
-        any(argument.name == "generator" for argument in func._schema.arguments) or func is _ATEN.native_dropout.default
-    )
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -95,7 +95,7 @@ def _meaning(step: StepOfJob, gradients: Gradients, losses: Losses, needed: list
             "lockstep.sum(loss), or divide by the number of samples",
         )
     if needed is None:
-        return _not_linear(losses)
+        return _kept() if step.number > 1 and _is_first_odd(step) else _not_linear(losses)
     if all(_close(each, needed[0]) for each in needed):
         if _close(needed[0], world):
             return (
@@ -111,6 +111,25 @@ def _meaning(step: StepOfJob, gradients: Gradients, losses: Losses, needed: list
             "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
         )
     return _by_weights(losses, needed)
+
+
+def _is_first_odd(step: StepOfJob) -> bool:
+    """Whether the steps before, which were one process's, were divided among the ranks as this one is."""
+    sizes = [[len(batch["keys"]) for each in step.ranks for batch in each["batches"]]]
+    before = step.job.facts
+    sizes.append([len(batch["keys"]) for each in before for batch in each["steps"][step.number - 2]["batches"]])
+    return bool(sizes[0]) and sizes[0] == sizes[1]
+
+
+def _kept() -> tuple[str, str, str]:
+    return (
+        "kept-state",
+        "the steps before were those of one process, and no weights of the ranks make its gradient now: "
+        "something that is "
+        "kept from step to step (a centre, a queue, a running mean) follows one rank's rows; or the loss "
+        "compares samples",
+        "update what is kept by the samples of all ranks (lockstep.all_gather, lockstep.mean)",
+    )
 
 
 def _not_linear(losses: Losses) -> tuple[str, str, str]:

@@ -1,7 +1,8 @@
 """What loaders hand out: the samples of every batch, and the batches of all ranks for the one process.
 
-Writes `batches` of a step (`loader`, `keys`, `filler`, `indices`), and the facts `loaders` (`batch_size`, `length`,
-`own`: made by Lockstep, `shuffles`, `epochs`) and `passes` (`loader`, `keys`, `first`, `trains`).
+Writes `batches` of a step (`loader`, `keys`, `filler`, `indices` of the dataset or None), and the facts `loaders`
+(`batch_size`, `length`, `own`: made by Lockstep, `shuffles`, `epochs`) and `passes` (`loader`, `keys`, `first`,
+`trains`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 import lockstep
@@ -21,7 +22,7 @@ from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder
 from lockstep.tools.verify.rows import sample_keys
 
-__all__ = ["install"]
+__all__ = ["LoaderWatch", "install"]
 
 _LOADER, _PASS, _COUNTS = "_lockstep_loader", "_lockstep_pass", "_lockstep_counts"
 # Batches that are fetched, and not trained on, to come to the last one of an epoch.
@@ -119,7 +120,8 @@ class LoaderWatch:
     def _note(self, iterator: Any, one: dict[str, Any], batch: Any) -> None:
         recorder = self._recorder
         counts = vars(iterator).get(_COUNTS)
-        count = counts.popleft() if counts else None
+        indices = counts.popleft() if counts else None
+        count = None if indices is None else len(indices)
         with recorder.aside():
             is_filler = lockstep.is_filler(batch)
             share = getattr(iterator, "share", None)
@@ -129,7 +131,9 @@ class LoaderWatch:
             one["keys"].append(keys)
         if not recorder.is_cut:
             recorder.begin_work()
-            recorder.step["batches"].append({"loader": one["loader"], "keys": keys, "filler": is_filler})
+            recorder.step["batches"].append(
+                {"loader": one["loader"], "keys": keys, "filler": is_filler, "indices": _numbers(indices)}
+            )
 
     def note_step(self) -> None:
         """A step was taken: its batches were to train on."""
@@ -138,6 +142,11 @@ class LoaderWatch:
         for one in self._recorder.facts["passes"]:
             if one["loader"] in self._trains and not one["finished"]:
                 one["trains"] = True
+
+
+def _numbers(indices: Sequence[Any] | None) -> list[int] | None:
+    """Indices of a dataset; None where they are something else."""
+    return indices if indices and all(type(index) is int for index in indices) else None  # type: ignore[return-value]
 
 
 def _distributed_sampler(loader: Any) -> Any:
@@ -163,6 +172,7 @@ def _describe(loader: Any) -> dict[str, Any]:
         "samples": _length_of(loader.dataset),
         "batches": _length_of(loader),
         "splits": sampler is not None,
+        "draws_order": isinstance(getattr(loader, "sampler", None), RandomSampler),
         "shuffles": bool(sampler is not None and sampler.shuffle),
         "padding": 0 if sampler is None or sampler.drop_last else sampler.total_size - len(sampler.dataset),
     }
@@ -217,12 +227,12 @@ def _next(watch: LoaderWatch) -> Callable[..., Any]:
 
 
 def _next_index(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Notes how many samples each batch has, which a loader with workers asks for ahead of time."""
+    """Notes the samples of each batch, which a loader with workers asks for ahead of time."""
 
     def take_index(self: Any) -> Any:
         index = original(self)
         is_known = isinstance(index, Sequence) and self._dataset_kind == _DatasetKind.Map
-        vars(self).setdefault(_COUNTS, deque()).append(len(index) if is_known else None)
+        vars(self).setdefault(_COUNTS, deque()).append(list(index) if is_known else None)
         return index
 
     return take_index

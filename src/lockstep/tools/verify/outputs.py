@@ -18,7 +18,7 @@ from lockstep.tools.verify.recorder import StepRecorder
 from lockstep.tools.verify.rows import value_sample
 from lockstep.tree import tensors_in
 
-__all__ = ["install"]
+__all__ = ["LineWatch", "install"]
 
 _MOST_LINES, _MOST_SAVED = 2000, 200
 

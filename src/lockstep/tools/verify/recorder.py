@@ -158,7 +158,10 @@ class StepRecorder:
             joined = None
         else:
             joined = join_draws(
-                values, [each["values"] for each in drawn], self._order_of_ranks(len(values) if values.ndim else 0)
+                name,
+                values,
+                [each["values"] for each in drawn],
+                self._order_of_ranks(len(values) if values.ndim else 0),
             )
         if joined is None:
             shapes = [list(each["values"].shape) for each in drawn]

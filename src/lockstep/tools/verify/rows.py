@@ -8,7 +8,7 @@ out what repeats at the end of a row, so that a sample is known again where it w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,20 +60,24 @@ def _unpadded(row: Array) -> bytes:
     return _bytes_of(flat[: int(others[-1]) + 1] if len(others) else flat[:1])
 
 
-def _texts(value: Any, count: int) -> list[list[Any]]:
-    """Columns of texts or numbers in a batch."""
-    columns = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [
-        list(one)
-        for one in columns
-        if isinstance(one, list | tuple) and len(one) == count and all(isinstance(each, str | int) for each in one)
-    ]
+def _length(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return value.size(0) if value.ndim else None
+    return len(value) if isinstance(value, list | tuple) else None
 
 
-def _is_list_of_samples(batch: Any, count: int, arrays: list[Array]) -> bool:
-    if not isinstance(batch, list | tuple) or len(batch) != count or all(isinstance(one, Tensor) for one in batch):
-        return False
-    return not all(array.ndim and len(array) == count for array in arrays)
+def _columns(value: Any, count: int) -> list[Any]:
+    """The parts of a batch that hold something for each of `count` samples: tensors, and lists of whatever "
+    "there is."""
+    if isinstance(value, Tensor):
+        return [_array(value)] if _length(value) == count else []
+    is_alike = isinstance(value, list | tuple) and len(value) == count and len(set(map(type, value))) == 1
+    if is_alike and not all(_length(one) == count for one in value):
+        return [list(value)]
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return [column for part in parts for column in _columns(part, count)]
+    return [_array(tensor) for tensor in tensors_in(value) if _length(tensor) == count]
 
 
 def sample_keys(batch: Any, count: int | None = None) -> list[tuple[int, int]]:
@@ -86,27 +90,25 @@ def sample_keys(batch: Any, count: int | None = None) -> list[tuple[int, int]]:
     Returns:
         One pair for each sample; one pair for the whole where its parts cannot be told apart.
     """
-    arrays = [_array(tensor) for tensor in tensors_in(batch)]
-    first = next((len(array) for array in arrays if array.ndim), None)
-    count = first if count is None else count
-    if count is not None and _is_list_of_samples(batch, count, arrays):
-        return [_key_of_all([_array(each) for each in tensors_in(sample)], sample) for sample in batch]
-    columns = [array for array in arrays if array.ndim and len(array) == count]
-    texts = _texts(batch, count) if count is not None else []
-    if not count or not (columns or texts):
-        return [_key_of_all(arrays, None if arrays else batch)]
-    keys = []
-    for row in range(count):
-        words = [str(column[row]).encode() for column in texts]
-        parts = [np.asarray(column[row]) for column in columns]
-        keys.append((_digest([*map(_bytes_of, parts), *words]), _digest([*map(_unpadded, parts), *words])))
-    return keys
+    first = next((tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim), None)
+    for number in (count, first):
+        columns = _columns(batch, number) if number else []
+        if number and columns:
+            return [_key_of([column[row] for column in columns]) for row in range(number)]
+    return [_key_of([batch])]
 
 
-def _key_of_all(arrays: list[Array], value: Any) -> tuple[int, int]:
-    if not arrays:
-        return (_digest([repr(value).encode()]),) * 2
-    return _digest(map(_bytes_of, arrays)), _digest(map(_unpadded, arrays))
+def _key_of(parts: Sequence[Any]) -> tuple[int, int]:
+    """Of anything: its tensors and numbers, or how it is written where it has none."""
+    exact, unpadded = [], []
+    for part in parts:
+        if isinstance(part, np.ndarray | np.generic):
+            arrays = [np.asarray(part)]
+        else:
+            arrays = [_array(tensor) for tensor in tensors_in(part)]
+        exact += list(map(_bytes_of, arrays)) or [repr(part).encode()]
+        unpadded += list(map(_unpadded, arrays)) or [repr(part).encode()]
+    return _digest(exact), _digest(unpadded)
 
 
 def row_sketch(tensor: Tensor, count: int) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch
 
 from lockstep.tools.verify.causes import (
     Difference,
-    Job,
     StepOfJob,
+    VerifiedJob,
     read_buffers,
     read_inputs,
     read_outputs,
@@ -25,6 +24,7 @@ from lockstep.tools.verify.causes import (
     read_unaveraged,
 )
 from lockstep.tools.verify.compare import (
+    Gradients,
     measure_calls,
     measure_gradients,
     measure_losses,
@@ -34,7 +34,7 @@ from lockstep.tools.verify.compare import (
 from lockstep.tools.verify.linear import read_gradients
 from lockstep.tools.verify.settings import VerifySettings
 
-__all__ = ["Verdict", "judge", "needed_batch_sizes", "read_records"]
+__all__ = ["Verdict", "judge", "judge_step", "needed_batch_sizes", "read_records"]
 
 # What rounding may do before a script counts as one that does not determine its own steps.
 _MOST_NOISE = 1e-2
@@ -79,56 +79,72 @@ def needed_batch_sizes(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any
         ranks: their records.
         one: that of one process which had such sizes, to correct them by; None for the first try.
     """
-    made = list(ranks[0]["facts"]["made"])
-    factor = float(len(ranks))
+    made = ranks[0]["facts"]["made"]
     first = [each["steps"][0] for each in ranks if each["steps"]]
-    if len(first) == len(ranks):
-        keys = [Counter(key for batch in step["batches"] for key, _ in batch["keys"]) for step in first]
-        if keys[0] and all(each == keys[0] for each in keys[1:]):
-            factor = 1.0
+    should, factor = sum(map(rows_of, first)), float(len(ranks))
+    if len(first) == len(ranks) and _reads_alike(ranks, first):
+        should = rows_of(first[0])
+        factor = 1.0
     if one is not None and one["steps"] and first:
-        had, should = rows_of(one["steps"][0]), sum(map(rows_of, first))
-        factor = factor * should / had if had else factor
+        factor *= should / max(1, rows_of(one["steps"][0]))
     return tuple(None if size is None else max(1, round(size * factor)) for size in made)
+
+
+def _reads_alike(ranks: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all ranks walk the same samples in the order of the data, as one process would."""
+    loaders = ranks[0]["facts"]["loaders"]
+    if any(loaders[batch["loader"]]["draws_order"] for batch in first[0]["batches"]):
+        return False
+    return measure_samples(first, first[0]).is_alike
 
 
 def judge_step(step: StepOfJob) -> Difference | None:
     """The first stage of a step that differs, or None where one process would have taken the same step."""
-    precision, noise = step.precision, step.noise
-    gradients = measure_gradients(step.ranks, step.one, step.again, precision)
+    gradients = measure_gradients(step.ranks, step.one, step.again, step.precision)
     apart, settings = read_ranks(step), read_settings(step)
     parameters, buffers = read_parameters(step), read_buffers(step)
     wrong = gradients.used.names or gradients.between.names
     if not (wrong or apart or buffers or settings or parameters):
         return None
+    return _first_stage(step, gradients) or apart or settings or parameters or buffers
+
+
+def _first_stage(step: StepOfJob, gradients: Gradients) -> Difference | None:
+    """Where a step parted that ends in other parameters or buffers; None where nothing before the optimizer "
+    "differs."""
+    apart = read_ranks(step)
+    if apart is not None:
+        return apart
     samples = measure_samples(step.ranks, step.one)
-    calls = measure_calls(step.ranks, step.one, precision, noise)
+    calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
     losses = measure_losses(step.ranks, step.one)
     return (
-        apart
-        or read_samples(step, samples)
+        read_samples(step, samples)
         or read_passes(step, losses)
         or read_inputs(step, calls)
         or read_outputs(step, calls, samples)
         or read_unaveraged(step, gradients)
         or (read_gradients(step, gradients, losses) if gradients.used.names else None)
-        or settings
-        or parameters
-        or buffers
     )
 
 
-def judge(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any], again: Mapping[str, Any] | None) -> Verdict:
+def judge(
+    ranks: Sequence[Mapping[str, Any]],
+    one: Mapping[str, Any],
+    again: Mapping[str, Any] | None,
+    failure: str = "",
+) -> Verdict:
     """Compare the run on N ranks with that of one process.
 
     Args:
         ranks: the records of the ranks.
         one: of one process.
         again: of one process with halved sums; None where that did not run.
+        failure: the error with which the ranks ended, and one process did not.
     """
     verdict = Verdict(len(ranks))
     facts = tuple({**each["facts"], "steps": each["steps"]} for each in ranks)
-    job = Job(len(ranks), facts, one["facts"])
+    job = VerifiedJob(len(ranks), facts, {**one["facts"], "steps": one["steps"]})
     count = min([len(one["steps"]), *(len(each["steps"]) for each in ranks)])
     for number in range(count):
         view = StepOfJob(
@@ -151,9 +167,25 @@ def judge(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any], again: Map
             verdict.differences.append(found)
             break
     else:
-        _judge_counts(verdict, ranks, one)
+        if failure:
+            verdict.differences.append(_failed(count + 1, len(ranks), failure))
+        else:
+            _judge_counts(verdict, ranks, one)
     _note(verdict, ranks, one)
     return verdict
+
+
+def _failed(step: int, world_size: int, failure: str) -> Difference:
+    return Difference(
+        step,
+        "steps",
+        "fails",
+        f"one process goes on, and {world_size} ranks end with: {failure}",
+        "the script cannot train on this number of ranks as it is written",
+        "what the error says; where it asks how many samples a pass holds, first see whether samples are "
+        "compared with "
+        "each other there",
+    )
 
 
 def _with_noise(step: StepOfJob) -> StepOfJob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ __all__ = ["JobOfRanks", "Verification", "run_on_launcher", "verify"]
 
 _RANK_MODULE = "lockstep.tools.verify.rank"
 # What a script says that cannot do without a GPU.
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Mismatch|Parameters|Lost|Timeout|Exit)\b.*: ")
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
 
 
@@ -146,6 +148,19 @@ class _Session:
         job = JobOfRanks(what.target, what.args, what.is_module, nproc, variables, str(self._folder / f"log-{role}"))
         return self._run(job), settings
 
+    def reference(self, role: str, batch_sizes: tuple[int | None, ...]) -> tuple[int, Any]:
+        """Run the script on one process: the exit code, and its record or None."""
+        from lockstep.tools.verify.verdict import read_records
+
+        code, settings = self.start(role, batch_sizes)
+        records = read_records(settings, role, 1)
+        return code, records[0] if records else None
+
+    def failure(self, role: str) -> str:
+        """The error with which the first rank of a run ended that did."""
+        lines = [line.split(": ", 1)[-1] for line in self.output(role).splitlines()]
+        return next((line for line in lines if _ERROR.match(line)), lines[-1] if lines else "no word")
+
     def output(self, role: str, most: int = 30) -> str:
         """The last lines that a run's processes printed."""
         lines: list[str] = []
@@ -173,41 +188,27 @@ def _verify_at(what: Verification, world_size: int, folder: Path, run: Runner) -
     code, settings = session.ranks()
     ranks = read_records(settings, RANKS, world_size)
     verdict = Verdict(world_size)
-    if code or len(ranks) < world_size:
-        verdict.unknown = (
-            f"the script ends with exit code {code} on {world_size} ranks. Its last words:\n{session.output(RANKS)}"
-        )
+    words = session.output(RANKS)
+    if len(ranks) < world_size:
+        verdict.unknown = f"the script ends with exit code {code} on {world_size} ranks. Its last words:\n{words}"
         return verdict
     _write_keys(settings, ranks)
+    failure = session.failure(RANKS) if code else ""
     sizes = needed_batch_sizes(ranks, None)
-    code, settings = session.start(ONE, sizes)
-    records = read_records(settings, ONE, 1)
-    if records and not code:
-        better = needed_batch_sizes(ranks, records[0])
-        better = tuple(
-            None if size is None else max(1, round(size * have / made))
-            for size, have, made in zip(
-                better,
-                [each or 1 for each in sizes],
-                [each or 1 for each in needed_batch_sizes(ranks, None)],
-                strict=True,
-            )
-        )
-        if better != sizes:
-            sizes = better
-            code, settings = session.start(ONE, sizes)
-            records = read_records(settings, ONE, 1)
-    if code or not records:
+    code, one = session.reference(ONE, sizes)
+    if one is not None and not code and needed_batch_sizes(ranks, one) != sizes:
+        sizes = needed_batch_sizes(ranks, one)
+        code, one = session.reference(ONE, sizes)
+    if code or one is None:
         verdict.unknown = (
             f"the script ends with exit code {code} on one process. Its last words:\n{session.output(ONE)}"
         )
         return verdict
-    verdict = judge(ranks, records[0], None)
+    verdict = judge(ranks, one, None, failure)
     if verdict.code == 0:
         return verdict
-    _, settings = session.start(HALVES, sizes)
-    again = read_records(settings, HALVES, 1)
-    return judge(ranks, records[0], again[0] if again else None)
+    _, again = session.reference(HALVES, sizes)
+    return judge(ranks, one, again, failure)
 
 
 def _write_keys(settings: VerifySettings, ranks: Sequence[Mapping[str, Any]]) -> None:
