@@ -60,6 +60,7 @@ __all__ = [
     "Position",
     "Section",
     "call_field",
+    "find_joined",
     "find_unjoined",
     "make_status_files",
     "note_joined",
@@ -378,6 +379,16 @@ def find_unjoined(folder: Path, ranks: Iterable[int]) -> list[int]:
         ranks: global ranks to look for.
     """
     return [rank for rank in ranks if _has_joined(folder, rank) is False]
+
+
+def find_joined(folder: Path, ranks: Iterable[int]) -> list[int]:
+    """Ranks of an attempt that joined a process group, however they ended. Local; the launcher's part.
+
+    Args:
+        folder: private folder of the attempt.
+        ranks: global ranks to look for.
+    """
+    return [rank for rank in ranks if _has_joined(folder, rank)]
 
 
 def _has_joined(folder: Path, rank: int) -> bool | None:

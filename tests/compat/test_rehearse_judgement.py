@@ -120,19 +120,22 @@ def test_one_writer_per_node_is_right_on_disks_of_their_own() -> None:
 
 
 def test_ranks_that_two_nodes_spawned_for_one_group_are_one_job() -> None:
-    def spawned(family: str, number: int, world_size: int, *events: TraceEvent) -> Process:
-        return replace(rank(number, *events, world_size=world_size), family=family)
+    def spawned(family: str, number: int, world_size: int, *events: TraceEvent, starter: int = 8) -> Process:
+        return replace(rank(number, *events, world_size=world_size), family=family, starter=starter)
 
     def found(*processes: Process) -> list[str]:
         return [one.id for one in judge(on_two_nodes(*processes, per_node=1))]
 
     # A group over both nodes: one of its ranks saves, or one of each node.
-    others = [spawned("8-1", 1, 4), spawned("9-1", 3, 4)]
-    assert found(spawned("8-1", 0, 4, save()), spawned("9-1", 2, 4), *others) == []
-    assert found(spawned("8-1", 0, 4, save()), spawned("9-1", 2, 4, save()), *others) == ["checkpoint-by-every-node"]
+    others = [spawned("8-1", 1, 4), spawned("8-1", 3, 4, starter=9)]
+    third = spawned("8-1", 2, 4, starter=9)
+    assert found(spawned("8-1", 0, 4, save()), third, *others) == []
+    saving = replace(third, events=(save(),))
+    assert found(spawned("8-1", 0, 4, save()), saving, *others) == ["checkpoint-by-every-node"]
     # A group on each node, at the same time; and two, one after the other, of one parent.
-    second = [spawned("8-1", 1, 2), spawned("9-1", 1, 2)]
-    assert found(spawned("8-1", 0, 2, save()), spawned("9-1", 0, 2, save()), *second) == ["checkpoint-by-copies"]
+    second = [spawned("8-1", 1, 2), spawned("9-1", 1, 2, starter=9)]
+    other = spawned("9-1", 0, 2, save(), starter=9)
+    assert found(spawned("8-1", 0, 2, save()), other, *second) == ["checkpoint-by-copies"]
     again = [spawned("8-1", 1, 2), spawned("8-2", 1, 2)]
     assert found(spawned("8-1", 0, 2, save()), spawned("8-2", 0, 2, save()), *again) == []
 
@@ -155,6 +158,13 @@ def test_processes_that_train_for_themselves_without_knowing_of_each_other() -> 
     assert judge(RehearsedJob((alone(0, trained),), RehearsalSettings(devices=2, processes_per_node=1))) == []
     nothing = format_text("train.py", [], job(alone(0), alone(1)), 0)
     assert nothing == "lockstep rehearse: nothing found in train.py in 2 processes that joined no group\n"
+
+
+def test_ranks_that_were_killed_in_a_group_are_known_to_have_joined_one() -> None:
+    killed = replace(job(), settings=RehearsalSettings(devices=2, processes_per_node=2), joined=(0, 1))
+    said = format_text("train.py", [], killed, 1).splitlines()
+    assert said[0] == "lockstep rehearse: nothing found in train.py on 2 ranks before it failed"
+    assert said[2].startswith("lockstep rehearse: ranks 0, 1 ended without a record")
 
 
 def test_a_process_that_a_rank_has_started_writes_for_that_rank() -> None:
@@ -322,7 +332,8 @@ def test_how_a_script_wants_to_be_started(tmp_path: Path) -> None:
 
 
 def test_a_damaged_record_is_named_and_the_rest_counts(tmp_path: Path) -> None:
-    content = {"rank": 1, "world_size": 2, "joined": True, "finished": True, "pid": 5, "family": ""}
+    content = {"rank": 1, "world_size": 2, "joined": True, "finished": True, "pid": 5}
+    content |= {"family": "", "starter": 0}
     event = {"kind": "clip", "sites": LINES[:1], "data": {"count": 3}}
     (tmp_path / "rehearsal-5-0.json").write_text(json.dumps({**content, "events": [event]}))
     (tmp_path / "rehearsal-6-0.json").write_text("{")
@@ -345,19 +356,3 @@ def test_reports_say_where_what_why_and_how() -> None:
     assert (report["version"], report["exit_code"], report["ranks"]) == (1, 3, 2)
     assert (only["file"], only["line"], only["called_from"][0]["line"], only["ranks"]) == (SITE.file, 7, 20, [1])
     assert "nothing found in train.py on 2 ranks before it failed" in format_text("train.py", [], job(rank(0)), 1)
-
-
-def losses(count: int, *found: tuple[int, str, float | None]) -> TraceEvent:
-    return TraceEvent("loss", (SITE,), {"count": count, "found": found})
-
-
-def test_losses_are_compared_backward_by_backward() -> None:
-    five, six = losses(2, (1, "a sum divided by 5", 5.0)), losses(2, (1, "a sum divided by 6", 6.0))
-    assert ids(rank(0, five), rank(1, six)) == ["loss-over-other-counts"]
-    assert ids(rank(0, five), rank(1, losses(2))) == ["loss-over-other-counts"]
-    assert ids(rank(0, five), rank(1, losses(2, (1, "a sum divided by 5", 5.0 + 1e-9)))) == []
-    # Another backward, one that a rank has not come to, and another kind of loss.
-    assert ids(rank(0, five), rank(1, losses(1))) == []
-    summed = losses(2, (1, "a sum", None))
-    assert ids(rank(0, summed), rank(1, five)) == ids(rank(0, summed), rank(1, losses(2))) == []
-    assert ids(rank(0, summed), rank(1, summed)) == ["loss-over-other-counts"]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import env
-from lockstep.errors import RendezvousError
+from lockstep.errors import RendezvousError, SetupError
 from lockstep.launch.free_port import find_free_port
 from lockstep.rendezvous import folder, meeting, tcp
 from lockstep.testing import limit_s, run_ranks
@@ -294,6 +294,18 @@ def test_port_that_is_taken_is_said() -> None:
             tcp.open_store("127.0.0.1", port, 0, 1, SHORT)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.EADDRINUSE
+
+
+@pytest.mark.parametrize(("port", "world_size"), [("taken", 1), (0, 2), ("free", 2)])
+def test_a_port_that_a_url_has_named_is_not_that_of_a_variable(port: str | int, world_size: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = {"taken": taken.getsockname()[1], "free": find_free_port(), 0: 0}[port]
+        url = f"tcp://127.0.0.1:{number}"
+        with pytest.raises((RendezvousError, SetupError)) as caught:
+            next(iter(dist.rendezvous(f"{url}?rank=0&world_size={world_size}", timeout=SHORT)))
+    said = "the same init_method and world_size" if port == "free" else f"set the port in {url} (init_method) to one"
+    assert said in str(caught.value)
+    assert "MASTER_" not in str(caught.value)
 
 
 def test_ranks_that_do_not_come_to_the_port() -> None:

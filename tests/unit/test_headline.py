@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from lockstep.launch.headline import (
     origin_of,
     why_worker_is_gone,
 )
+from lockstep.launch.report import capture
 
 
 class Unmakeable(Exception):
@@ -53,6 +56,26 @@ def test_errors_of_workers(error: Exception, expected: str) -> None:
     assert origin_of(kind, text) == f"{expected} (in DataLoader worker process 0)"
     line = Broken.__getitem__.__code__.co_firstlineno + 1
     assert locations_in(text)[-1] == (__file__, line)
+
+
+def _fail(_: int, text: str) -> None:
+    raise ValueError(text)
+
+
+def test_errors_of_spawned_processes() -> None:
+    with pytest.raises(Exception) as caught:
+        torch.multiprocessing.start_processes(_fail, ("bad rate",), 1, start_method="fork")
+    text, kind = str(caught.value), f"torch.multiprocessing.spawn.{type(caught.value).__name__}"
+    assert origin_of(kind, text) == "ValueError: bad rate (in process 0 that it had spawned)"
+    report = capture(caught.value, caught.value.__traceback__, 0)
+    assert (report.file, report.line) == (__file__, _fail.__code__.co_firstlineno + 1)
+
+
+def test_errors_of_a_pool() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(ValueError, match="bad rate") as caught:
+        pool.apply(_fail, (0, "bad rate"))
+    report = capture(caught.value, caught.value.__traceback__, 0)
+    assert (report.message, report.line) == ("bad rate", _fail.__code__.co_firstlineno + 1)
 
 
 @pytest.mark.parametrize("message", ["", "Caught", "Caught ValueError in a net.", 'x:\n  File "a.py", line 3, in f'])

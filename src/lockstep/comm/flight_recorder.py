@@ -62,6 +62,11 @@ _FOR_ALL_RANKS = {
     ),
 }
 
+_DECIDED_ALONE = (
+    ". Nothing failed there: if it stopped by a value of its own, such as its loss, all ranks must decide alike, by "
+    "a value of all: lockstep.any(…)"
+)
+
 _SWAPPED = (
     " Flat tensors may meet others of as many elements, but these ranks had it the other way round in an earlier call: "
     "they make the same calls in different order, and what that one returned is made of unrelated tensors."
@@ -378,8 +383,9 @@ class FlightRecorder:
         clauses = [f"{self.name(rank)}, which {self._last_seen(rank)}" for rank in late]
         return CollectiveTimeout(
             f"{self.name(self._rank)} waited {failure.waited_s:.1f} s in {activity}. Missing: {'; '.join(clauses)}. "
-            f"{hint}It may be stopped, stuck or far behind: look at its stack (py-spy dump --pid …), or give a longer "
-            f"timeout if it had work to do{self._advice_against(late)}",
+            f"{hint}It may be stopped, stuck or far behind: look at its stack (py-spy dump --pid …), or, if it had "
+            "work to do, give a longer timeout: lockstep.init(timeout=…), or that of init_process_group or new_group"
+            f"{self._advice_against(late)}",
             self._globals(late),
         )
 
@@ -413,6 +419,8 @@ class FlightRecorder:
             culprits = self._globals(named)
         stories = [self._story(rank, failure.kinds[rank], failures.get(rank)) for rank in named]
         advice = self._advice_against(named)
+        if not advice and all(rank not in failures and rank in left for rank in named):
+            advice = _DECIDED_ALONE
         return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}{advice}", culprits)
 
     def _advice_against(self, missing: Sequence[int]) -> str:

@@ -18,8 +18,13 @@ __all__ = [
     "why_worker_is_gone",
 ]
 
-# torch raises an error of a worker or a replica again, with that one's traceback as the text.
-_RELAYED = re.compile(r"Caught \S+ in (?P<where>[^\n]+?)\.\s*\nOriginal Traceback")
+# torch raises an error of a worker, a replica or a spawned process again, with that one's traceback as the text.
+# multiprocessing's pools raise the error itself, from one with such a text.
+_RELAYED = re.compile(
+    r"Caught \S+ in (?P<where>[^\n]+?)\.\s*\nOriginal Traceback"
+    r"|\s*-- Process (?P<number>\d+) terminated with the following error:\s*\nTraceback"
+    r'|\s*"""\s*\nTraceback'
+)
 _GONE = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly")
 # What its loader noticed of it, from which that one is raised.
 _GONE_BY = re.compile(r"DataLoader worker \(pid \d+\) (?:is killed by signal|exited unexpectedly with exit)[^\n]*")
@@ -51,7 +56,7 @@ def locations_in(message: str) -> list[tuple[str, int]]:
 
 
 def origin_of(kind: str, message: str) -> str | None:
-    """What a worker or a replica raised: `bad jpeg 37 (in DataLoader worker process 0)`.
+    """What a worker, a replica or a spawned process raised: `bad jpeg 37 (in DataLoader worker process 0)`.
 
     Args:
         kind: name of the exception that brought the traceback along.
@@ -70,7 +75,8 @@ def origin_of(kind: str, message: str) -> str | None:
     name, _, text = raised[0].partition(": ")
     # The same exception needs no name; torch puts a RuntimeError in place of one that it cannot make.
     reason = text if name == kind and text else raised[0]
-    return f"{reason} (in {relayed['where']})"
+    where = relayed["where"] or f"process {relayed['number']} that it had spawned"
+    return f"{reason} (in {where})"
 
 
 def why_worker_is_gone(message: str, trace: str) -> str | None:

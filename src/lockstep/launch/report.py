@@ -206,8 +206,9 @@ def _location_of(error: BaseException, trace: TracebackType | None) -> tuple[str
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno or 0
     locations = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
-    # The frames of a worker or a replica are only in the text, and further in.
-    locations += locations_in(_text_of(error))
+    # The frames of a worker, a replica or a spawned process are only in the text, and further in.
+    for one in _chain(error):
+        locations += locations_in(_text_of(one))
     libraries = library_folders()
     own = [one for one in locations if not is_library_file(one[0], libraries)]
     return (own or locations or [("", 0)])[-1]

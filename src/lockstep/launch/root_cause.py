@@ -102,7 +102,8 @@ class RankFailure:
         known = self.statuses.get(self.rank)
         where = f" {known.describe()}" if known is not None and known.latest is not None else ""
         if self.is_blamed:
-            return f"{who} ended (exit code {self.ended.code}){where} while other ranks still needed it"
+            needed = f"{who} ended (exit code {self.ended.code}){where} while other ranks still needed it"
+            return f"{needed} (if it stopped by a value of its own, such as its loss: all ranks must decide alike)"
         if self.ended.signal is not None:
             return f"{who} was killed by signal {_describe_signal(self.ended.signal)}{where}"
         return f"{who} exited with code {self.ended.code}{where}"

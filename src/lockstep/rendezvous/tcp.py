@@ -41,6 +41,7 @@ def open_store(
     world_size: int,
     timeout: timedelta,
     listener: socket.socket | None = None,
+    url: str | None = None,
 ) -> Store:
     """Meet the other ranks at an address, where rank 0 listens. Collective.
 
@@ -55,6 +56,7 @@ def open_store(
         world_size: number of ranks.
         timeout: until a rank that does not come is an error; also of the store.
         listener: on rank 0: the socket that listens there already, from `listen`.
+        url: what named address and port, for messages; None for MASTER_ADDR and MASTER_PORT.
 
     Returns:
         An empty store, another one in every call.
@@ -66,12 +68,17 @@ def open_store(
     if port == 0 and world_size > 1:
         raise SetupError(
             f"{world_size} ranks would meet at port 0 of {address}, which is any that is free, and another for each: "
-            "set MASTER_PORT to one that is free there, the same for all ranks"
+            f"set {_setting(url)} to one that is free there, the same for all ranks"
         )
-    rendezvous = _Rendezvous(address, port, world_size, timeout)
+    rendezvous = _Rendezvous(address, port, world_size, timeout, url)
     if rank == 0:
-        return rendezvous.admit_all(_serve(address, port, timeout, listener))
+        return rendezvous.admit_all(_serve(address, port, timeout, listener, _setting(url)))
     return rendezvous.join(rank)
+
+
+def _setting(url: str | None) -> str:
+    """What a user changes to have another port."""
+    return "MASTER_PORT" if url is None else f"the port in {url} (init_method)"
 
 
 def stop_serving() -> None:
@@ -79,7 +86,7 @@ def stop_serving() -> None:
     _servers.clear()
 
 
-def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket | None) -> Store:
+def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket | None, setting: str) -> Store:
     """Rank 0's store at the port: the one that this process serves there already, or a new one.
 
     Raises:
@@ -90,7 +97,7 @@ def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket 
         return _servers[key]
     # Who later asks torch for a store of this process at the same port shares it, and this shares torch's.
     try:
-        listening = listen(address, port) if listener is None else listener
+        listening = listen(address, port, setting) if listener is None else listener
         server = serve_tcp_store(listening, address, port, timeout, multi_tenant=True)
     except RendezvousError as taken:
         try:
@@ -111,13 +118,15 @@ class _Rendezvous:
         port: where rank 0 listens.
         world_size: number of ranks.
         timeout: until a rank that does not come is an error; also of the store.
+        url: what named address and port; None for MASTER_ADDR and MASTER_PORT.
     """
 
-    def __init__(self, address: str, port: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, address: str, port: int, world_size: int, timeout: timedelta, url: str | None) -> None:
         self._address = address
         self._port = port
         self._world_size = world_size
         self._timeout = timeout
+        self._settings = "MASTER_ADDR, MASTER_PORT and WORLD_SIZE" if url is None else "init_method and world_size"
         self._end_s = time.monotonic() + timeout.total_seconds()
 
     def admit_all(self, server: Store) -> Store:
@@ -160,7 +169,7 @@ class _Rendezvous:
         names = name_each(missing[:_MOST_NAMED]) + more if missing else "rank 0"
         return (
             f"{names} did not come to {self._place}, within {self._timeout.total_seconds():g} s. Did all ranks "
-            "start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+            f"start, with the same {self._settings}?"
         )
 
     def _lost(self, error: Exception, who: str, refusals: str = "") -> RendezvousError:
@@ -179,28 +188,29 @@ def _await_key(store: Store, key: str, longest_s: float) -> None:
         store.wait([key], timedelta(seconds=longest_s))
 
 
-def listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int, setting: str = "MASTER_PORT") -> socket.socket:
     """A listening socket on an address of this host. Local; see `open_store` for which one.
 
     Args:
         address: name or address of this host.
         port: 0 for any that is free.
+        setting: what a user changes to have another port.
 
     Raises:
         RendezvousError: the port is taken.
     """
     for candidate in _own_addresses(address):
         with contextlib.suppress(_NotHere):
-            return _listen_on(candidate, port)
+            return _listen_on(candidate, port, setting)
     warn_once(
         get_logger(__name__),
         f"{address} is no address of {socket.gethostname()} that other hosts could know, so rank 0 listens on all of "
         "its addresses; give an address of this host (MASTER_ADDR, --master-addr) to have it listen there only",
     )
     try:
-        return _listen_on(_ANY_ADDRESS, port)
+        return _listen_on(_ANY_ADDRESS, port, setting)
     except _NotHere:  # a host without IPv6
-        return _listen_on(_ANY_ADDRESS_V4, port)
+        return _listen_on(_ANY_ADDRESS_V4, port, setting)
 
 
 class _NotHere(Exception):
@@ -223,7 +233,7 @@ def _own_addresses(address: str) -> list[str]:
     return found[:1]
 
 
-def _listen_on(address: str, port: int) -> socket.socket:
+def _listen_on(address: str, port: int, setting: str) -> socket.socket:
     """A listening socket; one that listens on every address takes IPv4 connections too.
 
     Raises:
@@ -246,7 +256,7 @@ def _listen_on(address: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             raise _NotHere from error
         raise RendezvousError(
-            f"rank 0 cannot listen on port {port} of {socket.gethostname()} ({error.strerror}); set MASTER_PORT to one "
+            f"rank 0 cannot listen on port {port} of {socket.gethostname()} ({error.strerror}); set {setting} to one "
             "that is free, the same for all ranks"
         ) from error
     return listener

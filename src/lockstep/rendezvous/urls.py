@@ -112,7 +112,7 @@ class _TcpHandler:
             return _noted(self._torchs_own(url, timeout=timeout, **options))
         from lockstep.rendezvous import tcp
 
-        return _noted(iter([(tcp.open_store(*place, *numbers, timeout), *numbers)]))
+        return _noted(iter([(tcp.open_store(*place, *numbers, timeout, url=url.partition("?")[0]), *numbers)]))
 
 
 def _noted(met: _Met) -> _Met:

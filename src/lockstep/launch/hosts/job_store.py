@@ -296,7 +296,7 @@ class JobStore:
 
 def _hold(config: HostsConfig) -> Store:
     """Start the store, listening on that address only."""
-    listener = tcp.listen(config.address, config.port)
+    listener = tcp.listen(config.address, config.port, "the port of --rdzv-endpoint or --master-port")
     return _of_job(serve_tcp_store(listener, config.address, config.port, _STORE_TIMEOUT), config)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.rank_status import find_joined
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.settings import RehearsalSettings
 
@@ -74,16 +75,29 @@ class RehearsedJob:
         processes: those that left a record, ranks in order; workers of data loaders come by their rank too.
         settings: of the rehearsal.
         unread: records that could not be read.
+        joined: ranks that the rehearsal has started and that joined a group, those that left no record among them.
     """
 
     processes: tuple[Process, ...]
     settings: RehearsalSettings
     unread: tuple[str, ...] = field(default=())
+    joined: tuple[int, ...] = field(default=())
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the largest group that a process joined."""
-        return max((process.world_size for process in self.processes), default=1)
+        """Number of ranks of the largest group that a process joined, as far as is known."""
+        return max([1, len(self.joined), *(process.world_size for process in self.processes)])
+
+    @property
+    def has_group(self) -> bool:
+        """Whether any process joined a group."""
+        return bool(self.joined) or any(process.joined for process in self.processes)
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks that the rehearsal has started and that left no record: they were killed."""
+        recorded = {process.rank for process in self.processes if not process.family}
+        return [rank for rank in range(self.num_started) if rank not in recorded]
 
     @property
     def num_started(self) -> int:
@@ -151,4 +165,5 @@ def read_records(folder: Path, settings: RehearsalSettings) -> RehearsedJob:
         else:
             processes.append(found)
     processes.sort(key=lambda process: (process.rank is None, process.rank or 0, process.pid))
-    return RehearsedJob(tuple(processes), settings, tuple(unread))
+    job = RehearsedJob(tuple(processes), settings, tuple(unread))
+    return replace(job, joined=tuple(find_joined(folder, range(job.num_started))))

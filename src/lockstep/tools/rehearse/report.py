@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings import KINDS, Finding
 from lockstep.tools.rehearse.line import Site
+from lockstep.topology import name_ranks
 
 __all__ = ["format_json", "format_text"]
 
@@ -89,7 +90,7 @@ def _describe(findings: Sequence[Finding]) -> str:
 
 def _who_ran(job: RehearsedJob | None) -> str:
     ranks = 0 if job is None else job.world_size
-    if job is not None and job.num_started > 1 and not any(process.joined for process in job.processes):
+    if job is not None and job.num_started > 1 and not job.has_group:
         return f"in {job.num_started} processes that joined no group"
     return f"on {ranks} rank{'' if ranks == 1 else 's'}"
 
@@ -107,6 +108,11 @@ def format_text(script: str, findings: Sequence[Finding], job: RehearsedJob | No
         lines = [f"lockstep rehearse: {count} in {where} would bite on a cluster", ""]
         places = itertools.groupby(findings, key=lambda one: (one.id, one.sites[:1]))
         lines += ["\n\n".join(_describe(list(group)) for _, group in places)]
+    if job is not None and job.silent:
+        silent = (
+            f"{name_ranks(job.silent)} ended without a record of what happened there, as processes that are killed do"
+        )
+        lines += ["", f"lockstep rehearse: {silent}"]
     if job is not None and job.unread:
         lines += ["", f"lockstep rehearse: records that could not be read: {'; '.join(job.unread)}"]
     return "\n".join([*lines, ""])

@@ -37,8 +37,8 @@ def _copy_of(job: RehearsedJob, process: Process) -> str:
     own = process.family or next((one.family for one in job.processes if one.starter == process.pid), "")
     if own:
         starters = {one.starter for one in job.processes if one.family == own}
-        return "" if len(starters) > 1 else own
-    return "" if any(one.joined for one in job.processes) else f"rank {process.rank}"
+        return "" if len(starters) > 1 else str(starters.pop())
+    return "" if job.has_group else f"rank {process.rank}"
 
 
 def _writers(job: RehearsedJob) -> list[tuple[str, _Writers]]:

@@ -17,7 +17,7 @@ _ATTRIBUTE = "local_rank"
 
 def _never_joined(job: RehearsedJob) -> Iterator[Finding]:
     """Every process that was started trains, none is in a group, and none has asked which one it is."""
-    if job.num_started < 2 or any(process.joined for process in job.processes):
+    if job.num_started < 2 or job.has_group:
         return
     knows = any(event.data["asks"] for _, event in job.each("variable")) or any(job.each("spawn"))
     if knows or any(event.data["modules"] for _, event in job.each("peers")):
