@@ -137,8 +137,8 @@ def test_ranks_with_other_data_are_told(what: str, backend: str) -> None:
     """Each trained on samples of another rank's validation set, or on some samples twice and never on others."""
     for message in run_ranks(split_by_itself, 2, what, backend=backend):
         assert "samples 0 … of epoch 0, but of different data" in message
-        assert "random_split a generator" in message
-        assert "let a dataset draw its records (negatives, mixtures) from np.random.default_rng(epoch)" in message
+        assert "what it draws after lockstep.init (a split, a shuffle, negatives)" in message
+        assert "put together by lockstep.all_gather what the ranks have collected" in message
 
 
 @backends

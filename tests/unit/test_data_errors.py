@@ -155,3 +155,16 @@ def test_batches_that_are_repeated_for_ever_are_refused():
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_a_copy_of_a_loader_has_batches_of_its_own(copied):
     assert len(list(copied(DataLoader(range(9), 4)))) == 3
+
+
+@pytest.mark.parametrize("name", ["batch_size", "batch_sampler.batch_size", "drop_last", "batch_sampler.drop_last"])
+def test_what_batches_are_made_from_stays(name):
+    """Torch's loader ignores what is assigned to its batch sampler when an iteration is under way."""
+    loader = DataLoader(range(9), 4)
+    owner = loader.batch_sampler if "." in name else loader
+    with pytest.raises(DataError, match=rf"loader\.{name} = 6: .*new\.load_state_dict\(loader\.state_dict\(\)\)"):
+        setattr(owner, name.rpartition(".")[2], 6)
+    list(loader)
+    new = DataLoader(range(9), 6)
+    new.load_state_dict(loader.state_dict())
+    assert (loader.batch_size, new.batch_size, new.epoch) == (4, 6, 1)

@@ -42,8 +42,18 @@ from lockstep.batch.hand import (
     note_evaluation,
     note_forward,
     of_a_value,
+    since_now,
 )
-from lockstep.batch.plans import Division, LoaderToken, divisions, must_ask, note_yielded, register, was_yielded
+from lockstep.batch.plans import (
+    Division,
+    LoaderToken,
+    Since,
+    divisions,
+    must_ask,
+    note_yielded,
+    register,
+    was_yielded,
+)
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import Tag, find_tag, is_filler, note_weighed, num_weighed, purge, tag_batch
 
@@ -52,6 +62,7 @@ __all__ = [
     "Division",
     "Iteration",
     "LoaderToken",
+    "Since",
     "Tag",
     "active",
     "active_forward",
@@ -87,6 +98,7 @@ __all__ = [
     "reset",
     "shapes_at",
     "share_bounds",
+    "since_now",
     "tag_batch",
     "was_yielded",
 ]

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.batch.plans import note_yielded
+from lockstep.batch.plans import LoaderToken, Since, note_yielded, num_registrations
 from lockstep.batch.share import BatchShare
 from lockstep.batch.tags import purge, tag_batch
 from lockstep.torch_private.dynamo import left_out
@@ -45,6 +45,7 @@ __all__ = [
     "note_forward",
     "of_a_value",
     "reset",
+    "since_now",
 ]
 
 _counter = itertools.count(1)
@@ -264,6 +265,12 @@ def latest_evaluation() -> tuple[int, int]:
 def latest_of_each() -> list[BatchShare]:
     """The share of the batch that each open iteration yielded last, the latest at the end. Local."""
     return [each.latest for each in Iteration._open if each.latest is not None]
+
+
+def since_now() -> Since:
+    """Loaders that are iterated from now on, or were in the middle of an iteration. Local."""
+    sources = [share.source for share in latest_of_each()]
+    return Since(num_registrations(), frozenset(each.number for each in sources if isinstance(each, LoaderToken)))
 
 
 def latest_iteration() -> Iteration | None:

@@ -3,6 +3,11 @@
 A tensor without a tag is recognised by its size, if the batches of all loaders in use have different sizes on this
 rank. Every rank knows the sizes on all ranks, so that all of them choose the same way.
 
+[Note: one training after the other] A process may train several models, each with loaders of its own. Those of an
+earlier training may still be in use, as far as this process can tell: somebody keeps one, or a batch of it, or the
+garbage collector has not come. So an engine goes by the loaders that were iterated since it was made, and by those
+that were in the middle of an iteration then: its answer is the same with another training before it.
+
 [Note: who asks] Where sizes are ambiguous, ranks ask each other, which is a collective: all of them must, or none. But
 how long a loader is in use depends on the garbage collector, and on who keeps a batch. So whether to ask is decided by
 the loaders that were iterated last, in use or not: all ranks iterate the same ones in the same order.
@@ -16,11 +21,23 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import purge
 
-__all__ = ["Division", "LoaderToken", "divisions", "must_ask", "note_yielded", "register", "reset", "was_yielded"]
+__all__ = [
+    "Division",
+    "LoaderToken",
+    "Since",
+    "divisions",
+    "must_ask",
+    "note_yielded",
+    "num_registrations",
+    "register",
+    "reset",
+    "was_yielded",
+]
 
 
 @dataclass(frozen=True)
@@ -71,17 +88,33 @@ class LoaderToken:
         self.number = next(self._numbers)
 
 
+class Since(NamedTuple):
+    """Which loaders somebody goes by. See [Note: one training after the other].
+
+    Attributes:
+        registration: number of the latest one before; loaders count that were registered later.
+        under_way: numbers of loaders that count besides.
+    """
+
+    registration: int = 0
+    under_way: frozenset[int] = frozenset()
+
+
+# The divisions of one loader and the rank it was iterated as, each with the number of its latest registration.
+_Divisions: TypeAlias = dict[tuple[int, Division], int]
+
 _NUM_RECENT = 64
-# Of each loader in use: its divisions, and the rank it was iterated as.
-_registered: weakref.WeakKeyDictionary[LoaderToken, set[tuple[int, Division]]] = weakref.WeakKeyDictionary()
+_MOST_FOUND = 64
+_registered: weakref.WeakKeyDictionary[LoaderToken, _Divisions] = weakref.WeakKeyDictionary()  # of loaders in use
 _lock = threading.Lock()
 _num_registrations = 0
 # The same of the loaders that were iterated last, in use or not, by their number; the latest is the last.
-_recent: dict[int, set[tuple[int, Division]]] = {}
-_yielded: set[tuple[int, int, bool]] = set()  # samples, ranks and `evaluation` of each batch that has come
-# By rank and world size: what `divisions` found, and for which loaders. Loaders come by a registration, and go by
-# leaving fewer behind, so the numbers of both say whether it still holds.
-_found: dict[tuple[int, int], tuple[tuple[int, int], tuple[Division, ...]]] = {}
+_recent: dict[int, _Divisions] = {}
+# Samples, ranks and `evaluation` of each batch that has come, with the number of the latest registration then.
+_yielded: dict[tuple[int, int, bool], int] = {}
+# What `divisions` found for its arguments, and for which loaders. Loaders come by a registration, and go by leaving
+# fewer behind, so the numbers of both say whether it still holds.
+_found: dict[tuple[int, int, Since], tuple[tuple[int, int], tuple[Division, ...]]] = {}
 
 
 def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
@@ -90,14 +123,20 @@ def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
     purge()  # else loaders that are gone would make sizes ambiguous
     with _lock:
         _num_registrations += 1
-        _registered.setdefault(token, set()).update((rank, division) for division in batches)
+        own = {(rank, division): _num_registrations for division in batches}
+        _registered.setdefault(token, {}).update(own)
         if batches:
-            _recent[token.number] = _recent.pop(token.number, set()) | {(rank, division) for division in batches}
+            _recent[token.number] = _recent.pop(token.number, {}) | own
             if len(_recent) > _NUM_RECENT:
                 del _recent[next(iter(_recent))]
 
 
-def divisions(rank: int, world_size: int) -> tuple[Division, ...]:
+def num_registrations() -> int:
+    """How many iterations of loaders have begun in this process. Local."""
+    return _num_registrations
+
+
+def divisions(rank: int, world_size: int, since: Since = Since()) -> tuple[Division, ...]:  # noqa: B008  # immutable
     """Those of the loaders in use that split over `world_size` ranks, of which this is `rank`. Local.
 
     A loader is in use from its first iteration on, as long as it or one of its batches exists.
@@ -105,39 +144,44 @@ def divisions(rank: int, world_size: int) -> tuple[Division, ...]:
     if not _registered:
         return ()
     state = _num_registrations, len(_registered)
-    known = _found.get((rank, world_size))
+    known = _found.get((rank, world_size, since))
     if known is not None and known[0] == state:
         return known[1]
     with _lock:
         state = _num_registrations, len(_registered)
-        found = _split_over(list(_registered.values()), rank, world_size)
+        loaders = [(token.number, of_loader) for token, of_loader in _registered.items()]
+        found = _split_over(loaders, rank, world_size, since)
     in_order = tuple(sorted(found, key=lambda each: (each.num_samples, each.batch_size)))
-    _found[rank, world_size] = state, in_order
+    if len(_found) >= _MOST_FOUND:
+        _found.clear()
+    _found[rank, world_size, since] = state, in_order
     return in_order
 
 
-def _split_over(loaders: Iterable[set[tuple[int, Division]]], rank: int, world_size: int) -> set[Division]:
-    """The divisions over so many ranks, of loaders that were iterated as this one."""
+def _split_over(loaders: Iterable[tuple[int, _Divisions]], rank: int, world_size: int, since: Since) -> set[Division]:
+    """The divisions over so many ranks, of loaders that were iterated as this one. Loaders come with their number."""
     return {
         division
-        for of_loader in loaders
-        for its_rank, division in of_loader
+        for number, of_loader in loaders
+        for (its_rank, division), registration in of_loader.items()
         if its_rank == rank and division.world_size == world_size
+        if registration > since.registration or number in since.under_way
     }
 
 
 def note_yielded(share: BatchShare) -> None:
     """A loader yields such a batch. Local."""
-    _yielded.add((share.global_samples, share.world_size, share.evaluation))
+    _yielded[share.global_samples, share.world_size, share.evaluation] = _num_registrations
 
 
-def was_yielded(division: Division, trains: bool) -> bool:
+def was_yielded(division: Division, trains: bool, since: Since = Since()) -> bool:  # noqa: B008  # immutable
     """Whether a batch of this size has come so far: of a loader for training, or of any. Local.
 
     Ranks that take the batches of their loaders in the same order find the same, in whatever order memory is freed.
     """
     size = division.num_samples, division.world_size
-    return (*size, False) in _yielded or (not trains and (*size, True) in _yielded)
+    latest = max(_yielded.get((*size, each), -1) for each in ((False,) if trains else (False, True)))
+    return latest > since.registration - bool(since.under_way)
 
 
 def reset() -> None:
@@ -150,7 +194,7 @@ def reset() -> None:
     _must_ask.cache_clear()
 
 
-def must_ask(rank: int, world_size: int) -> bool:
+def must_ask(rank: int, world_size: int, since: Since = Since()) -> bool:  # noqa: B008  # immutable
     """Whether a size may stand for batches of different numbers of samples, on some rank. Local.
 
     The same on all ranks; see [Note: who asks].
@@ -158,14 +202,15 @@ def must_ask(rank: int, world_size: int) -> bool:
     Args:
         rank: as which loaders were iterated.
         world_size: over which they split.
+        since: which loaders count.
     """
-    return bool(_recent) and _must_ask(rank, world_size, _num_registrations)
+    return bool(_recent) and _must_ask(rank, world_size, since, _num_registrations)
 
 
 @lru_cache(maxsize=64)
-def _must_ask(rank: int, world_size: int, _: int) -> bool:
+def _must_ask(rank: int, world_size: int, since: Since, _: int) -> bool:
     with _lock:
-        found = _split_over(_recent.values(), rank, world_size)
+        found = _split_over(_recent.items(), rank, world_size, since)
     for rank in range(world_size):
         by_rows: dict[int, int] = {}
         for division in found:

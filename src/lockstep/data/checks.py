@@ -26,6 +26,7 @@ __all__ = [
     "check_sampler",
     "check_state",
     "check_workers",
+    "is_fixed",
 ]
 
 STATE_VERSION = 1
@@ -117,6 +118,22 @@ def check_own_batches(batch_sampler: object, own: object) -> None:
             "InfiniteDataLoader), use lockstep.DataLoader itself with persistent_workers=True: it keeps them, and each "
             "iteration is the next epoch. For an order of your own, pass a sampler"
         )
+
+
+def is_fixed(what: str, name: str, value: object) -> DataError:
+    """The error for who assigns to an attribute of a loader that stays as the loader was made with it.
+
+    Args:
+        what: the attribute, as the script has written it.
+        name: the argument of the loader that it stands for.
+        value: assigned.
+    """
+    shown = value if isinstance(value, int | float | str | None) else f"<{type(value).__name__}>"
+    return DataError(
+        f"loader.{what} = {shown}: what a loader makes its batches from stays as it was made. Make a new loader, and "
+        f"hand it the state of this one: new = lockstep.DataLoader(dataset, …, {name}={shown}); "
+        "new.load_state_dict(loader.state_dict()). It goes on where this one stands; after an epoch, with the next one"
+    )
 
 
 def check_same_order(mark: int, now: int, sampler: object, epoch: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.batch import BatchShare, Iteration
+from lockstep.data.checks import is_fixed
 from lockstep.data.order import Fetch, Schedule
 from lockstep.errors import DataError
 
@@ -66,6 +67,12 @@ class RankBatchSampler:
         self.sampler = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "schedule" and "_is_made" in vars(self):
+            raise is_fixed(f"batch_sampler.{name}", name, value)
+        super().__setattr__(name, value)
 
     def _current(self) -> Schedule:
         if self.schedule is None:

@@ -22,6 +22,7 @@ from lockstep.data.checks import (
     check_sampler,
     check_state,
     check_workers,
+    is_fixed,
 )
 from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
@@ -214,6 +215,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._progresses: list[EpochProgress] = []
         self._data_fingerprint: int | None = None
         self._plan()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValueError:  # torch fixes these attributes, too, and does not say what to do
+            raise is_fixed(name, name, value) from None
 
     def __len__(self) -> int:
         """Number of global batches in an epoch, the same on every rank.

@@ -106,10 +106,10 @@ def _check_data(names: list[str], sums: list[float]) -> None:
         if total**2 != known * square_sum:
             raise CollectiveMismatch(
                 f"synchronize: the values of metric {name} are of different data on each rank: their loaders with "
-                "evaluation=True hold other samples, or the same in another order. After lockstep.init each rank draws "
-                "random numbers of its own: give random_split and torch.randperm a "
-                "generator=torch.Generator().manual_seed(0), and sort what os.listdir or glob has found. Data that is "
-                "a rank's own goes into a loader with rank=0 and world_size=1"
+                "evaluation=True hold other samples, or the same in another order. A rank has of its own what it draws "
+                "after lockstep.init, finds in a folder, or collects from a loader. So draw a split by "
+                "torch.Generator().manual_seed(0), sort what is found, and put together by lockstep.all_gather what "
+                "the ranks have collected. Data that is a rank's own goes into a loader with rank=0 and world_size=1"
             )
 
 

@@ -160,6 +160,7 @@ class Feeding:
         self._world_size = group.size()
         self._rank = group.rank()
         self._parts = Parts()
+        self._since = batch.since_now()
 
     def look(self, inputs: Any, trains: bool) -> BatchShare | None:
         """The share of a forward pass that needs no weight, if it can be told without asking others. Local.
@@ -225,7 +226,7 @@ class Feeding:
         if tags:
             return self._of_tags(tags, trains, syncs)
         rows, sizes = rows_in(inputs), sizes_of(inputs)
-        if not batch.must_ask(self._rank, self._world_size):
+        if not batch.must_ask(self._rank, self._world_size, self._since):
             feed = self._by_size(rows, sizes, trains, lambda: show_inputs(inputs))
             return feed if _is_sure(feed.share, trains) else Feed(question=Deferred(lambda: feed))
         shown = show_inputs(inputs)  # now: the question must not keep the inputs
@@ -263,7 +264,7 @@ class Feeding:
             InputError: nothing, or several things, as far as ranks weigh them differently.
         """
         for is_last in (False, True):
-            divisions = batch.divisions(self._rank, self._world_size)
+            divisions = batch.divisions(self._rank, self._world_size, self._since)
             matches = self._matches(rows, trains)
             if rows_of_ranks is not None:
                 matches = [each for each in matches if each.rows_of_ranks == rows_of_ranks]
@@ -316,7 +317,7 @@ class Feeding:
             return Feed(share=share, question=Deferred(lambda: self._cut(feed, piece)))
         if piece is not None:
             feed = self._cut(feed, piece)
-        if feed.question is None and share.rows and batch.must_ask(self._rank, self._world_size):
+        if feed.question is None and share.rows and batch.must_ask(self._rank, self._world_size, self._since):
             return self._ask(share.rows, lambda _: feed, feed.share)  # another rank may have lost the tag
         return feed
 
@@ -326,8 +327,10 @@ class Feeding:
 
     def _matches(self, rows: int | None, trains: bool) -> list[Division]:
         """The divisions with so many rows on this rank, one of each number of samples. See [Note: one size]."""
-        divisions = batch.divisions(self._rank, self._world_size)
-        found = [each for each in divisions if each.rows(self._rank) == rows and batch.was_yielded(each, trains)]
+        divisions = batch.divisions(self._rank, self._world_size, self._since)
+        found = [
+            each for each in divisions if each.rows(self._rank) == rows and batch.was_yielded(each, trains, self._since)
+        ]
         return list({each.num_samples: each for each in found}.values())
 
     def _explain(self, rows: int | None, shown: str, divisions: Sequence[Division]) -> str:

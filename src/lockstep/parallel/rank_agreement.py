@@ -65,12 +65,12 @@ ADVICE = (
     "model.samples(n):`; hand a loss that is divided by a count of all ranks to lockstep.global_loss, too"
 )
 _ADVICE_ON_DATA = (
-    "their loaders hold other samples, or the same in another order. After lockstep.init each rank draws numbers "
-    "of its own: give random_split a generator=torch.Generator().manual_seed(0), shuffle with random.Random(0), sort "
-    "what os.listdir or glob has found, let a dataset draw its records (negatives, mixtures) from "
-    "np.random.default_rng(epoch), and give each loader the same seed. A lockstep.DataLoader splits its data over the "
-    "ranks: give it all of it, not what a script has split by rank, and no sampler that splits. Data that is a rank's "
-    "own goes into a loader with rank=0 and world_size=1"
+    "their loaders hold other samples, or the same in another order. All ranks need the same, and a rank has of its "
+    "own what it draws after lockstep.init (a split, a shuffle, negatives), finds in a folder, or collects from a "
+    "loader, such as features, or a loss for each sample that becomes a sampler's weight. So draw by a generator with "
+    "one seed, as torch.Generator().manual_seed(0) or np.random.default_rng(epoch); sort what is found; put together "
+    "by lockstep.all_gather what the ranks have collected; give each loader the same seed, and all of the data, which "
+    "it splits. Data that is a rank's own goes into a loader with rank=0 and world_size=1"
 )
 _ADVICE_ON_BATCHES = (
     "One of them has left out a backward pass, or taken a batch more. Every rank must take the batches of a "
