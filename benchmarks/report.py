@@ -7,7 +7,8 @@ A document holds markers; `fill_markers` replaces what stands between them::
     <!-- /bench -->
 
 `bench:<case>` takes the summary of that case, `bench:<case>:targets` its targets with what was
-measured, and `bench:<case>:full` everything. Every number comes from `<case>.json`.
+measured, `bench:<case>:missed` those of them that it misses, and `bench:<case>:full` everything.
+Every number comes from `<case>.json`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,19 @@ MODEL_NAMES = {"mlp_10m": "MLP, 10M parameters", "cnn_5m": "CNN, 5M parameters",
 HOROVOD_LIMIT = 1.1
 OVERHEAD_TARGETS = {"mlp_10m": 0.18, "cnn_5m": 0.02, "thin_100": 0.22}
 RECORD_LIMIT = 0.05
+TITLES = {
+    "all_reduce": "all_reduce on one host",
+    "train_step": "A training step",
+    "horovod": "A step of a Horovod script",
+    "startup": "Start-up",
+    "record": "What the flight record costs",
+    "hosts": "Several hosts",
+    "contention": "Beside busy programs",
+    "decode": "Loading JPEGs",
+    "epoch": "An epoch on JPEGs",
+    "listing": "Listing the files of ImageNet",
+}
+"""Of the pages, and of their entries in the site's menu."""
 LAUNCH_NAMES = {
     "torchrun": "`torchrun`",
     "lockstep_run": "`lockstep run`, same script",
@@ -99,25 +113,34 @@ class Verdict:
 def render(result: Result) -> str:
     """The page of one case: summary, targets, full tables, picture."""
     parts = sections(result)
-    title = f"# {result.case}\n\nGenerated from [{result.case}.json]({result.case}.json); do not edit."
+    title = f"# {TITLES[result.case]}"
     if result.quick:
         title += "\n\n**A quick run: its numbers show that the benchmark works, nothing else.**"
-    return "\n\n".join([title, parts["full"], f"![{result.case}]({result.case}.png)"]) + "\n"
+    source = f"Generated from [{result.case}.json]({result.case}.json); do not edit."
+    return "\n\n".join([title, parts["full"], f"![{TITLES[result.case]}]({result.case}.png)", source]) + "\n"
 
 
 def sections(result: Result) -> dict[str, Section]:
-    """The parts that a marker can ask for: `summary`, `targets`, `full`."""
+    """The parts that a marker can ask for: `summary`, `targets`, `missed` (of the targets), `full`."""
     summary, tables = _TABLES[result.case](result)
     targets = markdown_table(
         ["target", "measured", "met"],
         [[verdict.target, verdict.measured, "yes" if verdict.met else "**no**"] for verdict in verdicts(result)],
     )
-    foot = f"<sub>{result.environment.summary()}. Medians; brackets hold 95% of bootstrap resamples.</sub>"
+    foot = f"*{result.environment.summary()}. Medians; brackets hold 95% of bootstrap resamples.*"
+    missed = [verdict for verdict in verdicts(result) if not verdict.met]
     skipped = [
         f"- Not measured: {item.contestant} at {_describe(item.parameters)}: {item.reason}" for item in result.skipped
     ]
     full = [summary, "## Targets\n\n" + targets, tables, *(["\n".join(skipped)] if skipped else []), foot]
-    return {"summary": f"{summary}\n\n{foot}", "targets": targets, "full": "\n\n".join(part for part in full if part)}
+    return {
+        "summary": f"{summary}\n\n{foot}",
+        "targets": targets,
+        "missed": markdown_table(["target missed", "measured"], [[one.target, one.measured] for one in missed])
+        if missed
+        else "No target is missed.",
+        "full": "\n\n".join(part for part in full if part),
+    }
 
 
 def fill_markers(text: str, folder: Path) -> str:
@@ -154,7 +177,10 @@ def verdicts(result: Result) -> list[Verdict]:
 
 def _all_reduce_tables(result: Result) -> tuple[Section, Section]:
     world_sizes = [int(value) for value in result.values("world_size")]
-    header = ["tensor", *(f"{name}, {n} ranks" for n in world_sizes for name in ("gloo", "lockstep", "ratio"))]
+    header = [
+        "tensor",
+        *(f"{name}, {_ranks(result, n)}" for n in world_sizes for name in ("gloo", "lockstep", "ratio")),
+    ]
     rows = []
     for size in result.values("bytes"):
         row = [format_bytes(int(size))]
@@ -184,7 +210,7 @@ def _all_reduce_table(result: Result, world_size: int) -> Section:
     header = ["tensor", *(CONTESTANT_NAMES[name] for name in names)]
     header += ["gloo / lockstep", "gloo / symmetric", "symmetric / memcpy"]
     caption = "Median, and 10th to 90th percentile of the samples; float32, SUM, in place, 1 thread per rank."
-    return f"## {world_size} ranks\n\n{caption}\n\n{markdown_table(header, rows)}"
+    return f"## {_ranks(result, world_size)}\n\n{caption}\n\n{markdown_table(header, rows)}"
 
 
 def _all_reduce_verdicts(result: Result) -> list[Verdict]:
@@ -199,10 +225,11 @@ def _all_reduce_verdicts(result: Result) -> list[Verdict]:
             continue
         ratios = {label: stats.ratio(gloo, own) for label, gloo, own in pairs}
         worst = min(ratios, key=lambda label: ratios[label].value)
-        target = f"{world_size} ranks: at least 4x gloo at every size"
+        ranks = _ranks(result, world_size)
+        target = f"{ranks}: at least 4x gloo at every size"
         found.append(_at_least(target, ratios[worst], 4, note=f" at {worst}"))
         mean = stats.geometric_mean_ratio([(gloo, own) for _, gloo, own in pairs])
-        found.append(_at_least(f"{world_size} ranks: geometric mean at least 15x gloo", mean, 15))
+        found.append(_at_least(f"{ranks}: geometric mean at least 15x gloo", mean, 15))
         found += _symmetric_verdicts(result, world_size)
     return found
 
@@ -215,7 +242,7 @@ def _symmetric_verdicts(result: Result, world_size: int) -> list[Verdict]:
     found: list[Verdict] = []
     if gloo and symmetric and world_size in limits:
         limit = limits[world_size]
-        target = f"{world_size} ranks: 25 MiB in symmetric memory at least {limit}x gloo"
+        target = f"{_ranks(result, world_size)}: 25 MiB in symmetric memory at least {limit}x gloo"
         found.append(_at_least(target, stats.ratio(gloo, symmetric), limit))
     if symmetric and memcpy and world_size == 2:
         times = stats.ratio(symmetric, memcpy)
@@ -298,6 +325,7 @@ def _horovod_verdicts(result: Result) -> list[Verdict]:
 
 
 def _startup_tables(result: Result) -> tuple[Section, Section]:
+    """In summary the same script under both launchers; in full with `lockstep.init()` too."""
     rows = []
     for nproc in result.values("nproc"):
         peer = result.samples("torchrun", nproc=nproc)
@@ -305,7 +333,8 @@ def _startup_tables(result: Result) -> tuple[Section, Section]:
             samples = result.samples(name, nproc=nproc)
             rows.append([label, str(nproc), _time_with_spread(samples), _speedup(peer, samples, interval=True)])
     header = ["launched with", "ranks", "until the first all_reduce is done", "times as fast as torchrun"]
-    return markdown_table(header, rows), ""
+    same_script = [row for row in rows if row[0] != LAUNCH_NAMES["lockstep_run_init"]]
+    return markdown_table(header, same_script), "## Every way to start\n\n" + markdown_table(header, rows)
 
 
 def _startup_verdicts(result: Result) -> list[Verdict]:
@@ -331,7 +360,14 @@ def _record_tables(result: Result) -> tuple[Section, Section]:
         costs = [_percent(stats.overhead(samples, floor)) if samples and floor else "–" for samples in others]
         times = [_time_with_spread(samples) for samples in (floor, *others)]
         rows.append(
-            [f"{world_size} ranks, {format_bytes(int(size))}", times[0], times[1], costs[0], times[2], costs[1]]
+            [
+                f"{_ranks(result, int(world_size))}, {format_bytes(int(size))}",
+                times[0],
+                times[1],
+                costs[0],
+                times[2],
+                costs[1],
+            ]
         )
     names = [CONTESTANT_NAMES[name] for name in _RECORDS]
     return markdown_table(["all_reduce", names[0], names[1], "adds", names[2], "adds"], rows), ""
@@ -389,7 +425,8 @@ def _hosts_tables(result: Result) -> tuple[Section, Section]:
             for size in result.values("bytes")
             if any(hosts_samples(result, *shape, str(rate), int(size)) for shape in hosts_of(result))
         ]
-        tables.append(markdown_table(["all_reduce, hosts x ranks on each", *header], rows))
+        on = f", all on {result.environment.cores} cores"
+        tables.append(markdown_table([f"all_reduce, hosts x ranks on each{on}", *header], rows))
     names = [CONTESTANT_NAMES[name] for name in _CONTENDERS]
     full_table = markdown_table(["hosts x ranks", "rate", "bytes", *names, "gloo / lockstep"], full) if full else ""
     return "\n\n".join(tables), full_table
@@ -436,7 +473,7 @@ def _hosts_verdicts(result: Result) -> list[Verdict]:
             if times:
                 worst = min(times, key=lambda size: times[size].value)
                 shape = f"{hosts} hosts with {ranks} {'rank' if ranks == 1 else 'ranks'} each"
-                target = f"{shape}, {_name_rate(rate)}: not behind gloo at any size"
+                target = f"{shape}, {_name_rate(rate)}: no slower than gloo at any size"
                 found.append(_at_least(target, times[worst], 1, note=f" at {worst}"))
     return found
 
@@ -459,8 +496,8 @@ def _contention_tables(result: Result) -> tuple[Section, Section]:
             cells.append(f"{_time(own)}, {_speedup(gloo, own)}" if gloo and own else "–")
             if gloo and own:
                 times = [_time_with_spread(gloo), _time_with_spread(own), _speedup(gloo, own, interval=True)]
-                full.append([f"{world_size} ranks, {format_bytes(size)}", str(count), *times])
-        rows.append([f"{world_size} ranks, {format_bytes(size)}", *cells])
+                full.append([f"{_ranks(result, world_size)}, {format_bytes(size)}", str(count), *times])
+        rows.append([f"{_ranks(result, world_size)}, {format_bytes(size)}", *cells])
     summary = markdown_table(["all_reduce beside", *names], rows)
     header = ["all_reduce", "busy processes", *(CONTESTANT_NAMES[name] for name in _CONTENDERS), "gloo / lockstep"]
     caption = "Median, and 10th to 90th percentile of the samples; float32, SUM, in place, 1 thread per rank."
@@ -495,11 +532,11 @@ def _waits_table(result: Result) -> Section:
             _contention_samples(result, world_size=world_size, wait=wait, measure=what) for what in ("waiter", "work")
         )
         shares = [f"{stats.median(samples):.2%}" if samples else "–" for samples in waiter]
-        rows.append([f"{world_size - 1} ranks in {_WAIT_NAMES[wait]}", *shares, *map(_time, work)])
+        rows.append([f"{_ranks(result, world_size - 1)} in {_WAIT_NAMES[wait]}", *shares, *map(_time, work)])
     if not rows:
         return ""
     work_s = result.settings.get("work_s")
-    header = ["who wait for one that computes", *(f"{name}: of a core, each" for name in _CONTENDERS)]
+    header = ["waiting ranks, beside one that works", *(f"{name}: of a core, each" for name in _CONTENDERS)]
     header += [f"{name}: {work_s:g} s of work takes" for name in _CONTENDERS]
     return markdown_table(header, rows)
 
@@ -514,13 +551,13 @@ def _contention_verdicts(result: Result) -> list[Verdict]:
                 if gloo and own:
                     ratios[f"{format_bytes(size)} beside {count}"] = stats.ratio(gloo, own)
         worst = min(ratios, key=lambda label: ratios[label].value)
-        target = f"{world_size} ranks: never slower than gloo, beside whom ever"
+        target = f"{_ranks(result, world_size)}: never slower than gloo, whatever runs beside it"
         found.append(_at_least(target, ratios[worst], 1, note=f" at {worst}"))
     for world_size, wait in _contention_waits(result):
         gloo, own = _contention_samples(result, world_size=world_size, wait=wait, measure="waiter")
         if gloo and own:
             share = stats.ratio(own, gloo)
-            target = f"{world_size - 1} ranks in {_WAIT_NAMES[wait]} take at most what gloo's take"
+            target = f"{_ranks(result, world_size - 1)} in {_WAIT_NAMES[wait]} take at most what gloo's take"
             found.append(Verdict(target, f"{_format_ratio(share)} of gloo's", share.value <= 1))
     return found
 
@@ -683,6 +720,12 @@ def _speedup(slow: Sequence[float] | None, fast: Sequence[float] | None, *, inte
         return "–"
     estimate = stats.ratio(slow, fast)
     return _format_ratio(estimate) if interval else f"{three_digits(estimate.value)}x"
+
+
+def _ranks(result: Result, count: int) -> str:
+    """So many ranks, with the number of cores where it is smaller: they then wait for each other's turn."""
+    cores = result.environment.cores
+    return f"{count} ranks" + (f" on {cores} {'core' if cores == 1 else 'cores'}" if count > cores else "")
 
 
 def _describe(parameters: dict[str, int | str]) -> str:

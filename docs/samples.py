@@ -1,4 +1,4 @@
-"""What README and the guides show of programs' output, by running these programs.
+"""What the first page and the guides show of programs' output, by running these programs.
 
 A sample stands between `<!-- sample: NAME -->` and `<!-- /sample -->`. `python -m docs.samples` runs all of them and
 writes what they print to the pages; tests/examples/ runs them and compares. Times, rates and rounding are
@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-__all__ = ["GUIDES", "PAGE", "SAMPLES", "fill", "masked", "samples_in", "script_in"]
+__all__ = ["GUIDES", "README", "SAMPLES", "START", "fill", "masked", "samples_in", "script_in"]
 
-PAGE = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[1] / "README.md"
+START = Path(__file__).with_name("start.md")
 # The name of the sample of a guide, and of its script.
 GUIDES = {
     name: Path(__file__).with_name(f"guide-{page}.md")
@@ -77,15 +78,21 @@ def _guide(name: str) -> str:
     return _output_of("run", "--nproc", "2", "--no-prefix", script, **{script: script_in(GUIDES[name].read_text())})
 
 
+def _script() -> str:
+    """What README's script prints on two processes."""
+    return _output_of("run", "--nproc", "2", "--no-prefix", "train.py", **{"train.py": script_in(README.read_text())})
+
+
 SAMPLES: Mapping[str, Callable[[], str]] = {
     "train": _train,
+    "script": _script,
     "mismatch": _mismatch,
     **{name: partial(_guide, name) for name in GUIDES},
 }
 
 
 def script_in(page: str) -> str:
-    """The Python program of a guide, which has one."""
+    """The Python program of a page, which has one."""
     (script,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
     return script
 
@@ -132,7 +139,7 @@ def masked(text: str) -> str:
 def main() -> None:
     """Run every sample and write the pages."""
     outputs = {name: run() for name, run in SAMPLES.items()}
-    for page in (PAGE, *GUIDES.values()):
+    for page in (START, *GUIDES.values()):
         page.write_text(fill(page.read_text(), outputs))
 
 

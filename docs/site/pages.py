@@ -43,7 +43,7 @@ class Page:
 def made_pages() -> dict[str, Page]:
     """Every page that is made, by its path in the site."""
     pages = {
-        "index.md": Page("README.md", lambda: _WIDE + without_sections(_read("README.md"), "How fast", "More")),
+        "index.md": Page("README.md", front_page),
         "performance/index.md": Page("README.md", lambda: section(_read("README.md"), "How fast")[1:]),
         "performance/measuring.md": Page("benchmarks/README.md", lambda: _read("benchmarks/README.md")),
         "architecture.md": Page("ARCHITECTURE.md", lambda: _read("ARCHITECTURE.md")),
@@ -59,6 +59,11 @@ def made_pages() -> dict[str, Page]:
     for path in sorted((ROOT / "examples").glob("*.py")):
         pages[f"examples/{path.stem}.md"] = _listing_of(path)
     return pages
+
+
+def front_page() -> str:
+    """README without what has pages of its own."""
+    return _WIDE + without_sections(_read("README.md"), "How fast", "ImageNet", "More")
 
 
 def page_of(path: str, made: dict[str, Page]) -> str | None:

@@ -11,7 +11,7 @@ from lockstep.topology.mpi import read_mpi
 
 __all__ = ["is_installed", "load"]
 
-_INSTALL_MPI4PY = "Install it with `pip install torch-lockstep[mpi]`"
+_INSTALL_MPI4PY = "Install it with `pip install mpi4py`"
 _INSTALL_MPI = (
     "Install Open MPI (Debian, Ubuntu: `apt install openmpi-bin libopenmpi-dev`; Fedora: `dnf install "
     "openmpi-devel`) or MPICH, or load your cluster's module of it"

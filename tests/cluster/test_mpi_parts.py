@@ -191,7 +191,7 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_mpi4py_says_how_to_get_it(fresh_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(BackendUnavailable, match=r"needs mpi4py.*pip install torch-lockstep\[mpi\]"):
+    with pytest.raises(BackendUnavailable, match=r"needs mpi4py.*pip install mpi4py"):
         mpi_library.load()
 
 

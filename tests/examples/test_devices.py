@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import lockstep
+from docs.samples import script_in
 from lockstep import env
 
 ROOT = Path(__file__).parents[2]
@@ -50,10 +49,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_script_of_readme() -> None:
-    """The first block of Python of README, with the network and data that it leaves to the reader."""
-    (script,) = re.findall(r"^## The script\n\n```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
-    train_set = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.arange(200) % 3)
-    exec(compile(script, "README.md", "exec"), {"Net": functools.partial(nn.Linear, 4, 3), "train_set": train_set})
+    """The block of Python of README, as it is printed."""
+    exec(compile(script_in((ROOT / "README.md").read_text()), "README.md", "exec"), {})
 
 
 def run_example() -> None:
@@ -70,11 +67,11 @@ def test_script_of_readme_trains() -> None:
     run_script_of_readme()
 
 
-def test_example_has_the_lines_of_readme() -> None:
-    """README says of it that it is this script, complete."""
+def test_example_is_the_script_of_readme() -> None:
     example = (EXAMPLES / "train.py").read_text()
-    shared = r"^    (?:# batches .*\n    )?loader = .*$"
-    assert re.findall(shared, example, re.M) == re.findall(shared, (ROOT / "README.md").read_text(), re.M) != []
+    _, docstring, script = example.split('"""')
+    assert docstring
+    assert script.strip() == script_in((ROOT / "README.md").read_text()).strip()
 
 
 def names_of(example: str) -> dict[str, Any]:

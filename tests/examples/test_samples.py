@@ -1,4 +1,4 @@
-"""README and the guides show what programs print; test_guides.py runs those of the guides."""
+"""The first page and the guides show what programs print; test_guides.py runs those of the guides."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import subprocess
 
 import pytest
 
-from docs.samples import GUIDES, PAGE, SAMPLES, fill, masked, samples_in
+from docs.samples import GUIDES, README, SAMPLES, START, fill, masked, samples_in
 from lockstep.testing import limit_s
 
 
 def test_every_sample_is_on_its_page() -> None:
     """And filling the page with what it shows changes nothing."""
-    pages = {path: path.read_text() for path in (PAGE, *GUIDES.values())}
+    pages = {path: path.read_text() for path in (START, *GUIDES.values())}
     shown = {path: samples_in(page) for path, page in pages.items()}
     assert [name for path in shown for name in shown[path]] == list(SAMPLES)
     assert {name: list(shown[path]) for name, path in GUIDES.items()} == {name: [name] for name in GUIDES}
     assert {path: fill(page, shown[path]) for path, page in pages.items()} == pages
 
 
-@pytest.mark.parametrize("name", ["train", "mismatch"])
+@pytest.mark.parametrize("name", ["train", "script", "mismatch"])
 def test_sample_is_what_is_printed(name: str) -> None:
     """Run `python -m docs.samples` after a change of what is printed."""
-    assert masked(SAMPLES[name]()) == masked(samples_in(PAGE.read_text())[name])
+    assert masked(SAMPLES[name]()) == masked(samples_in(START.read_text())[name])
 
 
 @pytest.mark.parametrize(
     ("target", "command"), [("train", "lockstep train digits --nproc 2"), ("test", "python -m pytest --minutes 5.5")]
 )
-def test_two_commands_do_what_the_page_says(target: str, command: str) -> None:
+def test_commands_do_what_the_page_says(target: str, command: str) -> None:
     """And the first is the one whose output stands below it."""
-    assert f"\nmake {target} " in PAGE.read_text()
+    assert re.search(rf"(^|`)make {target}\b", START.read_text(), re.MULTILINE)
     done = subprocess.run(
         ["make", "-n", "--no-print-directory", target],
-        cwd=PAGE.parent,
+        cwd=README.parent,
         capture_output=True,
         text=True,
         check=True,
@@ -44,7 +44,10 @@ def test_two_commands_do_what_the_page_says(target: str, command: str) -> None:
 
 
 def test_extras_of_the_page_exist() -> None:
-    extras = re.findall(r"torch-lockstep\[(\w+)\]", PAGE.read_text())
-    project = (PAGE.parent / "pyproject.toml").read_text()
+    """With the packages that each brings."""
+    project = (README.parent / "pyproject.toml").read_text()
+    extras = re.findall(r"^\| `\.\[(\w+)\]` \|.*\| ([^|]+?) \|$", START.read_text(), re.MULTILINE)
     assert len(extras) == 4
-    assert [name for name in extras if not re.search(rf"^{name} = \[", project, re.MULTILINE)] == []
+    for name, brings in extras:
+        (packages,) = re.findall(rf"^{name} = \[(.*)\]$", project, re.MULTILINE)
+        assert brings.partition(", which")[0].lower() == packages.replace('"', "")

@@ -1,6 +1,6 @@
 """Everything that CUDA needs, on one GPU, in at most eight minutes: `make gpu`.
 
-    python tests/gpu/gpu_run.py                       all checks and measures; writes benchmarks/results/gpu.json
+    python tests/gpu/gpu_run.py                       all checks and measures; writes benchmarks/results/gpu.*
     python tests/gpu/gpu_run.py --only engines        those whose names contain a word
     python tests/gpu/gpu_run.py --list                what there is, in the order of its importance
 
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_jobs import Outcome, run_job
+from gpu_page import render
 from gpu_table import TABLE, Check
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or (RESULTS if options.device == "cuda" and not options.only else None)
     print(f"{_summary(session)} in {seconds:.0f} s{f'; {output}' if output else ''}")
     if output is not None:
-        output.write_text(json.dumps(report(session, checks, device, seconds), indent=1) + "\n")
+        written = report(session, checks, device, seconds)
+        output.write_text(json.dumps(written, indent=1) + "\n")
+        output.with_suffix(".md").write_text(render(written))
     return int(any(outcome.kind in ("failed", "timed out") for outcome in session.outcomes.values()))
 
 

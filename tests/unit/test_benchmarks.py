@@ -82,6 +82,20 @@ def _record() -> Result:
     return Result("record", False, ENVIRONMENT, {}, series)
 
 
+def test_ranks_that_outnumber_cores_are_called_so() -> None:
+    """In tables and targets; and targets that are missed can be asked for by themselves."""
+    result = replace(_all_reduce(), environment=replace(ENVIRONMENT, cores=1))
+    parts = report.sections(result)
+    assert "| tensor | gloo, 2 ranks on 1 core | lockstep, 2 ranks on 1 core |" in parts["summary"]
+    assert "## 2 ranks on 1 core" in parts["full"]
+    assert "on 1 core" not in report.render(_all_reduce())
+    assert "| 2 ranks on 1 core: at least 4x gloo at every size | 3.00x at 25 MiB" in parts["missed"]
+    assert "at least 10x" not in parts["missed"], "that one is met"
+    assert report.sections(_startup())["missed"] == "No target is missed."
+    assert "lockstep.init()" not in report.sections(_startup())["summary"]
+    assert "lockstep.init()" in report.render(_startup())
+
+
 def test_cost_of_the_record_is_held_against_its_limit() -> None:
     assert [verdict.met for verdict in report.verdicts(_record())] == [True, False]
     assert "| 2 ranks, 4 B | 10.0 µs" in report.render(_record())
@@ -104,8 +118,8 @@ def test_contention_is_held_against_gloo() -> None:
     assert judged[0].measured.startswith("0.50x at 4 B beside 2")
     page = report.render(_contention())
     assert "| 2 ranks, 4 B | 10.0 µs, 10.0x | 200 µs, 0.50x |" in page
-    assert "| 4 ranks, 1 MiB | – | 1.00 ms, 9.00x |" in page
-    assert "| 7 ranks in `recv` | 0.30% | 6.00% | 1.02 s | 1.01 s |" in page
+    assert "| 4 ranks on 2 cores, 1 MiB | – | 1.00 ms, 9.00x |" in page
+    assert "| 7 ranks on 2 cores in `recv` | 0.30% | 6.00% | 1.02 s | 1.01 s |" in page
 
 
 def test_contention_end_to_end(tmp_path: Path) -> None:
@@ -125,7 +139,7 @@ def test_contention_end_to_end(tmp_path: Path) -> None:
     assert work[0] > 0.04  # the clocks of wall and CPU differ a little
     assert 0 < waiter[0] < 1
     loaded = Result.load(result.save(tmp_path))
-    assert report.verdicts(loaded)[0].target == "2 ranks: never slower than gloo, beside whom ever"
+    assert report.verdicts(loaded)[0].target == "2 ranks: never slower than gloo, whatever runs beside it"
 
 
 def test_ranks_that_wait_hold_no_group_of_the_other_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +178,13 @@ def _hosts() -> Result:
 def test_hosts_are_held_against_gloo() -> None:
     judged = report.verdicts(_hosts())
     assert [verdict.met for verdict in judged] == [True] * 6 + [False]
-    assert judged[-1].target == "4 hosts with 1 rank each, unlimited: not behind gloo at any size"
+    assert judged[-1].target == "4 hosts with 1 rank each, unlimited: no slower than gloo at any size"
     assert judged[-1].measured.startswith("0.50x at 4 B")
     page = report.render(_hosts())
-    assert "| all_reduce, hosts x ranks on each | 1 Gbit/s, 4 B | 1 Gbit/s, 64 KiB | unlimited, 4 B |" in page
+    assert (
+        "| all_reduce, hosts x ranks on each, all on 2 cores | 1 Gbit/s, 4 B | 1 Gbit/s, 64 KiB | unlimited, 4 B |"
+        in page
+    )
     assert "| 4 x 1 | 50.0 µs, 2.00x | 1.00 ms, 2.00x | 200 µs, 0.50x |" in page
     assert "| all_reduce, bytes 25 MiB | time | ratio |\n| --- | ---: | ---: |\n| gloo | 300 ms" in page
 

@@ -52,11 +52,40 @@ def test_packages_of_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     text_of = {result.subject: result.text for result in versions.look_at_extras()}
     for extra in ("train", "imagenet", "notebook"):
         (packages,) = re.findall(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
-        modules = packages.replace("scikit-learn", "sklearn").replace("pillow", "PIL").replace('"', "")
-        assert text_of[f"[{extra}]"].startswith(f"without {modules}, which")
-        assert text_of[f"[{extra}]"].endswith(f"pip install 'torch-lockstep[{extra}]'")
+        commands = re.findall(r"pip install ([^;]+)", text_of[f"[{extra}]"])
+        assert sorted(" ".join(commands).split()) == sorted(packages.replace('"', "").split(", "))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert {result.text for result in versions.look_at_extras() if result.subject.startswith("[")} == {"there"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else object())
+    (text,) = (result.text for result in versions.look_at_extras() if result.subject == "[imagenet]")
+    assert text == "there; --pretrained and networks that are not built in need torchvision: pip install torchvision"
+
+
+def test_what_is_missing_of_mpi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("/usr/bin/mpirun", None):
+        for has_module in (True, False):
+            monkeypatch.setattr(cluster.shutil, "which", lambda name, found=program: found)
+            monkeypatch.setattr(cluster, "is_installed", lambda found=has_module: found)
+            text = cluster._mpi().text
+            assert ("pip install mpi4py" in text) is not has_module
+            assert ("apt install openmpi-bin" in text) is (program is None)
+            assert (program or "no mpirun") in text
+
+
+def test_what_is_said_of_gpus_is_what_was_published() -> None:
+    """In the report, in README and on the page of GPUs."""
+    checks = json.loads((PAGE.parents[1] / "benchmarks" / "results" / "gpu.json").read_text())["checks"]
+    outcomes = [check["outcome"] for check in checks]
+    counts = (len(outcomes), outcomes.count("passed"), outcomes.count("failed"))
+    texts = [
+        cluster.RUNS_ON_GPUS,
+        *(path.read_text() for path in (PAGE.parents[1] / "README.md", PAGE.with_name("gpu.md"))),
+    ]
+    for text in texts:
+        assert f"{counts[1]} checks passed" in text or f"{counts[0]} checks {counts[1]} passed" in " ".join(
+            text.split()
+        )
+        assert re.search(rf"\b{counts[2]}\s+failed", text)
 
 
 def test_too_many_threads_come_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "gpu"))
 
 import gpu_jobs  # noqa: E402
+import gpu_page  # noqa: E402
 import gpu_run  # noqa: E402
 from gpu_jobs import Outcome, judge, run_job  # noqa: E402
 from gpu_table import TABLE, Check  # noqa: E402
@@ -163,3 +164,33 @@ def test_the_check_of_the_imagenet_program_runs_on_the_cpu(tmp_path: Path) -> No
     (entry,) = json.loads(output.read_text())["checks"]
     assert (entry["name"], entry["outcome"]) == ("imagenet", "passed"), done.stdout + done.stderr
     assert len(entry["facts"]["losses"]) == 4
+
+
+def test_published_page_is_made_from_the_published_results() -> None:
+    results = gpu_run.RESULTS
+    assert results.with_suffix(".md").read_text() == gpu_page.render(json.loads(results.read_text()))
+
+
+def test_page_names_what_failed_and_why() -> None:
+    """By the last error of what was printed, without the rank before it; by the reason where none was."""
+    entries = [
+        {
+            "name": "a",
+            "why": "one",
+            "outcome": "failed",
+            "reason": "exit code 1",
+            "tail": "[0] [rank0]: ValueError: bad\n",
+        },
+        {"name": "b", "why": "two", "outcome": "timed out", "reason": "60 s", "tail": "nothing"},
+        {"name": "measure-c", "why": "three", "outcome": "passed", "facts": {"ratio": 1.23456, "samples": [1]}},
+        {"name": "d", "why": "four", "outcome": "skipped", "reason": "no time"},
+    ]
+    environment = {"name": "GPU", "devices": 1, "torch": "2.11", "date": "2026-11-26T11", "commit": "0123456789abc"}
+    page = gpu_page.render({"environment": environment, "checks": entries})
+    assert (
+        "**GPU (1 GPU), torch 2.11, 2026-11-26, commit 0123456789: 1 passed, 1 failed, 1 timed out, 1 skipped.**"
+        in page
+    )
+    assert "- `a`, one: `ValueError: bad`\n- `b`, two: `60 s`" in page
+    assert "- Three: ratio 1.235." in page
+    assert "| `d` | four | skipped: no time |" in page

@@ -38,6 +38,11 @@ __all__ = [
 ]
 
 _MIB = 1024 * 1024
+_TITLES = {
+    "comm": "Every verb on every backend",
+    "scaling": "Scaling to many hosts",
+    "strategies": "Every way to train",
+}
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,22 @@ def markdown_page(result: Result, blocks: Sequence[Block], name: str, *, has_plo
         name: of the result's file, without `.json`; that of its case unless somebody renamed it.
         has_plot: whether there is a picture beside it.
     """
-    title = f"# {name}\n\nGenerated from [{name}.json]({name}.json); do not edit."
-    parts = [title, *(f"**{note}**" for note in notes_of(result)), as_markdown(blocks)]
+    title = _title(result.case, name)
+    parts = [f"# {title}", *(f"**{note}**" for note in notes_of(result)), as_markdown(blocks)]
     if has_plot:
-        parts.append(f"![{name}]({name}.png)")
-    return "\n\n".join([*parts, f"<sub>{result.environment.summary()}.</sub>"]) + "\n"
+        parts.append(f"![{title}]({name}.png)")
+    parts += [f"*{result.environment.summary()}.*", f"Generated from [{name}.json]({name}.json); do not edit."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _title(case: str, name: str) -> str:
+    """Of a page: what its benchmark measures, and what the name of the result adds.
+
+    >>> _title("comm", "comm_2_ranks"), _title("strategies", "strategies"), _title("comm", "mine")
+    ('Every verb on every backend, 2 ranks', 'Every way to train', 'Every verb on every backend, mine')
+    """
+    added = name.removeprefix(case).strip("_").replace("_", " ")
+    return ", ".join(filter(None, (_TITLES.get(case, case), added)))
 
 
 def notes_of(result: Result) -> list[str]:

@@ -134,7 +134,7 @@ def _publish(path: Path, benchmark: ModuleType) -> None:
     print(f"\n{path.parent}: {', '.join(written)}")
     if not has_plot:
         print(
-            "no picture, because matplotlib is not installed: pip install 'torch-lockstep[train]', then "
+            "no picture, because matplotlib is not installed: pip install matplotlib, then "
             f"lockstep bench {_REPORT} {path}",
             file=sys.stderr,
         )

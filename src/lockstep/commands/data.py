@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     if name != _MAKE_IMAGENET:
         raise LaunchError(f"there is no {name!r}{suggest(name, [_MAKE_IMAGENET])}; there is: {_MAKE_IMAGENET}")
-    check_packages("imagenet", {"PIL": "Pillow"}, "imagenet")
+    check_packages("imagenet", {"PIL": "Pillow"})
     return _make_imagenet(rest)
 
 

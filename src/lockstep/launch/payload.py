@@ -94,7 +94,7 @@ def _pickler_by_value(fn: Callable[..., object]) -> Callable[[object], bytes] | 
             return None
         raise InputTypeError(
             f"{_name_of(fn)} was defined interactively, so the ranks, which are new interpreters, cannot import it; "
-            f"pip install 'torch-lockstep[notebook]' (cloudpickle) to send it by value, or put it into a .py file and "
+            f"pip install cloudpickle to send it by value, or put it into a .py file and "
             f"import it from there"
         ) from None
 

@@ -65,7 +65,7 @@ def spawn(
     Inside, `lockstep.init()` and torch's `env://` find the same environment as under `lockstep run`. Each
     process imports the caller's main module again, as multiprocessing's "spawn" does, so a script calls
     this under `if __name__ == "__main__":`. From a notebook or an interactive session, functions and classes
-    defined there are sent by value, which needs cloudpickle (`pip install 'torch-lockstep[notebook]'`).
+    defined there are sent by value, which needs cloudpickle (`pip install cloudpickle`).
     When a rank fails the others are stopped; none outlives this call, nor the calling process, even when that is
     killed.
 

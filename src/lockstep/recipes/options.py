@@ -110,13 +110,12 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str, backend: Seque
     run.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 
-def check_packages(recipe: str, packages: Mapping[str, str], extra: str) -> None:
+def check_packages(recipe: str, packages: Mapping[str, str]) -> None:
     """Find packages that are missing. Said before any rank is started, it is said once.
 
     Args:
         recipe: whose they are, for the message.
         packages: name of a module -> name of the package that brings it.
-        extra: of this project, that installs them.
 
     Raises:
         SetupError: one is not installed here.
@@ -125,7 +124,7 @@ def check_packages(recipe: str, packages: Mapping[str, str], extra: str) -> None
     if missing:
         raise SetupError(
             f"the {recipe} recipe needs {' and '.join(missing)}, not installed here: "
-            f"pip install 'torch-lockstep[{extra}]'"
+            f"pip install {' '.join(missing).lower()}"
         )
 
 

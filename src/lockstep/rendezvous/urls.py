@@ -90,7 +90,7 @@ class _EnvHandler:
         if store is None:
             raise RendezvousError(
                 f"rank {rank} of {world_size} does not know where to meet the others, which are on several hosts: "
-                "install mpi4py (`pip install torch-lockstep[mpi]`), or set MASTER_ADDR and MASTER_PORT"
+                "install mpi4py (`pip install mpi4py`), or set MASTER_ADDR and MASTER_PORT"
             )
         return _noted(iter([(store, rank, world_size)]))
 

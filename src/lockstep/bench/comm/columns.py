@@ -76,9 +76,10 @@ def bus_bandwidth(verb: str, size_bytes: int, seconds: float, world_size: int) -
 def blocks(result: Result) -> list[Block]:
     """A table for each verb; what was skipped, and how to read it."""
     n = int(result.settings["nproc"])  # type: ignore[call-overload]
+    cores = result.environment.cores
     found: list[Block] = [
-        f"{n} ranks, one thread each. Times are medians over samples; a sample is the mean of many calls, on the rank "
-        "that was slowest."
+        f"{n} ranks{f' on {cores} cores' if n > cores else ''}, one thread each. Times are medians over samples; a "
+        "sample is the mean of many calls, on the rank that was slowest."
     ]
     for verb in result.values("verb"):
         of_verb = [one for one in result.series if one.parameters["verb"] == verb]

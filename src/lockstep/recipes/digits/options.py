@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         SetupError: a package of the "train" extra is missing. Said here, it is said once and before
             any rank is started.
     """
-    check_packages("digits", _EXTRAS, "train")
+    check_packages("digits", _EXTRAS)
     default = DigitsConfig()
     training = parser.add_argument_group("training")
     training.add_argument(

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Raises:
         SetupError: a package of the "imagenet" extra is missing.
     """
-    check_packages("imagenet", _PACKAGES, "imagenet")
+    check_packages("imagenet", _PACKAGES)
     add_options(parser)
     # How `lockstep train` hands on --nproc where one process starts the others, or has replicas.
     parser.add_argument("--processes", default="auto", help=argparse.SUPPRESS)

@@ -149,7 +149,7 @@ _BUILT_HERE: dict[str, Callable[[int], nn.Module]] = {
     "resnet101": lambda classes: ResNet(_Bottleneck, (3, 4, 23, 3), classes),
     "resnet152": lambda classes: ResNet(_Bottleneck, (3, 8, 36, 3), classes),
 }
-_INSTALL = "pip install 'torch-lockstep[imagenet]'"
+_INSTALL = "pip install torchvision"
 
 
 def create_model(name: str, num_classes: int, *, pretrained: bool = False, size: int = 224) -> nn.Module:

@@ -12,12 +12,19 @@ from lockstep.mpi_library import is_installed
 from lockstep.tools.doctor.check_result import CheckResult
 from lockstep.tools.doctor.versions import has_torch
 
-__all__ = ["look"]
+__all__ = ["RUNS_ON_GPUS", "look"]
+
+RUNS_ON_GPUS = (
+    "one NVIDIA H100 has run `make gpu` once: 42 checks passed, 8 failed (SyncBatchNorm in training, CUDA graphs, "
+    "batch_isend_irecv on a mixed group, the check of nccl's verbs); several GPUs have never run: docs/gpu.md"
+)
+"""What is known of Lockstep on GPUs; benchmarks/results/gpu.json has every check."""
 
 
 def look() -> Iterator[CheckResult]:
     """What training on GPUs and on several hosts needs; absence is no fault."""
     yield _gpus()
+    yield CheckResult("runs on GPUs", RUNS_ON_GPUS)
     yield _name()
     yield _mpi()
     slurm = shutil.which("srun")
@@ -62,6 +69,9 @@ def _mpi() -> CheckResult:
     program, has_module = shutil.which("mpirun"), is_installed()
     if program and has_module:
         return CheckResult("MPI", f"{program}, and mpi4py")
-    parts = [] if program else ["an MPI library (apt install openmpi-bin libopenmpi-dev)"]
-    parts += [] if has_module else ["pip install 'torch-lockstep[mpi]'"]
-    return CheckResult("MPI", f"not there; backend mpi needs {' and '.join(parts)}")
+    if program:
+        return CheckResult("MPI", f"{program}; backend mpi also needs mpi4py: pip install mpi4py")
+    library = "an MPI library: apt install openmpi-bin libopenmpi-dev"
+    return CheckResult(
+        "MPI", f"no mpirun; backend mpi needs {library}{'' if has_module else ', and pip install mpi4py'}"
+    )

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lockstep.comm.torch_version import NEWEST_TESTED, OLDEST, release_of
 from lockstep.launch.stacks import find_py_spy
@@ -19,15 +19,17 @@ _NEWEST_PYTHON_TESTED = (3, 13)
 # What the loader of shared libraries says where memory, or the room for addresses, has run out.
 _OUT_OF_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 
-# Extra of this package -> what it is for, and the modules that it brings.
+# Extra of this package -> who needs its modules, those modules, and those that only some of them need, with the reason.
 _EXTRAS = {
-    "train": ("`lockstep train` needs", ("sklearn", "rich", "matplotlib", "tensorboard")),
+    "train": ("`lockstep train`", ("sklearn", "rich", "matplotlib", "tensorboard"), {}),
     "imagenet": (
-        "`lockstep train imagenet` needs, torchvision only for networks that it has not built in and for --pretrained",
-        ("PIL", "torchvision", "rich", "matplotlib", "tensorboard"),
+        "`lockstep train imagenet`",
+        ("PIL", "rich", "matplotlib", "tensorboard"),
+        {"torchvision": "--pretrained and networks that are not built in"},
     ),
-    "notebook": ("`lockstep.spawn` needs in a notebook", ("cloudpickle",)),
+    "notebook": ("`lockstep.spawn` in a notebook", ("cloudpickle",), {}),
 }
+_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}  # where a package and its module differ in name
 
 
 def look() -> Iterator[CheckResult]:
@@ -88,12 +90,19 @@ def has_torch() -> bool:
     return True
 
 
+def _absent_packages(modules: Iterable[str]) -> list[str]:
+    """The packages to install for those of these modules that are not there."""
+    return [_PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None]
+
+
 def look_at_extras() -> Iterator[CheckResult]:
     """Packages whose absence is no fault."""
-    for extra, (use, modules) in _EXTRAS.items():
-        absent = [name for name in modules if importlib.util.find_spec(name) is None]
-        install = f"pip install 'torch-lockstep[{extra}]'"
-        text = "there" if not absent else f"without {', '.join(absent)}, which {use}: {install}"
-        yield CheckResult(f"[{extra}]", text)
+    for extra, (who, modules, optional) in _EXTRAS.items():
+        absent = _absent_packages(modules)
+        texts = [f"{who} needs {', '.join(absent)}: pip install {' '.join(absent)}"] if absent else ["there"]
+        texts += [
+            f"{why} need {name}: pip install {name}" for name, why in optional.items() if _absent_packages([name])
+        ]
+        yield CheckResult(f"[{extra}]", "; ".join(texts))
     is_there = find_py_spy() is not None
     yield CheckResult("py-spy", "there" if is_there else "not there; for --stacks-on-timeout: pip install py-spy")
