@@ -15,13 +15,14 @@ import torch
 from lockstep import cli
 from lockstep.bench.pages import as_markdown, as_text
 from lockstep.bench.results import Environment, Result, Series, Skipped
-from lockstep.bench.strategies import blocks, draw, jobs, ways
+from lockstep.bench.session import ProgressLine, Session
+from lockstep.bench.strategies import blocks, draw, jobs, turns, ways
 from lockstep.bench.strategies.epochs import train_epoch
 from lockstep.bench.strategies.jobs import WayFailed, WayJob, open_orders
 from lockstep.bench.strategies.report import View
 from lockstep.bench.strategies.setups import TrainingConfig, alone, build
 from lockstep.bench.strategies.task import build_task
-from lockstep.bench.strategies.ways import PARTS, WAYS, command_of, why_not
+from lockstep.bench.strategies.ways import PARTS, WAYS, Way, command_of, why_not
 from lockstep.testing import limit_s
 
 CPU = torch.device("cpu")
@@ -108,6 +109,42 @@ def test_communication_is_what_a_step_takes_beyond_the_same_step_without() -> No
 )  # fmt: skip
 def test_which_way_is_fastest_or_why_not(series: list[list[Series]], words: str) -> None:
     assert words in as_text(blocks(result_of(SINGLE, *series)))
+
+
+def test_one_round_has_no_bracket_and_no_winner() -> None:
+    one_round = [replace(one, samples_s=one.samples_s[:1]) for way in (SINGLE, FAST_OURS, SLOW_PEER) for one in way]
+    tables, _, rest = as_text(blocks(result_of(one_round))).partition("Not measured")
+    assert rest
+    assert "[" not in tables
+    assert "is the fastest" not in tables
+    assert "One round was measured, so no way is called faster" in tables
+    assert "1.18x" in tables, "the ratio itself is there"
+
+
+class _Started:
+    """A way that is started in no time."""
+
+    def __init__(self, way: Way, *_: object) -> None:
+        self.way, self.world_size, self.log = way, 1, None
+
+    def ask(self, order: object, timeout_s: float) -> list[dict[str, object]]:
+        return [{"parameters": 1, "device": "cpu", "world_size": 1}]
+
+
+def test_peers_are_started_before_ways_that_are_ddp_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "WayJob", _Started)
+    session = Session("strategies", 2, 60.0, False, tmp_path, ProgressLine("x", 60.0))
+    contestants: list[turns._Contestant] = []
+    turns._start(list(WAYS.values()), 1, None, session, contestants)  # type: ignore[arg-type]
+    names = [one.name for one in contestants]
+    assert names[:6] == ["single", "ddp", "torch_ddp", "accelerate", "fabric", "single_threads"]
+    assert sorted(names) == sorted(WAYS)
+    assert session.skipped == []
+    contestants.clear()
+    session.started -= 40  # of 60 s 20 are left, and 24 belong to the rounds
+    turns._start(list(WAYS.values()), 1, None, session, contestants)  # type: ignore[arg-type]
+    assert [one.name for one in contestants] == ["single"], "without which there is nothing to compare with"
+    assert {one.reason for one in session.skipped} == {"skipped: out of time; raise --budget or pass fewer --ways"}
 
 
 def test_a_way_that_learns_something_else_is_flagged() -> None:

@@ -36,7 +36,7 @@ goes, what it needs in memory, and whether all ways learn the same. Ways take tu
 spent: what disturbs the machine disturbs all of them alike.
 """
 
-_PACKAGES = {"digits": ({"sklearn": "scikit-learn"}, "train"), "imagenet": ({"PIL": "Pillow"}, "imagenet")}
+_PACKAGES = {"digits": {"sklearn": "scikit-learn"}, "imagenet": {"PIL": "Pillow"}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +82,7 @@ def measure(options: argparse.Namespace, session: Session) -> None:
         SetupError: a package that the recipe needs is missing.
         InputError: options that cannot be used.
     """
-    packages, extra = _PACKAGES[options.recipe]
-    check_packages(options.recipe, packages, extra)
+    check_packages(options.recipe, _PACKAGES[options.recipe])
     from lockstep.bench.strategies.turns import run
 
     run(options, session)

@@ -124,11 +124,15 @@ class WayJob:
             pause_s = min(longest_s, 1.5 * pause_s)
         return [json.loads(self._orders.store.get(key)) for key in keys]
 
-    def end(self) -> None:
-        """Have the processes leave, and end those that do not."""
+    def ask_to_leave(self) -> None:
+        """Have the processes leave. Does not wait."""
         if self._process.poll() is None:
             self._orders.store.set(f"{self.way.name}/order/{self._number}", json.dumps({"do": "leave"}))
-            self._wait(_ENDING_S)
+
+    def end(self) -> None:
+        """Have the processes leave, and end those that do not."""
+        self.ask_to_leave()
+        self._wait(_ENDING_S)
         self.kill()
 
     def terminate(self) -> None:

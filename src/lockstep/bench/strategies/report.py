@@ -99,6 +99,16 @@ class View:
         return _TOLERANCES[task["dtype"]]
 
     @property
+    def has_spread(self) -> bool:
+        """Whether every way has two samples or more: of one there is no telling how far the next would be off."""
+        return all(len(self.epoch(name)) > 1 for name in self.names)
+
+    def times_of(self, estimate: Estimate) -> str:
+        """A ratio, with its bracket where there is one."""
+        value, low, high = (three_digits(number) for number in (estimate.value, estimate.low, estimate.high))
+        return f"{value}x [{low}, {high}]" if self.has_spread else f"{value}x"
+
+    @property
     def nproc(self) -> int:
         """Ranks of the ways that have several."""
         return int(str(self.result.settings["nproc"]))
@@ -109,7 +119,7 @@ def blocks(result: Result) -> list[Block]:
     view = View(result)
     found: list[Block] = [_heading(view), _times(view), *_verdicts(view), "## Where a step goes", _split(view)]
     found += ["## What they have learned", _learned(view), *_disagreements(view)]
-    found += ["## Memory and start", _resources(view), "## Beside the figures of the seeds", _seeds(view)]
+    found += ["## Memory and start", _resources(view), "## Compared with published results", _seeds(view)]
     if result.skipped:
         lines = [f"- `{one.contestant}` ({WAYS[one.contestant].label}): {one.reason}" for one in result.skipped]
         found += ["## Not measured", "\n".join(lines)]
@@ -145,9 +155,9 @@ def _times(view: View) -> Table:
                 _label(name),
                 _with_spread(epoch),
                 f"{samples_per_s:,.0f}",
-                _times_of(speedup) if several else "1",
+                view.times_of(speedup) if several else "1",
                 f"{speedup.value / view.nproc:.0%}" if several else "–",
-                _times_of(stats.ratio(reference, epoch)) if reference and name != _REFERENCE else "–",
+                view.times_of(stats.ratio(reference, epoch)) if reference and name != _REFERENCE else "–",
             ]
         )
     header = ["way", "epoch", "samples/s", "as fast as `single`", "of the ideal", f"as fast as `{_REFERENCE}`"]
@@ -166,8 +176,8 @@ def _split(view: View) -> Table:
         cells += [format_seconds(stats.median(view.part(name, part))) for part in PARTS]
         if view.is_split(name):
             exposed = view.exposed(name)
-            low, high = _signed(exposed.low), _signed(exposed.high)
-            cells += [f"{_signed(exposed.value)} [{low}, {high}]", f"{exposed.value / step:.0%}"]
+            bracket = f" [{_signed(exposed.low)}, {_signed(exposed.high)}]" if view.has_spread else ""
+            cells += [f"{_signed(exposed.value)}{bracket}", f"{exposed.value / step:.0%}"]
         elif WAYS[name].kind == BASE:
             cells += ["none", "–"]
         else:
@@ -233,7 +243,7 @@ def _seeds(view: View) -> Table:
     rows = []
     for name, (label, seconds) in SEEDS.items():
         own, base = view.epoch(name), view.epoch("ddp")
-        here = "–" if not own or not base else "1" if name == "ddp" else _times_of(stats.ratio(own, base))
+        here = "–" if not own or not base else "1" if name == "ddp" else view.times_of(stats.ratio(own, base))
         rows.append([label, f"{seconds:,.1f} s", f"{seconds / reference:.3f}x", f"`{name}`", here])
     caption = (
         "Time relative to Distributed. That the three ways with a process for each device are as fast as each other "
@@ -248,34 +258,39 @@ def _verdicts(view: View) -> list[Block]:
     peers = [name for name in view.names if WAYS[name].kind == PEER]
     if not ours or not peers:
         return []
+    if not view.has_spread:
+        return [
+            "One round was measured, so no way is called faster than another: raise `--budget` or pass fewer `--ways`."
+        ]
     best, rival = (min(names, key=lambda name: stats.median(view.epoch(name))) for names in (ours, peers))
     times = stats.ratio(view.epoch(rival), view.epoch(best))
     found: list[Block] = []
     if times.low > 1:
         found.append(
             f"**Lockstep's `{best}` is the fastest:** `{rival}`, the fastest of the others, takes "
-            f"{_times_of(times)} of its time."
+            f"{view.times_of(times)} of its time."
         )
     elif times.high >= 1:
         found.append(
             f"**Lockstep's `{best}` and `{rival}`, the fastest of the others, cannot be told apart:** the latter takes "
-            f"{_times_of(times)} of the former's time."
+            f"{view.times_of(times)} of the former's time."
         )
     else:
         found.append(
-            f"**`{rival}` is faster than Lockstep's fastest, `{best}`:** it takes {_times_of(times)} of its time. "
+            f"**`{rival}` is faster than Lockstep's fastest, `{best}`:** it takes {view.times_of(times)} of its time. "
             f"{_why(view, best, rival)}"
         )
     slower = [name for name in ours if name not in (best,) and _is_slower(view, name, best)]
     lines = [
-        f"- `{name}` takes {_times_of(_ratio(view, name, best))} of the time of `{best}`. {_why(view, name, best)}"
+        f"- `{name}` takes {view.times_of(_ratio(view, name, best))} of the time of `{best}`. {_why(view, name, best)}"
         for name in slower
     ]
     threads = view.epoch(ALL_THREADS)
     if threads and stats.ratio(view.epoch(best), threads).low > 1:
+        times = _ratio(view, ALL_THREADS, best)
         lines.append(
-            f"- One process with threads on all cores takes {_times_of(_ratio(view, ALL_THREADS, best))} of the time "
-            f"of `{best}`: for this model on this machine that is the faster way, whoever averages."
+            f"- One process with threads on all cores takes {view.times_of(times)} of the time of `{best}`: "
+            "for this model on this machine that is the faster way, whoever averages."
         )
     return [*found, "\n".join(lines)] if lines else found
 
@@ -313,13 +328,10 @@ def _label(name: str) -> str:
 
 
 def _with_spread(samples: Sequence[float]) -> str:
+    if len(samples) < 2:
+        return format_seconds(stats.median(samples))
     low, high = stats.percentiles(samples)
     return f"{format_seconds(stats.median(samples))} ({format_seconds(low)} – {format_seconds(high)})"
-
-
-def _times_of(estimate: Estimate) -> str:
-    value, low, high = (three_digits(number) for number in (estimate.value, estimate.low, estimate.high))
-    return f"{value}x [{low}, {high}]"
 
 
 def _signed(seconds: float) -> str:

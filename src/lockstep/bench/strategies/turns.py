@@ -28,19 +28,21 @@ from lockstep.bench.session import Session
 from lockstep.bench.strategies.jobs import Orders, WayFailed, WayJob, open_orders
 from lockstep.bench.strategies.limit import WHOLE, Limit
 from lockstep.bench.strategies.task import LISTINGS
-from lockstep.bench.strategies.ways import PARTS, SINGLE, WAYS, Way, why_not
+from lockstep.bench.strategies.ways import ALL_THREADS, PARTS, SINGLE, WAYS, Way, why_not
 from lockstep.launch.environment import visible_cores, visible_gpus
 
 __all__ = ["run"]
 
 _SHAPES = "shapes"
-_FIRST = (SINGLE, "ddp", "torch_ddp")  # to be started, should there not be time for all
+# To be started, in this order, should there not be time for all: the peers before what is our DDP in other words.
+_FIRST = (SINGLE, "ddp", "torch_ddp", "accelerate", "fabric", ALL_THREADS)
 _START_S = 600.0
 _TURN_S = 1800.0
 _SHARE_TO_START = 0.6  # of the budget; a way that has not been started by then is left out
 _MIN_ROUNDS = 2  # the first of them is the warm-up
 _ROUNDS_IN_TIME = 4  # that a first epoch leaves time for; the other ways may be slower
 _SHARE_TO_EVALUATE = 0.1  # of the time that is left
+_SHARE_TO_END = 0.1  # of the budget, for the last evaluation and for processes to leave
 
 
 @dataclass
@@ -82,8 +84,10 @@ def run(options: argparse.Namespace, session: Session) -> None:
     try:
         _start(chosen, threads, orders, session, contestants)
         _take_turns(contestants, _epochs(options), session)
+        session.progress.show("ending all ways")
         for one in contestants:
-            session.progress.show(f"ending {one.name}")
+            one.job.ask_to_leave()
+        for one in contestants:
             one.job.end()
     finally:
         for one in contestants:
@@ -140,9 +144,11 @@ def _choose(names: Sequence[str] | None, session: Session, gpus: int) -> list[Wa
 
 def _start(ways: Sequence[Way], threads: int, orders: Orders, session: Session, contestants: list[_Contestant]) -> None:
     """Start every way, those that matter most first, and have it describe itself."""
-    for way in sorted(ways, key=lambda way: way.name not in _FIRST):
-        if contestants and session.left_s < (1 - _SHARE_TO_START) * session.budget_s and not session.quick:
-            session.skip(way.name, "no time was left to start it: give --budget more, or --ways fewer")
+    longest_s = 0.0
+    for way in sorted(ways, key=lambda way: _FIRST.index(way.name) if way.name in _FIRST else len(_FIRST)):
+        last_start_s = (1 - _SHARE_TO_START) * session.budget_s + longest_s
+        if contestants and session.left_s < last_start_s and not session.quick:
+            session.skip(way.name, "skipped: out of time; raise --budget or pass fewer --ways")
             continue
         session.progress.show(f"starting {way.name}")
         started = time.monotonic()
@@ -154,7 +160,9 @@ def _start(ways: Sequence[Way], threads: int, orders: Orders, session: Session, 
         except WayFailed as failure:
             _give_up(one, failure, session, contestants)
             continue
-        one.facts["start_s"] = round(time.monotonic() - started, 3)
+        took_s = time.monotonic() - started
+        longest_s = max(longest_s, took_s)
+        one.facts["start_s"] = round(took_s, 3)
         one.facts["processes"] = float(len(replies))
         session.settings["parameters"] = replies[0]["parameters"]
         session.settings["device"] = replies[0]["device"]
@@ -168,7 +176,8 @@ def _take_turns(contestants: list[_Contestant], epochs: int, session: Session) -
     is_evaluated = False
     longest_s, number = 0.0, 0
     limit = _first_limit(contestants, session)
-    while contestants and (number < _MIN_ROUNDS or (not session.quick and session.left_s > 1.2 * longest_s)):
+    end_s = _SHARE_TO_END * session.budget_s
+    while contestants and (number < _MIN_ROUNDS or (not session.quick and session.left_s > 1.2 * longest_s + end_s)):
         began = time.monotonic()
         for one in contestants[:: 1 if number % 2 == 0 else -1]:
             session.progress.show(f"round {number}, {one.name}")
@@ -193,7 +202,8 @@ def _first_limit(contestants: Sequence[_Contestant], session: Session) -> Limit:
     if session.quick:
         return WHOLE
     turns = sum(2 if one.job.world_size > 1 else 1 for one in contestants)
-    return Limit(seconds=max(session.left_s, 1.0) / (_ROUNDS_IN_TIME * max(turns, 1)))
+    left_s = session.left_s - _SHARE_TO_END * session.budget_s
+    return Limit(seconds=max(left_s, 1.0) / (_ROUNDS_IN_TIME * max(turns, 1)))
 
 
 def _take_turn(one: _Contestant, number: int, epoch: int, limit: Limit) -> Limit:
