@@ -338,5 +338,5 @@ LOCKSTEP_WIRE = Variable(
     "What float sums travel as between hosts: fp32 (exact, default), bf16, fp16 or int8. lockstep.init(wire=…) wins.",
 )
 LOCKSTEP_DEBUG = Variable(
-    "LOCKSTEP_DEBUG", _flag, "1 keeps Lockstep's own frames in tracebacks, and lets each rank print its own."
+    "LOCKSTEP_DEBUG", _flag, "1 keeps all frames in tracebacks, Lockstep's own too, and lets each rank print its own."
 )

@@ -26,6 +26,21 @@ _PACKAGE = str(Path(__file__).parent)
 _USERS_INSIDE = (f"{_PACKAGE}/testing/conformance/", f"{_PACKAGE}/recipes/", f"{_PACKAGE}/train.py")
 # Stands around methods of torch's, and is in the way of those who read a traceback.
 _RELAY = f"{_PACKAGE}/comm/torch_record.py"
+# Of torch, what only passes a call on to the one that matters.
+_TORCHS_RELAYS = tuple(
+    f"{os.sep}torch{os.sep}{file}"
+    for file in (
+        "_tensor.py",
+        "nn/modules/module.py",
+        "nn/modules/container.py",
+        "optim/optimizer.py",
+        "optim/lr_scheduler.py",
+        "utils/_contextlib.py",
+        "utils/data/dataloader.py",
+        "utils/data/_utils/fetch.py",
+        "distributed/c10d_logger.py",
+    )
+)
 _GENERATED = ("<frozen ", "<string>")
 # What wraps torch's functions and threads.
 _WRAPPERS = ("/contextlib.py", "/functools.py", "/threading.py", "/typing_extensions.py", "/warnings.py")
@@ -130,13 +145,17 @@ def up_to_user(trace: TracebackType | None) -> TracebackType | None:
 def without_own(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without Lockstep's frames; if the innermost is one, only without those around torch's methods.
 
+    Frames of torch that only pass a call on, as that of `Module.__call__`, go too, unless the error was raised there.
+
     For errors of others that came through Lockstep, such as a signal's in a wait, or one of a user's hook.
     """
     links = list(_links(trace))
     others = [link for link in links if not _is_own(link.tb_frame.f_code.co_filename)]
     if not others or others[-1] is not links[-1]:
         others = [link for link in links if link.tb_frame.f_code.co_filename != _RELAY]
-    return _chain(others)
+    innermost = others[-1:]
+    passed_on = [link for link in others[:-1] if not link.tb_frame.f_code.co_filename.endswith(_TORCHS_RELAYS)]
+    return _chain([*passed_on, *innermost])
 
 
 def _is_own(name: str) -> bool:

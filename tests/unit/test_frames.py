@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 
 import pytest
+import torch
 
 from lockstep.frames import without_own
 from lockstep.rank_zero import on_rank_zero
@@ -31,3 +32,28 @@ def test_errors_inside_lockstep_keep_its_frames() -> None:
     with pytest.raises(TypeError) as caught:
         on_rank_zero("no function")  # type: ignore[arg-type]
     assert names_of(caught.value)[-1] == "on_rank_zero"
+
+
+class Halves(torch.nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(3, 1))
+
+
+def test_calls_of_modules_are_not_in_the_way_of_the_line_that_matters() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        Halves()(torch.ones(2, 4))
+    assert names_of(caught.value) == [
+        "test_calls_of_modules_are_not_in_the_way_of_the_line_that_matters",
+        "forward",
+        "forward",
+    ]
+
+
+def test_an_error_that_torch_raises_there_is_shown_there() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        torch.nn.Sequential(torch.nn.Module())(torch.ones(1))
+    assert names_of(caught.value) == ["test_an_error_that_torch_raises_there_is_shown_there", "_forward_unimplemented"]
