@@ -13,7 +13,9 @@ General layout, from the top down; imports point down, and `tests/unit/test_laye
 * `parallel`: averages gradients over ranks; `data`: loads global batches; `metrics`: counts every sample once;
   `checkpoint`: saves and restores a run.
 * `rank_zero`: what rank 0 does for all; `drift`: finds ranks whose models come apart.
-* `world`: `init`, which opens the world; `placement`: which ranks share a host, where no launcher says so.
+* `world`: `init`, which opens the world; `stopping`: signals that tell a job to stop.
+* `agreement`: decisions that all ranks take alike; `placement`: which ranks share a host, where no launcher says so;
+  `device_choice`: which device a rank computes on.
 * `comm`: process groups for torch.distributed; `rendezvous`: how ranks find each other.
 * `shm`: the shared memory of one host.
 * `batch`: how many samples of a global batch a rank holds.
@@ -37,6 +39,8 @@ from lockstep.comm import registration as _registration
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # `as` marks a re-export for type checkers
+    from lockstep.agreement import all as all
+    from lockstep.agreement import any as any
     from lockstep.batch import is_filler as is_filler
     from lockstep.data import DataLoader as DataLoader
     from lockstep.errors import LockstepError as LockstepError
@@ -49,6 +53,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.parallel.losses import mean as mean
     from lockstep.parallel.losses import sum as sum
     from lockstep.parallel.replicas.data_parallel import DataParallel as DataParallel
+    from lockstep.rank_status import EXIT_STOPPED as EXIT_STOPPED
     from lockstep.rank_zero import get_logger as get_logger
     from lockstep.world import World as World
     from lockstep.world import current_world as current_world
@@ -60,10 +65,13 @@ _PUBLIC = {
     "DataLoader": "lockstep.data",
     "DataParallel": "lockstep.parallel.replicas.data_parallel",
     "DistributedDataParallel": "lockstep.parallel.distributed",
+    "EXIT_STOPPED": "lockstep.rank_status",
     "LockstepError": "lockstep.errors",
     "SyncBatchNorm": "lockstep.parallel.batchnorm",
     "World": "lockstep.world",
+    "all": "lockstep.agreement",
     "all_gather": "lockstep.parallel.gathering",
+    "any": "lockstep.agreement",
     "checkpoint": "lockstep.checkpoint",
     "convert_sync_batchnorm": "lockstep.parallel.batchnorm",
     "current_world": "lockstep.world",

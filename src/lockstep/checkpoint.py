@@ -41,9 +41,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.agreement import collective_device
 from lockstep.errors import CheckpointError, InputError, InputTypeError
 from lockstep.log import get_logger
-from lockstep.rank_zero import collective_device, on_rank_zero
+from lockstep.rank_zero import on_rank_zero
 
 __all__ = ["available", "gather_rng", "load", "restore_rng", "save"]
 

@@ -50,6 +50,8 @@ _SITE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.se
 _PUBLIC_CALLS = {
     (f"{_PACKAGE}/{file}", function): name
     for file, function, name in (
+        ("agreement.py", "all", "lockstep.all"),
+        ("agreement.py", "any", "lockstep.any"),
         ("checkpoint.py", "save", "checkpoint.save"),
         ("checkpoint.py", "load", "checkpoint.load"),
         ("checkpoint.py", "gather_rng", "checkpoint.gather_rng"),
@@ -63,6 +65,7 @@ _PUBLIC_CALLS = {
         ("parallel/losses.py", "sum", "lockstep.sum"),
         ("parallel/losses.py", "global_loss", "lockstep.global_loss"),
         ("parallel/gathering.py", "all_gather", "lockstep.all_gather"),
+        ("world.py", "should_stop", "world.should_stop"),
     )
 }
 _SITE_OF_PUBLIC_CALL = re.compile(r"(?P<site>.*) \((?P<call>[\w.]+)\)")

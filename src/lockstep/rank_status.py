@@ -50,6 +50,7 @@ from lockstep import env, libc
 
 __all__ = [
     "CALL",
+    "EXIT_STOPPED",
     "FINISHED",
     "NUMBER",
     "RING",
@@ -62,8 +63,10 @@ __all__ = [
     "call_field",
     "find_joined",
     "find_unjoined",
+    "has_stopping_ranks",
     "make_status_files",
     "note_joined",
+    "note_stopping",
     "note_torch",
     "open_section",
     "read_positions",
@@ -71,6 +74,9 @@ __all__ = [
     "site_field",
     "write_text",
 ]
+
+EXIT_STOPPED = 75
+"""Exit code of ranks that were told to stop, have saved, and want to be started again: EX_TEMPFAIL of sysexits.h."""
 
 RING = 64
 TEXT_BYTES = 256
@@ -85,6 +91,7 @@ _STATE = 8
 _FREE, _OPEN, _CLOSED = range(3)
 
 _MAGIC = 0x4C6F636B73746570
+_STOPPING = "stops-by-itself"
 _HEADER = struct.Struct("=5q")
 _WORD = struct.Struct("=q")
 _BY_ITSELF, _BY_CHILD, _BY_OTHERS = 16, 24, 32
@@ -290,6 +297,23 @@ def note_joined(rank: int, world_size: int) -> None:
                 os.pwrite(fd, _WORD.pack(1), word)
         finally:
             os.close(fd)
+
+
+def note_stopping() -> None:
+    """Let the launcher know that a signal ends this rank not at once, but after a step and a save. Local."""
+    owner = _owner()
+    if owner is not None:
+        with contextlib.suppress(OSError):
+            (Path(owner[0]) / _STOPPING).touch()
+
+
+def has_stopping_ranks(folder: Path) -> bool:
+    """Whether a rank of an attempt has called `note_stopping`. Local; the launcher's part.
+
+    Args:
+        folder: private folder of the attempt.
+    """
+    return (folder / _STOPPING).exists()
 
 
 def _file_of_process() -> _StatusFile | None:

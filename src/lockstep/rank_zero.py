@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env, errors
-from lockstep.torch_private.groups import device_types_of
+from lockstep.agreement import any as any_rank
+from lockstep.agreement import collective_device
 
-__all__ = ["RankZeroLogger", "collective_device", "get_logger", "on_rank_zero"]
+__all__ = ["RankZeroLogger", "get_logger", "on_rank_zero"]
 
 
 def on_rank_zero(action: Callable[[], str]) -> str:
@@ -37,6 +38,7 @@ def on_rank_zero(action: Callable[[], str]) -> str:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return action()
+    any_rank(False)  # a rank that cannot take part, after Ctrl-C say, is an error on all before anything is done
     text, failure = "", None
     if dist.get_rank() == 0:
         try:
@@ -89,26 +91,6 @@ def _own_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return env.RANK.get() or 0
-
-
-def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch.device | None = None) -> torch.device:
-    """Where a small tensor has to lie for a group: on the CPU if the group takes those, else on an accelerator. Local.
-
-    The same kind of device on every rank, because the group decides.
-
-    Args:
-        group: default the default group.
-        accelerator: the one that this rank works on; default the current one of the kind that the group takes.
-    """
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "no process group is open"
-    try:
-        kinds = {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}  # "cpu:gloo,cuda:nccl"
-    except (AssertionError, TypeError, ValueError):  # a group that torch.distributed did not make
-        kinds = set(device_types_of(group))
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(min(kinds)) if accelerator is None else accelerator
 
 
 def _broadcast_text(flag: bool, text: str) -> tuple[bool, str]:

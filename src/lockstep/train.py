@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import checkpoint
+from lockstep.agreement import collective_device
 from lockstep.batch import BatchShare
 from lockstep.data import DataLoader
 from lockstep.data.waits import Waits
 from lockstep.errors import CheckpointError, InputError, InputTypeError
-from lockstep.rank_zero import collective_device
 from lockstep.world import current_world
 
 __all__ = ["EpochReport", "Parallel", "Report", "Scheduler", "StepReport", "Trainer", "Update"]

@@ -29,6 +29,7 @@ from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 from lockstep.comm.wire import choose_wire
+from lockstep.device_choice import as_device, choose_device, takes_default_gpu, visible_gpus
 from lockstep.errors import (
     AlreadyInitialized,
     BackendUnavailable,
@@ -43,24 +44,22 @@ from lockstep.mpi_library import is_installed as is_mpi4py_installed
 from lockstep.mpi_library import load as load_mpi
 from lockstep.network_interfaces import name_for_engines
 from lockstep.placement import place_by_exchange
+from lockstep.rank_status import EXIT_STOPPED
 from lockstep.rendezvous import tcp
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.rendezvous.slurm_store import meet_in_slurm
 from lockstep.shm.support import lack as shared_memory_lack
+from lockstep.stopping import StopSignals
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation
 from lockstep.torch_private.groups import group_count, plugin_backends, set_group_count
 from lockstep.torch_private.stores import FileStore, HashStore, Store
 
-__all__ = ["World", "check_at_shutdown", "current_world", "default_gpu", "init", "symmetric_empty"]
+__all__ = ["World", "check_at_shutdown", "current_world", "init", "symmetric_empty"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MPI = "mpi"
 
-_UNSAID_HINT = (
-    ". If ranks are on other hosts, or each sees GPUs of its own alone, set LOCAL_RANK to the number of each rank's "
-    "GPU, and LOCAL_WORLD_SIZE to the number of ranks on its host"
-)
 _SHUT_DOWN = "this world was shut down; call lockstep.init() again to open another"
 
 _current: World | None = None
@@ -99,6 +98,7 @@ class World:
         self._owns_group = owns_group
         self._group: dist.ProcessGroup | None = dist.group.WORLD
         self._clock_start_s = clock.total()
+        self._stop_signals = StopSignals()
 
     def _is_open(self) -> bool:
         # The script may also have destroyed the default group itself.
@@ -119,6 +119,53 @@ class World:
         """Seconds this rank has spent in collectives since init, waiting for others included. Local."""
         return clock.total() - self._clock_start_s
 
+    def should_stop(self) -> bool:
+        """Whether a signal has told any rank to stop; the same answer on every rank, at the same call.
+
+        Ask at the end of each step, save, and leave with an exit code that says that the work is not done::
+
+            optimizer.step()
+            if world.should_stop():
+                checkpoint.save(folder, state, step=step)
+                sys.exit(lockstep.EXIT_STOPPED)
+
+        The first call begins to catch SIGTERM and SIGUSR1, on every rank; `stop_on` chooses others. The signal may
+        reach one rank, all of them, or the launcher (`lockstep run`, torchrun, srun). Handlers that the script had
+        installed are called as well. After the first True every call is True.
+
+        Collective: one all_reduce of one number. Where the group takes tensors on GPUs alone it is the answer to the
+        call before, so that the host does not wait for the GPU.
+
+        Raises:
+            NotInitialized: the world was shut down.
+            SetupError: the first call, in another thread than the main one.
+        """
+        if not self._is_open():
+            raise NotInitialized(_SHUT_DOWN)
+        return self._stop_signals.should_stop()
+
+    def stop_on(self, *signals: int) -> None:
+        """Choose the signals that `should_stop` answers to, from now on. Local; every rank chooses the same.
+
+        With `signal.SIGINT` among them Ctrl-C lets all ranks finish their step and save, too, where KeyboardInterrupt
+        would leave each at another line. A second Ctrl-C interrupts.
+
+            >>> import signal                                                              # doctest: +SKIP
+            >>> world.stop_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)               # doctest: +SKIP
+
+        Args:
+            signals: numbers, or members of `signal.Signals`; they replace SIGTERM and SIGUSR1. One that the process
+                ignores stays ignored.
+
+        Raises:
+            InputError: no signal, or one that cannot be caught.
+            NotInitialized: the world was shut down.
+            SetupError: this is not the main thread.
+        """
+        if not self._is_open():
+            raise NotInitialized(_SHUT_DOWN)
+        self._stop_signals.catch(signals)
+
     def shutdown(self) -> None:
         """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost.
 
@@ -138,6 +185,7 @@ class World:
     def _leave(self) -> None:
         global _current
         was_open = self._is_open()
+        self._stop_signals.release()
         self._group = None
         if _current is self:
             _current = None
@@ -165,7 +213,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0, EXIT_STOPPED)):
             self.shutdown()
         else:
             self.abort(error)
@@ -280,12 +328,12 @@ def _open(
     _hint_at_unused_allocation(topology)
     backend = _choose_backend(backend, topology, device)
     # Which GPU is this rank's may depend on the others. Otherwise a rank that raises here should keep none waiting.
-    needs_place = "local_rank" in topology.unsaid and _takes_default_gpu(backend, device)
-    chosen_device = None if needs_place else _choose_device(backend, topology, device)
+    needs_place = "local_rank" in topology.unsaid and takes_default_gpu(backend, device)
+    chosen_device = None if needs_place else choose_device(backend, topology, device)
     if backend != _MPI and store is None and init_method is None:
         store, init_method = _find_rendezvous(topology, limit)
         topology = _place(topology, store, limit, needs_place)
-    chosen_device = chosen_device or _choose_device(backend, topology, device)
+    chosen_device = chosen_device or choose_device(backend, topology, device)
     _meet(backend, topology, store, init_method, limit)
     return World(topology, chosen_device, backend, owns_group=True)
 
@@ -294,7 +342,7 @@ def _place(topology: Topology, store: Store | None, timeout: timedelta, by_gpus:
     """The topology with what variables set by hand leave open, where the ranks have a store to tell each other."""
     if store is None or topology.launcher != "environment":
         return topology
-    return place_by_exchange(topology, store, timeout, _visible_gpus() if by_gpus else [])
+    return place_by_exchange(topology, store, timeout, visible_gpus() if by_gpus else [])
 
 
 def _meet(backend: str, topology: Topology, store: Store | None, init_method: str | None, timeout: timedelta) -> None:
@@ -363,7 +411,7 @@ def _adopt(
             "torch.distributed is already initialised: lockstep.init() takes it over and ignores %s", ", ".join(ignored)
         )
     topology = read_topology(env.snapshot(), rank=dist.get_rank(), world_size=dist.get_world_size())
-    return World(topology, _choose_device(actual, topology, device), actual, owns_group=False)
+    return World(topology, choose_device(actual, topology, device), actual, owns_group=False)
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
@@ -406,7 +454,7 @@ def _choose_backend(backend: str, topology: Topology, device: str | torch.device
         raise InputTypeError(f"backend is {backend!r}; give a name such as 'auto', 'lockstep', 'gloo' or 'nccl'")
     name = backend.lower()
     if name == "auto":
-        wants_cpu = device is not None and _as_device(device).type == "cpu"
+        wants_cpu = device is not None and as_device(device).type == "cpu"
         if torch.cuda.is_available() and dist.is_nccl_available() and not wants_cpu:
             return "nccl"
         return BACKEND_NAME if shared_memory_lack() is None else _stand_in(topology)
@@ -433,60 +481,6 @@ def _stand_in(topology: Topology) -> str:
             "breaks is an error on the others only when gloo notices, without names",
         )
     return "gloo"
-
-
-def _as_device(device: str | torch.device) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"device is {device!r}, which torch does not know: {str(error).splitlines()[0]}") from None
-
-
-def _takes_default_gpu(backend: str, device: str | torch.device | None) -> bool:
-    """Whether the device is a GPU, and its number depends on which ranks share this host."""
-    if device is None:
-        return "nccl" in backend
-    return str(device) == "cuda"
-
-
-def _visible_gpus() -> list[str]:
-    """What tells the GPUs that this process sees from all others; empty where torch does not say."""
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [str(one.uuid) for one in properties if hasattr(one, "uuid")]
-
-
-def default_gpu(topology: Topology, count: int) -> tuple[int, torch.device]:
-    """How many GPUs this rank, which sees `count`, must see for its host to have enough, and which is its own."""
-    of_host = env.SLURM_GPUS_ON_NODE.get() if topology.launcher == "slurm" else None
-    if count > 0 and of_host is not None and count < topology.local_world_size <= of_host:
-        # Asked for --gpus-per-task or --gpu-bind, Slurm shows each task its own alone, counted from 0.
-        return 1, torch.device("cuda", 0)
-    if "local_world_size" in topology.unsaid and "local_rank" not in topology.unsaid:
-        # LOCAL_RANK alone was given, and counts: ranks of this host may see a part of its GPUs.
-        return topology.local_rank + 1, torch.device("cuda", topology.local_rank)
-    # Judged by the number of ranks, so that all of them stop here, and none waits for those that did.
-    return topology.local_world_size, torch.device("cuda", topology.local_rank)
-
-
-def _choose_device(backend: str, topology: Topology, device: str | torch.device | None) -> torch.device:
-    default = "cuda" if "nccl" in backend else "cpu"
-    chosen = _as_device(device if device is not None else default)
-    if chosen.type != "cuda":
-        return chosen
-    count = torch.cuda.device_count()
-    if chosen.index is not None:
-        needed = chosen.index + 1
-    else:
-        needed, chosen = default_gpu(topology, count)  # type: ignore[unreachable]  # stubs: always an index
-    if needed > count:
-        raise SetupError(
-            f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "
-            f"{topology.local_world_size} rank(s). Start at most {count} ranks here "
-            f"(--nproc {max(count, 1)}), or run on the CPU with lockstep.init(device='cpu')"
-            f"{_UNSAID_HINT if 'local_world_size' in topology.unsaid else ''}"
-        )
-    torch.cuda.set_device(chosen)
-    return chosen
 
 
 def _hint_at_unused_allocation(topology: Topology) -> None:

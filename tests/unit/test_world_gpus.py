@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep import env, placement, world
+from lockstep import device_choice, env, placement
 from lockstep.errors import SetupError
 from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s, run_ranks
@@ -28,7 +28,7 @@ def choose(
     if of_host is not None:
         monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(of_host))
     topology = Topology(local_rank, 4, local_rank, 4, launcher=launcher)
-    chosen = world._choose_device("nccl", topology, None)
+    chosen = device_choice.choose_device("nccl", topology, None)
     assert taken == [chosen]
     return chosen
 
@@ -54,15 +54,15 @@ def test_local_rank_alone_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     said = {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}
-    assert world._choose_device("nccl", read_topology(said), None) == torch.device("cuda", 0)
+    assert device_choice.choose_device("nccl", read_topology(said), None) == torch.device("cuda", 0)
     with pytest.raises(SetupError, match=r"rank 5 would use cuda:1, but this host has 1 GPU"):
-        world._choose_device("nccl", read_topology(said | {"RANK": "5", "LOCAL_RANK": "1"}), None)
+        device_choice.choose_device("nccl", read_topology(said | {"RANK": "5", "LOCAL_RANK": "1"}), None)
 
 
 def test_error_says_what_nobody_has_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SetupError, match="set LOCAL_RANK to the number of each rank's GPU, and LOCAL_WORLD_SIZE"):
-        world._choose_device("nccl", read_topology({"RANK": "1", "WORLD_SIZE": "2"}), None)
+        device_choice.choose_device("nccl", read_topology({"RANK": "1", "WORLD_SIZE": "2"}), None)
 
 
 def init_in_a_container(port: int, gpus_here: int) -> list[object]:

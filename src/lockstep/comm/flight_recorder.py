@@ -57,6 +57,9 @@ _FOR_ALL_RANKS = {
     "metrics.synchronize": (
         "metrics.synchronize is for all ranks, and each gets the values: call it outside of the branch"
     ),
+    "lockstep.any": "lockstep.any is for all ranks, and each gets the answer: call it outside of the branch",
+    "lockstep.all": "lockstep.all is for all ranks, and each gets the answer: call it outside of the branch",
+    "world.should_stop": "world.should_stop is for all ranks, after each step: call it outside of the branch",
     "SyncBatchNorm": (
         "SyncBatchNorm in training mode is for all ranks: call model.eval() before what one rank does alone"
     ),
@@ -66,7 +69,10 @@ _DECIDED_ALONE = (
     ". Nothing failed there: if it stopped by a value of its own, such as its loss, all ranks must decide alike, by "
     "a value of all: lockstep.any(…)"
 )
-
+_AFTER_CTRL_C = (
+    ". Ctrl-C meets each rank at another line, so nothing can be communicated any more, and nothing was saved. To save "
+    "then, let Ctrl-C set a flag by world.stop_on(signal.SIGINT), and save `if world.should_stop():` after a step"
+)
 _SWAPPED = (
     " Flat tensors may meet others of as many elements, but these ranks had it the other way round in an earlier call: "
     "they make the same calls in different order, and what that one returned is made of unrelated tensors."
@@ -418,10 +424,14 @@ class FlightRecorder:
         else:
             culprits = self._globals(named)
         stories = [self._story(rank, failure.kinds[rank], failures.get(rank)) for rank in named]
-        advice = self._advice_against(named)
-        if not advice and all(rank not in failures and rank in left for rank in named):
-            advice = _DECIDED_ALONE
+        is_decision = all(rank not in failures and rank in left for rank in named)
+        advice = self._advice_on_loss(named, failures, is_decision)
         return RankLost(f"{'; '.join(stories)}. {self.name(self._rank)} waited for it in {activity}{advice}", culprits)
+
+    def _advice_on_loss(self, lost: Sequence[int], failures: Mapping[int, Failure], is_decision: bool) -> str:
+        if any(KeyboardInterrupt.__name__ in reported.message for reported in failures.values()):
+            return _AFTER_CTRL_C
+        return self._advice_against(lost) or (_DECIDED_ALONE if is_decision else "")
 
     def _advice_against(self, missing: Sequence[int]) -> str:
         """What to write if this rank called a function of ours that is for all ranks, and the missing ones did not."""
@@ -472,9 +482,10 @@ class FlightRecorder:
         Such as a KeyboardInterrupt, or memory running out. The ranks are out of step for good. Tells the peers.
         """
         message = describe_exception(error)
+        advice = _AFTER_CTRL_C if isinstance(error, KeyboardInterrupt) else ""
         self.broken = CollectiveAborted(
             f"{self.name(self._rank)} {message}, in the middle of collective #{self.number} of {self.group_name}, "
-            f"{self._own_call()}",
+            f"{self._own_call()}{advice}",
             self._globals([self._rank]),
         )
         self._blocks.fail(Failure(CollectiveAborted.__name__, self.broken.culprits, message))

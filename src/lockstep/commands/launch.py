@@ -236,7 +236,7 @@ def _config(chosen: argparse.Namespace, settings: dict[str, object]) -> LaunchCo
     settings["environment"] = variables = env.snapshot()
     choice.tell_ranks(variables, chosen.compat, script, is_module, args)
     if chosen.grace_s is not None:
-        settings["grace_s"] = chosen.grace_s
+        settings["grace_s"] = settings["stop_grace_s"] = chosen.grace_s
     return LaunchConfig(
         target=script,
         args=args,

@@ -36,17 +36,27 @@ def add_nproc(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_grace(parser: argparse._ActionsContainer) -> None:
-    """`--grace`."""
+class _Grace(argparse.Action):
+    """One number for ranks that end at once, and for those that save before they end."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, value: object, option: object = None) -> None:
+        namespace.grace_s = namespace.stop_grace_s = value
+
+
+def add_grace(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """`--grace`, which gives `grace_s` and `stop_grace_s`."""
     parser.add_argument(
         "--grace",
         dest="grace_s",
+        action=_Grace,
         type=float,
         metavar="SECONDS",
         default=LaunchConfig.grace_s,
         help="time from asking a rank to stop (SIGTERM) to SIGKILL, and for exit handlers of one that raised "
-        "(default: %(default)g)",
+        f"(default: %(default)g; {LaunchConfig.stop_grace_s:g} for ranks that save before they stop, by "
+        "world.should_stop)",
     )
+    parser.set_defaults(stop_grace_s=LaunchConfig.stop_grace_s)
 
 
 def split_at_script(arguments: Sequence[str], flags: Collection[str]) -> tuple[list[str], str | None, tuple[str, ...]]:

@@ -65,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
             args=tuple(recipe_options),
             nproc=nproc,
             grace_s=chosen.grace_s,
+            stop_grace_s=chosen.stop_grace_s,
             is_module=True,
             prefix=False,
             explained_code=USAGE_CODE,

@@ -20,6 +20,7 @@ General layout, from the bottom up:
 * `fingerprints`: numbers by which ranks see that they hold other data.
 * `source`: fetches and collates a batch, each sample with its own seed.
 * `buffers`: shared memory that workers use again; `handover`: hands batches from workers to the training process.
+* `worker_signals`: has workers leave signals to their rank.
 * `iteration`: counts how far an epoch is consumed; `device`: moves batches to the device ahead of time.
 * `loader`: `DataLoader`, which puts these together; `waits`: how long a loop waits for its batches.
 """

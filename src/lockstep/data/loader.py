@@ -41,6 +41,7 @@ from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
+from lockstep.data.worker_signals import held_back
 from lockstep.drift.watch import watch_optimizers
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import iterator_of, set_guarded
@@ -379,7 +380,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         handover = Handover(self.num_workers)
         set_guarded(view, "dataset", handover.packing(source))
         try:
-            iterator = iterator_of(view)
+            with held_back():
+                iterator = iterator_of(view)
         except BaseException:
             handover.cancel()
             raise

@@ -34,6 +34,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 
 from lockstep.data.order import Fetch
 from lockstep.data.seeding import GLOBAL_RNGS, GlobalRng, derive_seed, derive_seeds, preserve_global_rngs
+from lockstep.data.worker_signals import Shield
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
 __all__ = ["DrawnFrom", "SampleSource", "TensorSource", "WorkerInit", "identity", "make_source", "takes_generator"]
@@ -319,8 +320,10 @@ class WorkerInit:
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn
+        self._shield = Shield()
 
     def __call__(self, worker_id: int) -> None:
+        self._shield()
         info = get_worker_info()
         assert info is not None, "called outside a worker"
         source: Any = info.dataset

@@ -7,7 +7,7 @@ RUNNING   all ranks work. A rank that exits with 0 is simply done.
 SETTLING
    │ time is over: SIGTERM to every group. A rank that reported a failure has `grace_s` for its way out, on
    │ which it may upload logs or write a checkpoint; one that hangs there gets here from RUNNING, too
-   │ (an interrupt gets here at once, with its own signal)
+   │ (an interrupt gets here at once, with its own signal, and with `stop_grace_s` if ranks save before they end)
 STOPPING
    │ `grace_s` is over, or a second interrupt: SIGKILL to every group
 KILLED
@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from lockstep.launch.attempt_folder import AttemptFolder
 from lockstep.launch.process import RankCommand, RankExit, RankProcess
 from lockstep.launch.reaper import Reaper, sweep
+from lockstep.rank_status import has_stopping_ranks
 
 __all__ = ["Attempt", "AttemptPhase"]
 
@@ -59,6 +60,7 @@ class Attempt:
         grace_s: seconds from the signal that asks ranks to stop to SIGKILL; and those that a rank has to end by itself
             when it has announced a failure.
         settle_s: seconds from the first failure to that signal, where no rank is ending by itself.
+        stop_grace_s: as `grace_s`, after an interrupt, where a rank has said that it saves before it ends.
         on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
 
     Attributes:
@@ -75,6 +77,7 @@ class Attempt:
         job: str,
         grace_s: float,
         settle_s: float,
+        stop_grace_s: float,
         on_failure: Callable[[], None],
     ) -> None:
         self.exits: dict[int, RankExit] = {}
@@ -87,6 +90,7 @@ class Attempt:
         self._job = job
         self._grace_s = grace_s
         self._settle_s = settle_s
+        self._stop_grace_s = stop_grace_s
         self._phase = AttemptPhase.RUNNING
         self._deadline: float | None = None  # monotonic; when the current phase ends by itself
         self._processes: dict[int, RankProcess] = {}
@@ -125,8 +129,13 @@ class Attempt:
 
     @property
     def failed_ranks(self) -> set[int]:
-        """Ranks that exited with another code than 0, or announced that an exception went through."""
-        return self._announced.keys() | {rank for rank, ended in self.exits.items() if ended.code != 0}
+        """Ranks whose exit code is that of a failure, or that announced that an exception went through."""
+        return self._announced.keys() | {rank for rank, ended in self.exits.items() if not ended.is_good}
+
+    @property
+    def interrupt_grace_s(self) -> float:
+        """Seconds that ranks have after an interrupt: more if one of them saves before it ends."""
+        return self._stop_grace_s if has_stopping_ranks(self._folder.path) else self._grace_s
 
     @property
     def is_undisturbed(self) -> bool:
@@ -170,7 +179,7 @@ class Attempt:
             self._on_exit(self._processes[rank])
         if self._phase is AttemptPhase.RUNNING:
             self.is_cut_short = True
-            self._stop(number)
+            self._stop(number, self.interrupt_grace_s)
         else:
             self.kill()
 
@@ -198,7 +207,7 @@ class Attempt:
     def stop(self) -> None:
         """Ask all ranks to end, although none has failed."""
         if self._phase in (AttemptPhase.RUNNING, AttemptPhase.SETTLING):
-            self._stop(signal.SIGTERM)
+            self._stop(signal.SIGTERM, self.interrupt_grace_s)
 
     def kill(self) -> None:
         """SIGKILL to every group, now."""
@@ -267,7 +276,7 @@ class Attempt:
     def _next_phase(self) -> None:
         """Go on to the next phase, because the time of the current one is over."""
         if self._phase in (AttemptPhase.RUNNING, AttemptPhase.SETTLING):
-            self._stop(signal.SIGTERM)
+            self._stop(signal.SIGTERM, self._grace_s)
         elif self._phase is AttemptPhase.STOPPING:
             self.kill()
         else:
@@ -277,9 +286,9 @@ class Attempt:
                 self.exits[rank] = RankExit(rank, pid, 128 + signal.SIGKILL, signal.SIGKILL, time.time(), True)
             self._alive.clear()
 
-    def _stop(self, number: int) -> None:
+    def _stop(self, number: int, grace_s: float) -> None:
         self._phase = AttemptPhase.STOPPING
-        self._deadline = time.monotonic() + self._grace_s
+        self._deadline = time.monotonic() + grace_s
         self._send(number)
 
     def _send(self, number: int) -> None:

@@ -32,6 +32,8 @@ class LaunchConfig:
         log_dir: folder for one file per rank, rank<r>.log, which then gets stdout and stderr. Made if missing.
         max_restarts: how often to start all ranks again after a failure.
         grace_s: seconds from asking a rank to stop (SIGTERM) to SIGKILL, and until a rank that raised is asked to stop.
+        stop_grace_s: as `grace_s`, for ranks that were told to stop by a signal to this launcher and save before they
+            end (`World.should_stop`); as long as Slurm, Kubernetes and torchrun give a job.
         settle_s: seconds that the other ranks get, after a failure, to report what they lost.
         stacks_on_timeout: when a rank did not come in time, print the stacks of all ranks before they are stopped.
         master_addr: MASTER_ADDR for the ranks.
@@ -53,6 +55,7 @@ class LaunchConfig:
     log_dir: str | None = None
     max_restarts: int = 0
     grace_s: float = 5.0
+    stop_grace_s: float = 30.0
     settle_s: float = 1.0
     stacks_on_timeout: bool = False
     master_addr: str = "127.0.0.1"
@@ -83,7 +86,7 @@ class LaunchConfig:
         check_target(self.target, self.is_module)
         if self.max_restarts < 0:
             raise LaunchError(f"max_restarts is {self.max_restarts}; expected 0 or more")
-        for name, value in (("grace", self.grace_s), ("settle_s", self.settle_s)):
+        for name, value in (("grace", self.grace_s), ("grace", self.stop_grace_s), ("settle_s", self.settle_s)):
             if not (math.isfinite(value) and value >= 0):
                 raise LaunchError(f"{name} is {value}; expected a number of seconds, 0 or more")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:

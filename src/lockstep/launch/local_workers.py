@@ -31,7 +31,7 @@ from lockstep.launch.root_cause import RankFailure, find_first_failure, format_l
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.launch.stacks import dump_stacks
-from lockstep.rank_status import make_status_files
+from lockstep.rank_status import EXIT_STOPPED, make_status_files
 
 __all__ = ["LocalWorkers", "Outcome", "end_without_reader"]
 
@@ -48,6 +48,7 @@ class Outcome:
         failures: the failures of its ranks, the first one first; empty if something else ended the attempt.
         last_words: what ranks raised after they were told to end, as `format_last_words` formats it.
         interrupted_by: the signal that the launcher got at any moment of the attempt, or None.
+        is_stopped: whether ranks were told to stop, and ended so that they may be started again; see `EXIT_STOPPED`.
         output_error: why the ranks' output could not be passed on, if that is what ended it.
     """
 
@@ -55,6 +56,7 @@ class Outcome:
     interrupted_by: int | None = None
     output_error: OSError | None = None
     last_words: str = ""
+    is_stopped: bool = False
 
 
 class LocalWorkers:
@@ -88,9 +90,14 @@ class LocalWorkers:
             self._relay = Relay(all_bars=config.all_bars) if config.prefix and logs is None else None
             if self._relay is not None:
                 stack.callback(self._relay.close)
-            grace_s, settle_s = config.grace_s, config.settle_s
             self.attempt = Attempt(
-                folder, reaper, job=job, grace_s=grace_s, settle_s=settle_s, on_failure=self._on_failure
+                folder,
+                reaper,
+                job=job,
+                grace_s=config.grace_s,
+                settle_s=config.settle_s,
+                stop_grace_s=config.stop_grace_s,
+                on_failure=self._on_failure,
             )
             self.reports: dict[int, ErrorReport] = {}
             self.statuses: dict[int, RankStatus] = {}
@@ -137,7 +144,9 @@ class LocalWorkers:
             # A reader that went away has ended the job by SIGTERM, unless something else had ended it before.
             if relay.error is not None and not failures and interrupted_by in (None, signal.SIGTERM):
                 return Outcome([], output_error=relay.error)
-        return Outcome(failures, interrupted_by, last_words=last_words)
+        codes = {ended.code for ended in attempt.exits.values()}
+        is_stopped = codes <= {0, EXIT_STOPPED} and EXIT_STOPPED in codes
+        return Outcome(failures, interrupted_by, last_words=last_words, is_stopped=is_stopped)
 
     def format_last_words(self) -> str:
         """What ranks raised of themselves in a job that no failure of theirs ended; empty if nothing. After `end`."""
@@ -183,7 +192,7 @@ class LocalWorkers:
         """Say in one sentence which signal came, how to end the ranks sooner, and where they were."""
         behind_key = "\n" if number == signal.SIGINT and os.isatty(2) else ""  # the terminal's ^C
         statuses = describe_statuses(look(self.folder, self.attempt.pids))
-        say(behind_key + describe_interrupt(number, self._config.grace_s, statuses))
+        say(behind_key + describe_interrupt(number, self.attempt.interrupt_grace_s, statuses))
 
     def _on_failure(self) -> None:
         self.statuses = look(self.folder, self.attempt.pids)

@@ -1,4 +1,8 @@
-"""One rank's process: started in a session of its own, watched through a pidfd, signalled as a group.
+"""One rank's process: started in a session of its own, watched through a pidfd, signalled.
+
+A signal that asks a rank to end goes to the rank alone, as `docker stop` and systemd's KillMode=mixed have it: it may
+need the processes that it has started, such as the workers of a DataLoader, to finish its step and save. What a
+terminal sends, and what cannot be caught, goes to its whole process group.
 
 The launcher reads how a rank exited, but does not reap it until the whole attempt ends. Until then its pid, which
 names its process group and its session too, cannot become that of another process, so a signal to the group never
@@ -20,12 +24,14 @@ from pathlib import Path
 from lockstep.errors import LaunchError
 from lockstep.launch.environment import reaper_environment
 from lockstep.launch.reaper import Reaper
+from lockstep.rank_status import EXIT_STOPPED
 
 __all__ = ["RankCommand", "RankExit", "RankProcess", "start_reaper", "worker_command_line"]
 
 # Another part of the program reaped the process (it ignores SIGCHLD, or waits for any child): its code is lost.
 _UNKNOWN_CODE = 255
 _REAP_TIMEOUT_S = 2.0
+_FOR_RANK_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def worker_command_line() -> tuple[str, ...]:
@@ -98,6 +104,11 @@ class RankExit:
     stopped: bool
     host: str = ""
 
+    @property
+    def is_good(self) -> bool:
+        """Whether the rank has ended as it wanted to: done, or told to stop and ready to be started again."""
+        return self.code in (0, EXIT_STOPPED)
+
 
 @contextlib.contextmanager
 def _sigint_held_back() -> Iterator[None]:
@@ -153,10 +164,10 @@ class RankProcess:
             raise LaunchError(f"rank {self.rank}: cannot watch its process: {error} (needs Linux 5.4)") from error
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank's whole process group."""
+        """Send a signal to the rank; but for SIGTERM and the like also to its whole process group."""
         self.was_signalled = self.was_signalled or number not in (signal.SIGCONT, signal.SIGSTOP)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            (os.kill if number in _FOR_RANK_ALONE else os.killpg)(self.pid, number)
 
     def poll(self) -> RankExit | None:
         """How it ended, or None while it runs. Leaves it unreaped."""

@@ -62,6 +62,7 @@ class ErrorReport:
         culprits: ranks that the exception blames; empty where it blames none.
         is_timeout: whether it says that a rank did not come before the deadline; of any backend.
         in_import: whether it was raised while a module was imported.
+        after_interrupt: whether it was raised by what the script did after a KeyboardInterrupt, such as a save.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class ErrorReport:
     culprits: tuple[int, ...] = ()
     is_timeout: bool = False
     in_import: bool = False
+    after_interrupt: bool = False
 
     def write(self, folder: Path) -> None:
         """Put it into `folder` as error-rank<r>.json, in one step."""
@@ -237,6 +239,7 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
         culprits=_culprits_of(error),
         is_timeout=_is_timeout(error),
         in_import=_is_in_import(error),
+        after_interrupt=any(isinstance(one, KeyboardInterrupt) for one in _chain(error)),
     )
 
 

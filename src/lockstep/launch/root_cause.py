@@ -72,7 +72,7 @@ class RankFailure:
     @property
     def exit_code(self) -> int:
         """Exit code for the whole job: the rank's own, or 1 if that does not tell of a failure."""
-        if self.is_blamed or (self.report is not None and (self.ended.stopped or self.ended.code == 0)):
+        if self.is_blamed or (self.report is not None and (self.ended.stopped or self.ended.is_good)):
             return 1
         return self.ended.code
 
@@ -169,12 +169,12 @@ def find_first_failure(
     failures = [
         RankFailure(ended, reports.get(rank), known)
         for rank, ended in exits.items()
-        if ended.code != 0 or rank in reports or rank in announced
+        if not ended.is_good or rank in reports or rank in announced
     ]
     failures.sort(key=lambda failure: failure._order)
     if failures and failures[0].report is not None and failures[0].report.secondary:
         lost = failures[0].report.culprits or find_missing(known, failures[0].rank)  # gloo names nobody
-        ended = [exits[rank] for rank in lost if rank in exits and exits[rank].code == 0]
+        ended = [exits[rank] for rank in lost if rank in exits and exits[rank].is_good]
         failures[:0] = [RankFailure(one, None, known, is_blamed=True) for one in ended if one.rank not in reports]
     return failures
 
@@ -364,6 +364,8 @@ def format_summary(
 def find_own_errors(failures: list[RankFailure]) -> list[RankFailure]:
     """Those of ranks that raised, and not because of another rank, in a job that was told to end.
 
+    Where all raised because of another rank, those that did so after Ctrl-C: what they meant to save is not saved.
+
     Nor because of an import: Ctrl-C in the middle of one becomes errors of other kinds, where a library catches
     everything, or goes on with half a module.
 
@@ -371,7 +373,9 @@ def find_own_errors(failures: list[RankFailure]) -> list[RankFailure]:
         failures: from `find_first_failure`.
     """
     reports = [(one, one.report) for one in failures if one.report is not None]
-    return [one for one, report in reports if not (report.secondary or report.in_import)]
+    reports = [(one, report) for one, report in reports if not report.in_import]
+    own = [one for one, report in reports if not report.secondary]
+    return own or [one for one, report in reports if report.after_interrupt]
 
 
 def format_last_words(failures: list[RankFailure]) -> str:

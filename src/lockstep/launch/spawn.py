@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _GRACE_S = 5.0
 _SETTLE_S = 1.0
+_STOP_GRACE_S = 30.0
 _DRAIN_TIMEOUT_S = 5.0
 # The exit code of `timeout` of coreutils.
 _TIMEOUT_CODE = 124
@@ -122,6 +123,7 @@ def spawn(
                 job=job,
                 grace_s=_GRACE_S,
                 settle_s=_SETTLE_S,
+                stop_grace_s=_STOP_GRACE_S,
                 on_failure=lambda: statuses.update(look(folder.path, attempt.pids)),
             )
             processes.callback(attempt.close)
@@ -179,7 +181,7 @@ def _run(
         # ends the wait, and the caller's `close` kills them.
         with contextlib.suppress(KeyboardInterrupt):
             if attempt.is_undisturbed:
-                _print_interrupt(describe_statuses(look(folder, attempt.pids)))
+                _print_interrupt(attempt.interrupt_grace_s, describe_statuses(look(folder, attempt.pids)))
             attempt.interrupt(signal.SIGINT)
             attempt.wait()
         return
@@ -198,10 +200,10 @@ def _run(
         )
 
 
-def _print_interrupt(statuses: str) -> None:
+def _print_interrupt(grace_s: float, statuses: str) -> None:
     """To Python's own stderr: that of a notebook's cell, where there is one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, it is closed, nobody reads it
-        text = describe_interrupt(signal.SIGINT, _GRACE_S, statuses)
+        text = describe_interrupt(signal.SIGINT, grace_s, statuses)
         sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text)  # behind the terminal's ^C
         sys.stderr.flush()
 

@@ -19,7 +19,7 @@ from lockstep.launch.reaper import Reaper
 from lockstep.launch.root_cause import RankFailure, format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
-from lockstep.rank_status import find_unjoined
+from lockstep.rank_status import EXIT_STOPPED, find_unjoined
 from lockstep.secret import token_for_ranks
 
 __all__ = ["Supervisor", "launch_job"]
@@ -31,8 +31,8 @@ def launch_job(config: LaunchConfig) -> int:
     While it runs, SIGINT, SIGTERM and SIGHUP go to the ranks (if called from the main thread).
 
     Returns:
-        The exit code: 0 if every rank exited with 0; else that of the rank that failed first (128 + signal if
-        one killed it); 128 + signal if this process was told to end.
+        The exit code: 0 if every rank exited with 0; `EXIT_STOPPED` if they were told to stop and said so; else that of
+            the rank that failed first (128 + signal if one killed it); 128 + signal if this process was told to end.
 
     Raises:
         LaunchError: the job cannot be started as asked; nothing has been started.
@@ -72,6 +72,8 @@ class Supervisor:
                 if outcome.output_error is not None:
                     return end_without_reader(outcome.output_error)
                 say(outcome.last_words)
+                if outcome.is_stopped:
+                    return EXIT_STOPPED
                 if not outcome.failures:
                     return 0 if outcome.interrupted_by is None else 128 + outcome.interrupted_by
                 # A user who interrupts a job that is failing does not want it to start again.

@@ -9,9 +9,9 @@ from typing import cast, overload
 import torch
 import torch.distributed as dist
 
+from lockstep.agreement import collective_device
 from lockstep.errors import CollectiveMismatch, InputTypeError
 from lockstep.metrics.metric import Metric
-from lockstep.rank_zero import collective_device
 from lockstep.world import current_world
 
 __all__ = ["synchronize"]

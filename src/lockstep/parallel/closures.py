@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep import batch
+from lockstep.agreement import collective_device
 from lockstep.drift.engines import StepArguments
 from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.parallel.losses import find_origin
-from lockstep.rank_zero import collective_device
 
 __all__ = ["with_mean_of_closure"]
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch, seeding
+from lockstep.agreement import collective_device
 from lockstep.drift.engines import StepArguments, engines, note_engine, parameters_of
 from lockstep.drift.watch import describe_step, watch_steps
 from lockstep.errors import InputTypeError, ModelError
@@ -61,7 +62,6 @@ from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.parallel.reducer import CommHook, Reducer
 from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
-from lockstep.rank_zero import collective_device
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of

@@ -42,9 +42,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import batch
+from lockstep.agreement import collective_device
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.forward_pass import ForwardPass
-from lockstep.rank_zero import collective_device
 
 __all__ = ["Origin", "find_origin", "global_loss", "mean", "sum"]
 

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.agreement import collective_device
 from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.graph import accumulating_node
-from lockstep.rank_zero import collective_device
 from lockstep.torch_private.tensors import indices_of, values_of
 
 __all__ = ["SparseGradients"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from lockstep import env
+from lockstep.device_choice import default_gpu
 from lockstep.errors import InputError
 from lockstep.topology import Topology
-from lockstep.world import default_gpu
 
 __all__ = ["choose_device"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.rank_zero import collective_device
+from lockstep.agreement import collective_device
 from lockstep.train import EpochReport, Report
 
 __all__ = ["RankTime", "RankTimes", "Summary"]

@@ -38,6 +38,7 @@ from lockstep.launch.local_workers import LocalWorkers, Outcome
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.root_cause import RankFailure
 from lockstep.launch.screen import say
+from lockstep.rank_status import EXIT_STOPPED
 
 __all__ = ["HostAgent", "Interrupted", "OutputLost"]
 
@@ -285,8 +286,14 @@ class HostAgent(SimpleElasticAgent):
             reports.append(report)
         return reports
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether ranks of the last round, on any host, were told to stop and may be started again."""
+        exits = [ended for report in self._reports() if report is not None for ended in report.exits.values()]
+        return any(ended.code == EXIT_STOPPED for ended in exits)
+
     def _has_succeeded(self) -> bool:
-        """Whether all ranks of all hosts have exited with 0."""
+        """Whether all ranks of all hosts have ended as they wanted to."""
         return self._outcome is not None and all(report and not report.has_failed for report in self._reports())
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:

@@ -26,6 +26,7 @@ from lockstep.launch.process import start_reaper
 from lockstep.launch.root_cause import format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
+from lockstep.rank_status import EXIT_STOPPED
 from lockstep.secret import Secret, read_token_file, remarks_on
 
 __all__ = ["launch_on_hosts"]
@@ -166,8 +167,9 @@ class _Job:
     def _conclude(self, is_failed: bool) -> int:
         """Say how the last round has ended, on all hosts alike."""
         if not is_failed:
-            self._rendezvous.close("the job is done", 0)
-            return 0
+            code = EXIT_STOPPED if self._agent.is_stopped else 0
+            self._rendezvous.close("the ranks were told to stop" if code else "the job is done", code)
+            return code
         failures, absent = self._agent.failures, self._agent.absent
         num_ranks = sum(host.num_ranks for host in self._rendezvous.members)
         if absent:

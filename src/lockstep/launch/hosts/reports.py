@@ -41,7 +41,7 @@ class HostReport:
     @property
     def has_failed(self) -> bool:
         """Whether a rank of this host failed."""
-        return bool(self.announced) or any(ended.code != 0 for ended in self.exits.values())
+        return bool(self.announced) or any(not ended.is_good for ended in self.exits.values())
 
     def encode(self) -> str:
         """Encode as text, with the name of this host."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.rank_zero import collective_device
+from lockstep.agreement import collective_device
 
 __all__ = ["BROKEN_LIST", "BrokenImages"]
 

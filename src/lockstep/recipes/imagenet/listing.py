@@ -27,8 +27,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from lockstep.agreement import collective_device
 from lockstep.errors import DataError
-from lockstep.rank_zero import collective_device, on_rank_zero
+from lockstep.rank_zero import on_rank_zero
 
 __all__ = ["EXTENSIONS", "Listing", "list_part", "scan_folder"]
 

@@ -47,6 +47,7 @@ class Rehearsal:
         prefix: put `[rank] ` before every line of the ranks.
         with_shims: let scripts for Horovod, Apex and old releases of torch find Lockstep's shims.
         grace_s: seconds from asking a rank to stop to SIGKILL.
+        stop_grace_s: the same for ranks that save before they stop.
     """
 
     target: str
@@ -63,6 +64,7 @@ class Rehearsal:
     prefix: bool = True
     with_shims: bool = True
     grace_s: float = 5.0
+    stop_grace_s: float = 30.0
 
 
 def _settings(rehearsal: Rehearsal, needs: Needs) -> RehearsalSettings:
@@ -110,6 +112,7 @@ def rehearse(rehearsal: Rehearsal) -> int:
             is_module=True,
             prefix=rehearsal.prefix,
             grace_s=rehearsal.grace_s,
+            stop_grace_s=rehearsal.stop_grace_s,
             environment=variables,
             on_end=lambda folder: jobs.append(read_records(folder, settings)),
             warns_unjoined=False,

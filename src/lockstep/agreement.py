@@ -1,0 +1,99 @@
+"""Decisions that all ranks take alike: to stop early, to skip a batch, to leave a loop.
+
+Ranks that branch by a number of their own (a loss, a clock, a signal) part: one of them leaves the loop, and the others
+wait for it in their next collective. What all ranks have decided together they do together::
+
+    if lockstep.any(loss.isnan()):            # on one rank is enough: all skip this batch
+        continue
+    if lockstep.all(error < tolerance):       # all ranks are done
+        break
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import InputTypeError
+from lockstep.torch_private.groups import device_types_of
+
+__all__ = ["all", "any", "collective_device"]
+
+
+def any(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `flag` is true on at least one rank; the same answer on every rank.
+
+    Collective: one all_reduce of one number, and on a GPU a wait for what `flag` is computed from. Alone, without a
+    process group, it is `bool(flag)`.
+
+    Args:
+        flag: a bool, or a tensor of one element, such as `loss.isnan()` or `loss > limit`.
+        process_group: the ranks that decide; default the default group.
+
+    Raises:
+        InputTypeError: `flag` is neither.
+
+        >>> any(torch.tensor(0.25) > 1)
+        False
+    """
+    return _largest("any", _read("any", flag), process_group)
+
+
+def all(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `flag` is true on every rank; the same answer on every rank.
+
+    Collective, as `any`.
+
+    Args:
+        flag: as in `any`.
+        process_group: as in `any`.
+
+    Raises:
+        InputTypeError: as in `any`.
+
+        >>> all(torch.tensor(0.25) < 1)
+        True
+    """
+    return not _largest("all", not _read("all", flag), process_group)
+
+
+def _read(name: str, flag: bool | Tensor) -> bool:
+    """The flag of this rank. A number is refused: whether 0.3 means true is for the script to say."""
+    if isinstance(flag, Tensor) and flag.numel() == 1:
+        return bool(flag.item())
+    if isinstance(flag, bool) or type(flag).__name__ in ("bool", "bool_"):  # NumPy's
+        return bool(flag)
+    given = f"a tensor of shape {list(flag.shape)}" if isinstance(flag, Tensor) else f"{flag!r}"
+    raise InputTypeError(
+        f"lockstep.{name}: flag is {given}; give a bool or a tensor of one element: "
+        f"lockstep.{name}(loss > limit), lockstep.{name}(tensor.isnan().any())"
+    )
+
+
+def _largest(name: str, flag: bool, group: dist.ProcessGroup | None) -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return flag
+    answer = torch.full((), int(flag), dtype=torch.int32, device=collective_device(group))
+    dist.all_reduce(answer, dist.ReduceOp.MAX, group=group)
+    return bool(answer.item())
+
+
+def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch.device | None = None) -> torch.device:
+    """Where a small tensor has to lie for a group: on the CPU if the group takes those, else on an accelerator. Local.
+
+    The same kind of device on every rank, because the group decides.
+
+    Args:
+        group: default the default group.
+        accelerator: the one that this rank works on; default the current one of the kind that the group takes.
+    """
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "no process group is open"
+    try:
+        kinds = {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}  # "cpu:gloo,cuda:nccl"
+    except (AssertionError, TypeError, ValueError):  # a group that torch.distributed did not make
+        kinds = set(device_types_of(group))
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(min(kinds)) if accelerator is None else accelerator
