@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.agreement import all as all
     from lockstep.agreement import any as any
     from lockstep.batch import is_filler as is_filler
+    from lockstep.comm.symmetric_memory import symmetric_empty as symmetric_empty
     from lockstep.data import DataLoader as DataLoader
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.launch.spawn import spawn as spawn
@@ -55,10 +56,10 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.parallel.replicas.data_parallel import DataParallel as DataParallel
     from lockstep.rank_status import EXIT_STOPPED as EXIT_STOPPED
     from lockstep.rank_zero import get_logger as get_logger
+    from lockstep.rank_zero import rank_zero_first as rank_zero_first
     from lockstep.world import World as World
     from lockstep.world import current_world as current_world
     from lockstep.world import init as init
-    from lockstep.world import symmetric_empty as symmetric_empty
 
 # Public name -> the module that defines it. A subpackage stands for itself.
 _PUBLIC = {
@@ -82,9 +83,10 @@ _PUBLIC = {
     "is_filler": "lockstep.batch",
     "mean": "lockstep.parallel.losses",
     "metrics": "lockstep.metrics",
+    "rank_zero_first": "lockstep.rank_zero",
     "spawn": "lockstep.launch.spawn",
     "sum": "lockstep.parallel.losses",
-    "symmetric_empty": "lockstep.world",
+    "symmetric_empty": "lockstep.comm.symmetric_memory",
     "testing": "lockstep.testing",
 }
 

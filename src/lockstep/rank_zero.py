@@ -2,7 +2,8 @@
 
 What only rank 0 should do (name a folder, write a file) can fail there alone. With a bare
 `if rank == 0` the others then run on into their next collective and wait. `on_rank_zero`
-tells them: the same text comes back on every rank, or an error is raised on every rank.
+tells them: the same text comes back on every rank, or an error is raised on every rank. `rank_zero_first` is for what
+every rank does, but one of them first: to download data that the others then find.
 
 What every rank would say alike, one should say: `get_logger` makes loggers that speak on rank 0.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ import torch.distributed as dist
 from lockstep import env, errors
 from lockstep.agreement import any as any_rank
 from lockstep.agreement import collective_device
+from lockstep.world import current_world
 
-__all__ = ["RankZeroLogger", "get_logger", "on_rank_zero"]
+__all__ = ["RankZeroLogger", "get_logger", "on_rank_zero", "rank_zero_first"]
 
 
 def on_rank_zero(action: Callable[[], str]) -> str:
@@ -49,8 +52,67 @@ def on_rank_zero(action: Callable[[], str]) -> str:
     if failure is not None:
         raise failure
     if failed:
-        raise _rebuilt(*text.split("\n", 1))
+        raise _rebuilt(text)
     return text
+
+
+@contextlib.contextmanager
+def rank_zero_first(*, local: bool = False, timeout: float | timedelta = 3600.0) -> Iterator[None]:
+    """Rank 0 runs the block first, and the other ranks when it is done::
+
+        with lockstep.rank_zero_first():
+            train_set = MNIST("data", download=True)        # one rank downloads, the others find the files
+
+    Collective over the default group; alone it just runs the block. If the block raises on the first rank, it is not
+    run on the others.
+
+    Args:
+        local: the first rank of each host goes first, where hosts do not share a disk.
+        timeout: seconds, or a timedelta, that the others wait: of its own, because a download may take longer than any
+            collective should.
+
+    Raises:
+        Exception: on rank 0 whatever the block raised. On the others the same error of `lockstep.errors` with the same
+            message; `LockstepError` for any other class.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    rank = dist.get_rank()
+    is_first = rank == 0 or (local and _local_rank() == 0)
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    failure: Exception | None = None
+    if is_first:
+        try:
+            yield
+        except Exception as error:  # told to the others first, then raised again below
+            failure = error
+    failed_rank = _largest_rank(rank if failure is not None else -1, limit)
+    if failed_rank >= 0:
+        text = f"{type(failure).__name__}\n{failure}" if rank == failed_rank else ""
+        _, text = _broadcast_text(True, text, failed_rank)
+        raise failure if failure is not None else _rebuilt(text, failed_rank)
+    if not is_first:
+        yield
+
+
+def _local_rank() -> int:
+    world = current_world()
+    return world.local_rank if world is not None else env.LOCAL_RANK.get() or 0
+
+
+def _largest_rank(rank: int, timeout: timedelta) -> int:
+    """The largest of the ranks' numbers; waits for each rank as long as `timeout`. Collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    largest = torch.full((), rank, dtype=torch.int32, device=collective_device())
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    options.timeout = timeout
+    work = group.allreduce([largest], options)
+    if work is not None:
+        work.wait()
+    return int(largest.item())
 
 
 class RankZeroLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
@@ -74,12 +136,14 @@ class RankZeroLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 def get_logger(name: str) -> RankZeroLogger:
     """Python's logger of this name, speaking on rank 0 only.
 
-    Levels, handlers and formats are Python's own (`logging.basicConfig(level=logging.INFO)`). The rank is looked up
-    when something is logged, so a module may make its logger before there is a world. In a process alone it speaks.
+    Levels, handlers and formats are Python's own, which shows warnings alone until a script asks for more:
+    `logging.basicConfig(level=logging.INFO)`. The rank is looked up when something is logged, so a module may make its
+    logger before there is a world. In a process alone it speaks.
 
     Args:
         name: usually `__name__`.
 
+        >>> logging.basicConfig(level=logging.INFO)                       # else `info` shows nothing
         >>> logger = get_logger(__name__)
         >>> logger.info("loss %.3f", 0.25)                                # once
         >>> logger.info("holds %d samples", 16, all_ranks=True)           # on every rank
@@ -93,22 +157,23 @@ def _own_rank() -> int:
     return env.RANK.get() or 0
 
 
-def _broadcast_text(flag: bool, text: str) -> tuple[bool, str]:
-    """Rank 0's flag and text on every rank: two broadcasts, the length first."""
+def _broadcast_text(flag: bool, text: str, src: int = 0) -> tuple[bool, str]:
+    """One rank's flag and text on every rank: two broadcasts, the length first."""
     device = collective_device()
     payload = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     header = torch.tensor([int(flag), payload.numel()], dtype=torch.int64, device=device)
-    dist.broadcast(header, src=0)
+    dist.broadcast(header, src=src)
     flag, num_bytes = bool(header[0].item()), int(header[1].item())
-    if dist.get_rank() != 0:
+    if dist.get_rank() != src:
         payload = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if num_bytes:
-        dist.broadcast(payload, src=0)
+        dist.broadcast(payload, src=src)
     return flag, bytes(payload.tolist()).decode()
 
 
-def _rebuilt(class_name: str, message: str) -> errors.LockstepError:
-    """Rank 0's error for another rank; only classes of our own tree are looked up by name."""
+def _rebuilt(text: str, rank: int = 0) -> errors.LockstepError:
+    """A rank's error for another rank; only classes of our own tree are looked up by name."""
+    class_name, message = text.split("\n", 1)
     kind = getattr(errors, class_name, None) if class_name in errors.__all__ else None
     if kind is not None:
         with contextlib.suppress(TypeError):  # a class whose constructor wants more than a message
@@ -116,4 +181,4 @@ def _rebuilt(class_name: str, message: str) -> errors.LockstepError:
             assert isinstance(rebuilt, errors.LockstepError)
             return rebuilt
         return errors.LockstepError(message)
-    return errors.LockstepError(f"rank 0 failed: {class_name}: {message}")
+    return errors.LockstepError(f"rank {rank} failed: {class_name}: {message}")

@@ -12,6 +12,8 @@ What is worth copying into a loop of one's own:
 - Accumulation is exact. Micro-batches are weighted by their samples, so a window that ends with a
   smaller batch still has the gradient of the mean over all of its samples.
 - Evaluation calls the bare module: ranks may hold different numbers of batches there.
+- The end of training is decided by all ranks together: `EarlyStopping` by a number of the epoch, and a signal after the
+  same step on all (`World.should_stop`).
 - A checkpoint within an epoch is taken between two optimizer steps, and says what the epoch came to so far: a run that
   goes on from it reports the epoch as if nobody had stopped, at any number of ranks.
 """
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import checkpoint
+from lockstep.agreement import any as any_rank
 from lockstep.agreement import collective_device
 from lockstep.batch import BatchShare
 from lockstep.data import DataLoader
@@ -38,7 +41,7 @@ from lockstep.data.waits import Waits
 from lockstep.errors import CheckpointError, InputError, InputTypeError
 from lockstep.world import current_world
 
-__all__ = ["EpochReport", "Parallel", "Report", "Scheduler", "StepReport", "Trainer", "Update"]
+__all__ = ["EarlyStopping", "EpochReport", "Parallel", "Report", "Scheduler", "StepReport", "Trainer", "Update"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,59 @@ class EpochReport:
 
 
 Report = StepReport | EpochReport
+
+
+class EarlyStopping:
+    """Ends training when a number has not become better for some epochs; for `Trainer(stop=...)`.
+
+    Its state goes into checkpoints, so a run that resumes counts on.
+
+    Args:
+        metric: a key of what `evaluate` returned; "loss" is the training loss where that has no such key.
+        patience: epochs in a row without a better value after which to stop.
+        min_delta: by how much a value must be better to count.
+        mode: "min" if smaller is better, "max" if larger is.
+
+    Raises:
+        InputError: `patience` below 1, `min_delta` below 0, or another `mode`; when called, a report without `metric`.
+
+    Attributes:
+        best: the best value; None before the first epoch.
+        best_epoch: the epoch that it is of.
+    """
+
+    def __init__(self, metric: str = "loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
+        if patience < 1 or not min_delta >= 0 or mode not in ("min", "max"):
+            raise InputError(
+                f"EarlyStopping: patience is {patience}, min_delta {min_delta}, mode {mode!r}; expected at least 1, at "
+                "least 0, and 'min' or 'max'"
+            )
+        self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
+        self.best: float | None = None
+        self.best_epoch = 0
+
+    def __call__(self, report: EpochReport) -> bool:
+        """Whether to stop after this epoch. Local; `Trainer` has the ranks agree."""
+        values = {"loss": report.loss, **report.evaluation}
+        if self.metric not in values:
+            raise InputError(
+                f"EarlyStopping: metric is {self.metric!r}, and epoch {report.epoch} has {', '.join(values)}: return "
+                "it from `evaluate`"
+            )
+        value = float(values[self.metric])
+        gain = value if self.mode == "max" else -value
+        best = self.best if self.mode == "max" or self.best is None else -self.best
+        if best is None or gain > best + self.min_delta:  # never true of nan
+            self.best, self.best_epoch = (value, report.epoch) if value == value else (None, self.best_epoch)
+        return report.epoch - self.best_epoch >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and its epoch."""
+        return {"best": self.best, "best_epoch": self.best_epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.best, self.best_epoch = state["best"], state["best_epoch"]
 
 
 class Parallel(Protocol):
@@ -252,14 +308,20 @@ class Trainer:
         keep: how many checkpoints to leave there.
         callbacks: called with every report, on every rank, in order.
         extra: stored with every checkpoint, to be found again under "extra"; plain values only.
+        stop: called with the report of each epoch; True on any rank ends the training on all. `EarlyStopping`, or a
+            function of your own. If it has `state_dict` and `load_state_dict`, checkpoints keep its state.
+        stop_on_signals: ask `World.should_stop` after each step, and end there with a checkpoint. After the last step
+            of an epoch its evaluation still comes.
 
     Raises:
         InputTypeError: `loader` is no `lockstep.DataLoader`.
-        InputError: `accumulate`, `log_every` or `save_every` below 1, `clip_norm` not above 0.
+        InputError: `accumulate`, `log_every` or `save_every` below 1, `clip_norm` not above 0; or `stop_on_signals`
+            without a world.
 
     Attributes:
         step: optimizer steps done so far.
         epoch: epochs done so far.
+        is_stopped: whether `stop` has ended the training.
     """
 
     def __init__(
@@ -280,6 +342,8 @@ class Trainer:
         keep: int = 3,
         callbacks: Sequence[Callable[[Report], None]] = (),
         extra: Mapping[str, Any] | None = None,
+        stop: Callable[[EpochReport], bool] | None = None,
+        stop_on_signals: bool = False,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise InputTypeError(
@@ -298,6 +362,11 @@ class Trainer:
         self.save_every, self.keep = save_every, keep
         self.callbacks = tuple(callbacks)
         self.extra = dict(extra or {})
+        self.stop, self.is_stopped = stop, False
+        self._world = current_world() if stop_on_signals else None
+        if stop_on_signals and self._world is None:
+            raise InputError("Trainer: stop_on_signals needs a world: call lockstep.init() first")
+        self._is_told = False
         self.step = 0
         self.epoch = 0
         self._so_far = _SoFar()
@@ -313,10 +382,11 @@ class Trainer:
                 an evaluation. The next call goes on within the epoch, as does a run that loads the checkpoint.
 
         Returns:
-            Whether all epochs are done.
+            Whether training is over: all epochs are done, or `stop` has ended it. False after `max_steps`, and after a
+            signal: then `sys.exit(lockstep.EXIT_STOPPED)` says that the rest is to come.
         """
-        while self.epoch < epochs:
-            if max_steps is not None and self.step >= max_steps:  # where an epoch ended, too
+        while self.epoch < epochs and not self.is_stopped:
+            if self._is_told or (max_steps is not None and self.step >= max_steps):  # where an epoch ended, too
                 return False
             trained = self._train_epoch(max_steps)
             if trained is None:
@@ -327,6 +397,7 @@ class Trainer:
             self._so_far = _SoFar()
             report = replace(trained, evaluation=self._evaluate())
             self._report([report])
+            self.is_stopped = self.stop is not None and any_rank(bool(self.stop(report)))
             self.save(dict(report.evaluation))
         return True
 
@@ -355,6 +426,7 @@ class Trainer:
             "step": self.step,
             "epoch": self.epoch,
             "so_far": asdict(self._so_far),
+            "stop": {"is_stopped": self.is_stopped, "state": getattr(self.stop, "state_dict", dict)()},
             "extra": self.extra,
         }
 
@@ -375,6 +447,11 @@ class Trainer:
             self.loader.load_state_dict(state["loader"])
             self.step, self.epoch = state["step"], state["epoch"]
             self._so_far, self._rest = _SoFar(**state.get("so_far", {})), self.loader.state_dict()
+            stop = state.get("stop", {})
+            self.is_stopped = stop.get("is_stopped", False) and self.stop is not None
+            take_back = getattr(self.stop, "load_state_dict", None)
+            if stop.get("state") and take_back is not None:
+                take_back(stop["state"])
             if "rng" in state:
                 checkpoint.restore_rng(state["rng"])
         except KeyError as error:
@@ -383,7 +460,7 @@ class Trainer:
             raise CheckpointError(f"the checkpoint does not fit this run: {error}") from error
 
     def _train_epoch(self, max_steps: int | None) -> EpochReport | None:
-        """One epoch of steps, or the rest of one, reported as they go; None where `max_steps` ended it early."""
+        """One epoch of steps, or the rest of one, reported as they go; None where it ended early."""
         self.model.train()
         self._begin_epoch()
         ledger = _Ledger()
@@ -399,7 +476,8 @@ class Trainer:
             if not closes_step:
                 continue
             self._update(ledger)
-            ends_here = max_steps is not None and self.step >= max_steps and not is_last
+            self._is_told = self._world is not None and self._world.should_stop()
+            ends_here = (self._is_told or (max_steps is not None and self.step >= max_steps)) and not is_last
             saves = self.save_every is not None and self.step % self.save_every == 0 and not is_last
             if self.step % self.log_every == 0 or saves or ends_here:
                 self._enter(ledger.reports(self.step, self.epoch + 1))

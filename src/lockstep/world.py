@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env, seeding
-from lockstep.comm import clock, registration, torch_version
+from lockstep.comm import clock, exit_hooks, registration, torch_version
 from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
@@ -33,7 +34,6 @@ from lockstep.device_choice import as_device, choose_device, takes_default_gpu, 
 from lockstep.errors import (
     AlreadyInitialized,
     BackendUnavailable,
-    InputError,
     InputTypeError,
     NotInitialized,
     RendezvousError,
@@ -55,7 +55,7 @@ from lockstep.topology.slurm import describe_allocation
 from lockstep.torch_private.groups import group_count, plugin_backends, set_group_count
 from lockstep.torch_private.stores import FileStore, HashStore, Store
 
-__all__ = ["World", "check_at_shutdown", "current_world", "init", "symmetric_empty"]
+__all__ = ["World", "check_at_shutdown", "current_world", "init", "leave_open_world"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MPI = "mpi"
@@ -99,6 +99,7 @@ class World:
         self._group: dist.ProcessGroup | None = dist.group.WORLD
         self._clock_start_s = clock.total()
         self._stop_signals = StopSignals()
+        self._pid = os.getpid()
 
     def _is_open(self) -> bool:
         # The script may also have destroyed the default group itself.
@@ -228,6 +229,20 @@ def check_at_shutdown(check: Callable[[World], None]) -> None:
         _checks.append(check)
 
 
+def leave_open_world() -> None:
+    """What the end of `with lockstep.init()` does, where a script has no `with`. Local; called at its good end.
+
+    Nothing while threads are left that the process waits for, and that may still use the world.
+
+    Raises:
+        ModelError: as `World.shutdown`.
+    """
+    world = current_world()
+    is_last = all(each is threading.current_thread() or each.daemon for each in threading.enumerate())
+    if world is not None and world._pid == os.getpid() and is_last:
+        world.shutdown()
+
+
 def current_world() -> World | None:
     """The world that `init` opened and nobody has shut down yet, or None."""
     if _current is not None and not _current._is_open():
@@ -301,6 +316,7 @@ def init(
         _current = _open(backend, rank, world_size, init_method, store, device, timeout, wire)
     if seed is not None:
         seeding.begin_common_stream(seed, _current.rank)
+    exit_hooks.call_at_exit(leave_open_world)
     return _current
 
 
@@ -561,32 +577,3 @@ def _meet_at_master(topology: Topology, timeout: timedelta) -> Store:
             "MASTER_ADDR and MASTER_PORT, which the launcher sets, are not set here"
         )
     return tcp.open_store(address, port, topology.rank, topology.world_size, timeout)
-
-
-def symmetric_empty(
-    shape: int | Sequence[int], dtype: torch.dtype = torch.float32, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """A zeroed tensor in memory that all ranks of a host share, at the same offset on each. Collective.
-
-    `dist.all_reduce` of it, or of a contiguous part of it, works in place: nothing is copied in or out.
-
-    Args:
-        shape: the same on all ranks.
-        dtype: the same on all ranks.
-        group: a lockstep group; default the default group.
-
-    Returns:
-        A CPU tensor of that shape. It is this rank's own: others see it only through collectives.
-
-    Raises:
-        InputError: the group has no symmetric memory.
-        SharedMemoryError: not enough memory; on every rank.
-    """
-    chosen = group if group is not None else dist.group.WORLD
-    if chosen is None:
-        raise NotInitialized("symmetric_empty needs a group: call lockstep.init() first")
-    engine = engine_of(chosen)
-    if engine is None or not engine.team.has_symmetric_memory:
-        raise InputError(f"only lockstep groups have symmetric memory; this one is {dist.get_backend(chosen)}")
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    return engine.symmetric_empty(sizes, dtype)

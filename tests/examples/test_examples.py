@@ -25,6 +25,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 # Script -> its last line on rank 0; `{n}` stands for the number of processes.
 ON_RANKS = {
     "train.py": r"epoch 4: loss \d\.\d{{12}} on {n} process",
+    "trainer.py": r"best held-out loss \d\.\d{{5}} in epoch \d+, on {n} process",
     "tensors.py": r"mean 4\.8842, standard deviation 6\.0168, read by {n} process",
     "point_to_point.py": r"all messages arrived between {n} process",
     "collectives.py": r"every collective did what it says, with {n} process\(es\) on lockstep",
@@ -75,7 +76,8 @@ def run_script(name: str, arguments: list[str], port: int) -> str:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_on_ranks(name: str, world_size: int, tmp_path: Path) -> None:
-    arguments = {"groups.py": ["--file", str(tmp_path / "meeting")], "ddp.py": ["--save", str(tmp_path / "model.pt")]}
+    arguments = {"trainer.py": ["--folder", str(tmp_path / "checkpoints")]}
+    arguments |= {"groups.py": ["--file", str(tmp_path / "meeting")], "ddp.py": ["--save", str(tmp_path / "model.pt")]}
     output = run_ranks(run_script, world_size, name, arguments.get(name, []), find_free_port(), init=False)[0]
     assert re.search(ON_RANKS[name].format(n=world_size), output.splitlines()[-1]), output
     if name == "ddp.py":  # what was saved is what --pretrained takes

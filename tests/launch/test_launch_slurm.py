@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "bin").mkdir()
-    for name in ("bash", "cat", "mv"):
+    for name in ("bash", "cat", "mv", "rm", "sleep", "touch"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     return tmp_path
@@ -125,7 +125,7 @@ def test_all_that_can_be_asked_for(capfd: pytest.CaptureFixture[str], folder: Pa
     assert f"{start} -m lockstep.compat.script train.py --lr 0.1 --slurm &\n" in script
     _, script, _ = run_main(capfd, *words, "--no-compat", "train.py", "--lr", "0.1", "--slurm")
     assert f"{start} train.py --lr 0.1 --slurm &\n" in script
-    assert "trap requeue USR1" in script
+    assert "trap stop USR1" in script
     assert not (folder / "logs").exists(), "nothing is made when nothing is submitted"
 
 
@@ -161,13 +161,32 @@ def test_script_with_requeue_ends_as_its_step_does(folder: Path, ending: int) ->
     assert not (folder / "requeued").exists()
 
 
-def test_signal_near_the_time_limit_requeues_and_waits(folder: Path) -> None:
-    done = run_batch(
-        folder, BatchJob("train.py", requeue=True), "kill -USR1 $PPID; while [ ! -e requeued ]; do :; done"
-    )
+def test_signal_near_the_time_limit_goes_to_the_ranks_and_requeues_when_they_have_ended(folder: Path) -> None:
+    step = "trap 'touch told; sleep 0.5; [ -e requeued ] || touch first; exit 75' USR1; kill -USR1 $PPID; "
+    done = run_batch(folder, BatchJob("train.py", requeue=True), step + "while :; do sleep 0.01; done")
+    assert (folder / "told").exists()
+    assert (folder / "first").exists(), "the job is requeued when the ranks have saved, not before"
     assert (folder / "requeued").read_text() == "requeue 42\n"
+    assert "the ranks are told to stop" in done.stderr
     assert "job 42 goes back into the queue" in done.stderr
+    assert done.returncode == 75
+
+
+def test_ranks_that_do_not_end_are_requeued_before_the_limit(folder: Path) -> None:
+    """And only once. `--signal` says how long before it the signal comes."""
+    job = BatchJob("train.py", requeue=True, sbatch_args=("--signal=B:USR1@1",))
+    assert "sleep 200 " in BatchJob("train.py", requeue=True, sbatch_args=("--signal=B:USR1@300",)).script()
+    step = "trap '' USR1; kill -USR1 $PPID; while [ ! -e requeued ]; do sleep 0.01; done; sleep 0.5; rm requeued"
+    done = run_batch(folder, job, step)
+    assert not (folder / "requeued").exists()
+    assert done.stderr.count("goes back into the queue") == 1
     assert done.returncode == 0, "the step was waited for to its end"
+
+
+def test_ranks_that_were_told_to_stop_are_requeued(folder: Path) -> None:
+    """By whomever, and whatever became of the signal: their exit code says it."""
+    assert run_batch(folder, BatchJob("train.py", requeue=True), "exit 75").returncode == 75
+    assert (folder / "requeued").read_text() == "requeue 42\n"
 
 
 def run_batch(folder: Path, job: BatchJob, step: str) -> subprocess.CompletedProcess[str]:

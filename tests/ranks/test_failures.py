@@ -15,9 +15,9 @@ import lockstep
 from ddp_checks import warnings_of_lockstep
 from failing import Caught, attempt, expect, group_works, line_of, ranks_named
 from lockstep import checkpoint, metrics
+from lockstep.comm.symmetric_memory import symmetric_empty
 from lockstep.errors import CollectiveMismatch
 from lockstep.testing import run_ranks
-from lockstep.world import symmetric_empty
 
 WORLD_SIZES = [2, 3, 5]
 

@@ -11,6 +11,7 @@ General layout:
 * `work`, `message_work`: handles of collectives and of messages, and the thread that runs asynchronous calls;
   `callback_watch`: the deadline of their callbacks.
 * `contract`: what a backend provides: what engine, flight recorder and point to point know of it.
+* `symmetric_memory`: gives a script tensors in memory that the ranks of a host share.
 * `engine`: the collectives of one group on one rank: checks, record, and who runs them; `symmetric_regions`: which
   tensors lie in its symmetric memory.
 * `p2p`: send, recv and their kin, the same way.

@@ -5,6 +5,10 @@ an exception hook that first writes the exception into the flight record, and a 
 which a child (a worker of a DataLoader, say) gives up the groups that it inherited, because its end
 is not the end of the rank.
 
+[Note: exit code] What an exit handler raises is printed, and changes nothing: the process ends with 0. Python's own way
+to end with another code by then is an error while it flushes stderr, last of all; the code is 120 (`sys.exit`). So an
+error of ours at the end lets that flush fail, after all other exit handlers have run.
+
 [Note: children of multiprocessing] A process that multiprocessing started, and that is a rank itself, handles its own
 exceptions, and a forked one ends without atexit's handlers. There a finalizer of multiprocessing does what they would;
 it runs while the exception that ends the process is on its way.
@@ -17,14 +21,15 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing import parent_process, util
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TextIO
 
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.deadlock import threads_in_users_code
 
-__all__ = ["register"]
+__all__ = ["call_at_exit", "register"]
 
 
 class _Group(Protocol):
@@ -37,6 +42,7 @@ class _Group(Protocol):
 
 _groups: weakref.WeakSet[_Group] = weakref.WeakSet()
 _installed = False
+_leaves: dict[Callable[[], None], int] = {}  # and the process that has asked for it
 _child_pid = 0  # of the process that has the finalizer
 _FIRST = 100  # priority of the finalizer: before those that wait for processes or threads
 
@@ -59,6 +65,43 @@ def register(group: _Group) -> None:
             previous(kind, error, trace)
 
         sys.excepthook = hook
+
+
+class _FailsAtTheEnd:
+    """A stderr of which the interpreter's last flush fails. See [Note: exit code]."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("the process has ended with an error")
+
+
+def call_at_exit(leave: Callable[[], None]) -> None:
+    """Have `leave()` called once when this process ends in good order, before its groups are left. Local.
+
+    What it raises is printed as an uncaught exception is, and makes an exit code that is not 0.
+    """
+    if leave not in _leaves:
+        _leaves[leave] = os.getpid()
+        atexit.register(_call_in_order, leave)
+
+
+def _call_in_order(leave: Callable[[], None]) -> None:
+    # A forked child is not the rank. After an uncaught exception there is nothing to add, and the peers know.
+    if _leaves[leave] != os.getpid() or getattr(sys, "last_value", None) is not None:
+        return
+    try:
+        leave()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        if sys.stderr is not None:
+            sys.stderr = _FailsAtTheEnd(sys.stderr)
 
 
 def _fail_all(error: BaseException) -> None:

@@ -4,10 +4,12 @@ The script asks Slurm for the nodes and lets `srun` start one process per rank; 
 from Slurm. Nothing of Lockstep runs between Slurm and the script, and the file has no name anywhere: Slurm keeps it
 (`scontrol write batch_script JOB`), and `--dry-run` prints it.
 
-[Note: requeue] With `--requeue` Slurm signals the batch shell a minute before the time limit, and the shell puts the
-job back into the queue; so does Slurm itself when a node fails. The job then starts again from the top, with
-SLURM_RESTART_COUNT one higher and its output appended to the same log. The script itself has to save checkpoints and
-to look for them.
+[Note: requeue] With `--requeue` Slurm signals the batch shell a minute before the time limit. The shell hands the
+signal on to the ranks, which save and end if they ask `World.should_stop`, and puts the job back into the queue when
+they have ended, or after two thirds of the time to the limit. So does Slurm itself when a node fails, and the shell
+when ranks say by their exit code (`EXIT_STOPPED`) that they were told to stop. The job then starts again from the top,
+with SLURM_RESTART_COUNT one higher and its output appended to the same log. The script itself has to look for
+checkpoints. A run that was done when the signal came starts once more, and finds that it is done.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,6 +28,7 @@ from lockstep import env
 from lockstep.errors import LaunchError, SetupError
 from lockstep.launch.config import check_target
 from lockstep.launch.screen import say
+from lockstep.rank_status import EXIT_STOPPED
 from lockstep.topology.slurm import read_step
 
 __all__ = ["BatchJob", "Submission", "add_arguments", "job_from", "submit", "warn_of_other_tasks"]
@@ -32,15 +36,23 @@ __all__ = ["BatchJob", "Submission", "add_arguments", "job_from", "submit", "war
 # Runs a script as plain python does, after installing the shims. By name, as it stands above this package.
 _SHIM_RUNNER = "lockstep.compat.script"
 _REQUEUE_BEFORE_S = 60
+_SIGNAL_OPTION = re.compile(r"--signal=\S*@(?P<seconds>\d+)")
 _SUBMIT_TIMEOUT_S = 120.0
 
 _REQUEUE_HEAD = """\
-requeue() {
-    interrupted=yes
-    echo "lockstep: the time limit is near; job $SLURM_JOB_ID goes back into the queue" >&2
+requeue() {{
+    echo "lockstep: job $SLURM_JOB_ID goes back into the queue" >&2
     scontrol requeue "$SLURM_JOB_ID"
-}
-trap requeue USR1
+}}
+stop() {{
+    interrupted=yes
+    [ -z "$timer" ] || return
+    echo "lockstep: the time limit is near; the ranks are told to stop" >&2
+    kill -USR1 "${{step:-$!}}"
+    (sleep {patience_s} > /dev/null 2>&1; requeue) &
+    timer=$!
+}}
+trap stop USR1
 """
 
 # Made where the job runs, so that Slurm, which keeps the script, never has it; srun hands it on in the environment. On
@@ -62,7 +74,11 @@ step=$!
 while :; do
     interrupted=
     wait "$step"; code=$?
-    if [ -z "$interrupted" ]; then exit "$code"; fi
+    if [ -n "$interrupted" ]; then continue; fi
+    if [ -n "$timer" ]; then
+        if kill "$timer" 2> /dev/null; then requeue; fi
+    elif [ "$code" = {stopped} ]; then requeue; fi
+    exit "$code"
 done
 """
 
@@ -169,8 +185,18 @@ class BatchJob:
         head = f"#!/bin/bash\n# {self.num_ranks} ranks of {self.target!r}\n{directives}\n{_CORES_LINES}{token}"
         step = shlex.join(self._step())
         if self.requeue:
-            return f"{head}{_REQUEUE_HEAD}{step} &\n{_REQUEUE_TAIL}"
+            patience_s = self._requeue_before_s() * 2 // 3
+            return (
+                f"{head}{_REQUEUE_HEAD.format(patience_s=patience_s)}{step} &\n"
+                f"{_REQUEUE_TAIL.format(stopped=EXIT_STOPPED)}"
+            )
         return f"{head}exec {step}\n"
+
+    def _requeue_before_s(self) -> int:
+        """Seconds from the signal to the time limit: those of the last `--signal` in `sbatch_args`, else ours."""
+        found = [_SIGNAL_OPTION.fullmatch(option) for option in self.sbatch_args]
+        given = [int(match["seconds"]) for match in found if match is not None]
+        return given[-1] if given else _REQUEUE_BEFORE_S
 
     def arguments(self) -> list[str]:
         """What was asked for and stands in the script too, as arguments: sbatch's variables win over its script."""

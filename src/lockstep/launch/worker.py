@@ -52,11 +52,12 @@ except ModuleNotFoundError:
 from lockstep.frames import up_to_user, without_own
 from lockstep.launch.attempt_folder import announce_failure
 from lockstep.launch.report import capture, error_behind, is_expected, is_own, without_leading_frames
+from lockstep.rank_status import EXIT_STOPPED
 
 __all__ = ["run_module", "run_rank", "run_script", "run_target"]
 
 # By name, as it stands above this package.
-_SHIMS = "lockstep.compat.install"
+_SHIMS, _WORLD = "lockstep.compat.install", "lockstep.world"
 _INTERRUPTED_CODE = 128 + signal.SIGINT
 # Modules whose hooks for uncaught exceptions hand on to the one before.
 _KNOWN_HOOKS = ("torch.distributed.distributed_c10d", "lockstep.comm.exit_hooks")
@@ -239,6 +240,23 @@ def _report_cause_of(end: SystemExit) -> None:
         _report(error, _trace_to_show(error), rank, Path(folder))
 
 
+def _run_to_end(body: Callable[[], None]) -> None:
+    """Run the program; at its good end leave the world that it has left open, whose errors are the program's own."""
+    try:
+        body()
+    except SystemExit as end:
+        if end.code in (None, 0, EXIT_STOPPED):
+            _leave_world()
+        raise
+    _leave_world()
+
+
+def _leave_world() -> None:
+    world = sys.modules.get(_WORLD)  # torch may not be imported for this
+    if world is not None:
+        world.leave_open_world()
+
+
 def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
     """Run `body` as this rank's program: exits the process unless it returns.
 
@@ -255,7 +273,7 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
     try:
         # Held back by the launcher up to here; one that came meanwhile is raised now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        body()
+        _run_to_end(body)
     except KeyboardInterrupt:
         # No second one while the interpreter tidies up; the launcher has SIGKILL if that takes too long.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
