@@ -59,7 +59,7 @@ EVENTS = {
     "freeze and thaw": "",
     "assign and wrap again": "",
     "assign": _NOT_AVERAGED,
-    "thaw what was frozen": _NOT_AVERAGED,
+    "thaw what was frozen": "",
     "fail": "",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
-from ddp_checks import backends
+from ddp_checks import backends, warnings_of_lockstep
 from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.testing import run_ranks
 
@@ -250,6 +251,29 @@ def keep_fillers_out_of_a_subgroup(sizes: list[int]) -> None:
     assert_close(layer.running_var, plain.running_var, "running variance")
 
 
+def told_when_wrapped() -> list[list[str]]:
+    """What is said when each of these is wrapped."""
+    norm = nn.BatchNorm1d(4)
+    models = (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4)),
+        lockstep.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))),
+        nn.Sequential(nn.Linear(4, 4), norm.eval()),
+        nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.LayerNorm(4)),
+        nn.BatchNorm1d(4),
+    )
+    found = []
+    for model in models:
+        with warnings_of_lockstep() as told:
+            for _ in range(2):
+                lockstep.DistributedDataParallel(model)
+        found.append(told)
+    logging.getLogger("lockstep.parallel.batchnorm").setLevel("ERROR")
+    with warnings_of_lockstep() as told:
+        lockstep.DistributedDataParallel(nn.BatchNorm1d(4))
+    logging.getLogger("lockstep.parallel.batchnorm").setLevel("NOTSET")
+    return [*found, told]
+
+
 class Beside(nn.Module):
     """Two layers, so that the first sees what the second hands back."""
 
@@ -321,6 +345,19 @@ def test_a_network_without_a_weight_of_its_own(how: str) -> None:
     for world_size in (2, 3):
         for found in run_ranks(through_a_critic, world_size, how):
             assert_close(found, expected, f"{world_size} ranks")
+
+
+def test_batchnorm_that_sees_one_rank_is_told_once() -> None:
+    assert not any(run_ranks(told_when_wrapped, 1)[0]), "one process has one function"
+    of_first, of_second = run_ranks(told_when_wrapped, 2)
+    assert not any(of_second), "one rank speaks for all"
+    (several,), *quiet, (alone,), silenced = of_first
+    assert "BatchNorm in training mode (1 and 1 more) normalizes by the samples of each rank alone" in several
+    assert "lockstep.convert_sync_batchnorm" in several
+    assert "setLevel('ERROR')" in several
+    assert "(BatchNorm1d)" in alone
+    assert quiet == [[], [], []]
+    assert silenced == []
 
 
 def test_groups() -> None:

@@ -192,18 +192,6 @@ def test_a_path_without_a_gradient_counts_as_unused() -> None:
         assert "in this step: scale. " in error
 
 
-def freeze_after_wrapping() -> str:
-    model, _ = twins(mlp())
-    model.module[0].weight.requires_grad_(False)
-    return str(error_of(model(data(5, 4)).sum().backward))
-
-
-def test_parameters_frozen_after_wrapping_are_named() -> None:
-    for error in run_ranks(freeze_after_wrapping, 2):
-        assert "in this step: 0.weight. " in error
-        assert "freeze them before wrapping" in error
-
-
 # ---- graphs that do not change ---------------------------------------------------------------------------
 
 

@@ -33,11 +33,14 @@ from torch.nn.parameter import is_lazy
 
 from lockstep import batch
 from lockstep.errors import InputError, InputTypeError, ModelError
+from lockstep.log import get_logger, warn_once
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.modules import BatchNorm, buffers_of, children_of, parameters_of
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "warn_of_batch_statistics"]
+
+_logger = get_logger(__name__)
 
 
 class SyncBatchNorm(BatchNorm):
@@ -188,6 +191,32 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
             if child in done:
                 children_of(parent)[name] = done[child]
     return done.get(module, module)
+
+
+def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
+    """A model is wrapped: say, once, that its BatchNorm layers see the samples of one rank each. Local.
+
+    That is no guess: in training mode such a layer is another function of a part of a batch than of the whole.
+    Converted layers, and those in evaluation mode, are the same on any number of ranks.
+
+    Args:
+        module: the model.
+        is_told: several ranks train it, and this one speaks for all.
+    """
+    layers = [name for name, layer in module.named_modules() if is_told and _sees_one_rank(layer)]
+    if layers:
+        more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+        warn_once(
+            _logger,
+            f"BatchNorm in training mode ({layers[0] or type(module).__name__}{more}) normalizes by the samples of "
+            "each rank alone: the training is not that of one process. Before it is wrapped, give the model to "
+            "lockstep.convert_sync_batchnorm, or put frozen layers into eval(). If it is meant so: "
+            f"logging.getLogger({__name__!r}).setLevel('ERROR')",
+        )
+
+
+def _sees_one_rank(layer: nn.Module) -> bool:
+    return isinstance(layer, BatchNorm) and layer.training and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
 
 
 def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:

@@ -34,6 +34,7 @@ from lockstep.drift.watch import describe_step, watch_steps
 from lockstep.errors import InputTypeError, ModelError
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.backward_pass import BackwardPass, Phase
+from lockstep.parallel.batchnorm import warn_of_batch_statistics
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     check_bucket_cap,
@@ -184,14 +185,10 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self.require_backward_grad_sync = True
         self._world_size = group.size()
         self._ignored = ignored = frozenset(getattr(module, _IGNORED, ()))
-        named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
-        check_parameters(named)
-        self._sparse = find_sparse(module, named)
+        self._backward = BackwardPass()
+        self._register()
         check_renormalised(module, self._world_size)
-        self._parameters_to_reduce = list(named.values())
-        keep_memory_of_gradients(each for index, each in enumerate(named.values()) if index not in self._sparse)
-        self._names = list(named)
-        self.device = self._parameters_to_reduce[0].device
+        warn_of_batch_statistics(module, is_told=self._compares_rows and self._world_size > 1 and group.rank() == 0)
         self.device_ids = choose_devices(device_ids, output_device, self._parameters_to_reduce)
         cap_mib = check_bucket_cap(bucket_cap_mb)
         if init_sync:
@@ -199,18 +196,10 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
         self._hook: tuple[Any, CommHook] | None = None
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
-        self._own = frozenset(map(id, self._parameters_to_reduce))
-        self.changes = ParameterChanges(module, self._own, ignored, is_shared=self._world_size > 1)
         self._buffers_of_ranks = find_buffers(module, ignored)
-        device = collective_device(group, self.device)
-        self._feeding = Feeding(group, device)
-        self._agreement = RankAgreement(self._names, self._parameters_to_reduce, group, device)
+        self._feeding = Feeding(group, collective_device(group, self.device))
         self._num_hooks = 0
-        self._backward = BackwardPass()
         self._reached = weakref.WeakMethod(self._backward_reaches)
-        self._missing = MissingGradients(
-            self._backward, self._parameters_to_reduce, self._names, group, self.device, static_graph
-        )
         self._joined = Steps(group, self.device)
         self.number = -1  # of a copy
         if self._averages_at_once:
@@ -220,9 +209,30 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         seeding.begin_rank_streams_of_engine()
         watch_steps()
 
+    def _register(self) -> None:
+        """What requires a gradient is averaged from now on: at first, and when a frozen part was unfrozen. Local.
+
+        The reducer is then made anew in the next backward pass, which every rank makes.
+        """
+        vars(self).pop("_reducer", None)
+        module, group, ignored = self.module, self.process_group, self._ignored
+        named = {name: each for name, each in module.named_parameters() if each.requires_grad and name not in ignored}
+        check_parameters(named)
+        self._sparse = find_sparse(module, named)
+        self._names, self._parameters_to_reduce = list(named), list(named.values())
+        keep_memory_of_gradients(each for index, each in enumerate(named.values()) if index not in self._sparse)
+        self.device = self._parameters_to_reduce[0].device
+        self._own = frozenset(map(id, self._parameters_to_reduce))
+        self.changes = ParameterChanges(module, self._own, ignored)
+        device = collective_device(group, self.device)
+        self._agreement = RankAgreement(self._names, self._parameters_to_reduce, group, device)
+        self._missing = MissingGradients(
+            self._backward, self._parameters_to_reduce, self._names, group, self.device, self.static_graph
+        )
+
     @functools.cached_property
     def _reducer(self) -> Reducer:
-        """Collective when it is made: with the engine; of a copy, in its first backward pass."""
+        """Collective when it is made: with the engine; of a copy, or when it is made anew, in a backward pass."""
         cap_bytes = max(int(self._cap_mib * _MIB), 1)
         plans = plan_buckets(self._parameters_to_reduce, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES), self._sparse)
         reducer = Reducer(
@@ -375,6 +385,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             syncing = self._joined.agree_on_step(trains=True, averages=syncing, rows=self._feeding.count_rows(inputs))
         if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
             self._backward.forget_outputs()
+            if self.changes.were_unfrozen():
+                self._register()
             if not self._is_ready:
                 return syncing
             if syncing:
@@ -444,6 +456,8 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
 
     def _backward_ends(self) -> None:
         missing = [] if self._backward.steps_within else self._reducer.missing()
+        frozen = {index for index in missing if not self._parameters_to_reduce[index].requires_grad}  # since wrapped
+        missing = [index for index in missing if index not in frozen]
         if self._missing.come_later(missing, self.find_unused_parameters):
             return
         self._missing.check(missing, self.find_unused_parameters)
@@ -453,7 +467,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
             return
         with profiler_range("lockstep.DistributedDataParallel.reduce"):
             self._reducer.send_rest()
-            unused = self._missing.on_all_ranks(missing, self.find_unused_parameters)
+            unused = self._missing.on_all_ranks(missing, self.find_unused_parameters) | frozen
             words = self._agreement.take_words()
             if join_config_of(self).enable:  # ranks may differ
                 self._joined.sync_buffers(self._buffers_to_sync(), trains=True)

@@ -20,8 +20,8 @@ from lockstep.parallel.graph import reachable_leaves
 __all__ = ["MissingGradients"]
 
 _ADVICE = (
-    "Use them, freeze them before wrapping (requires_grad_(False)), or pass find_unused_parameters=True if a step may "
-    "leave some out"
+    "Use them, freeze them (requires_grad_(False)), or pass find_unused_parameters=True if a step may leave some out. "
+    "If they have been replaced by others, wrap the model again: lockstep.DistributedDataParallel(model.module)"
 )
 _ADVICE_FOR_STATIC_GRAPH = "static_graph=True says that the same parameters are used in every step; they were not"
 _ADVICE_FOR_OUTPUTS = (

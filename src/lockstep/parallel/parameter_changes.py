@@ -1,10 +1,11 @@
-"""Notices parameters that came to a model after it was wrapped: no engine averages their gradients.
+"""Notices parameters that require a gradient since a model was wrapped.
 
-It happens when a frozen part is unfrozen (`requires_grad_(True)`), and when parameters are replaced by others
-(`load_state_dict(assign=True)`, a new head). Optimizers' steps are where to look: during a forward pass
-`torch.func.functional_call` may have put others in their place for a moment. Parameters that were frozen are looked at
-in each step. New ones are registered with some module of the process, of which torch tells: only a step after that
-walks through the model, and the one after a backward pass that came from the model and reached none of its parameters.
+What was frozen and is unfrozen (`requires_grad_(True)`) has the same values on all ranks: the engine takes it in with
+its next forward pass. Parameters that are new (`load_state_dict(assign=True)`, a new head) need not: no engine averages
+their gradients, and an optimizer's step is an error, on one rank as on several. Steps are where to look: during a
+forward pass `torch.func.functional_call` may have put others in their place for a moment. New parameters are registered
+with some module of the process, of which torch tells: only a step after that walks through the model, and the one after
+a backward pass that came from the model and reached none of its parameters.
 """
 
 from __future__ import annotations
@@ -48,14 +49,12 @@ class ParameterChanges:
         module: the model.
         own: `id` of the parameters that are averaged.
         ignored: names that the user has told the engine to leave alone.
-        is_shared: several ranks train the model; one alone averages nothing anyway.
     """
 
-    def __init__(self, module: torch.nn.Module, own: frozenset[int], ignored: Collection[str], is_shared: bool) -> None:
+    def __init__(self, module: torch.nn.Module, own: frozenset[int], ignored: Collection[str]) -> None:
         self._module = weakref.ref(module)
         self.own = own
         self._ignored = frozenset(ignored)
-        self._is_shared = is_shared
         self._frozen = [
             weakref.ref(parameter)
             for name, parameter in module.named_parameters()
@@ -68,6 +67,10 @@ class ParameterChanges:
     def suspect(self) -> None:
         """A backward pass over the model's output reached no parameter: look before the next step. Local."""
         self._is_suspicious = True
+
+    def were_unfrozen(self) -> bool:
+        """Whether a parameter requires a gradient that was frozen when the engine looked last. Local."""
+        return bool(self._frozen) and any(map(_requires_gradient, self._frozen))
 
     def are_transformed(self) -> bool:
         """Whether this is inside of `torch.func.grad` or the like, with other parameters in the model. Local."""
@@ -82,8 +85,7 @@ class ParameterChanges:
         Raises:
             ModelError: there are such parameters; names them.
         """
-        is_new = self._is_suspicious or self._num_registered_then != _num_registered
-        if not self._is_shared or not (is_new or (self._frozen and any(map(_requires_gradient, self._frozen)))):
+        if not self._is_suspicious and self._num_registered_then == _num_registered:
             return
         self._num_registered_then, self._is_suspicious = _num_registered, False
         new = self._find()
@@ -91,7 +93,7 @@ class ParameterChanges:
             listed = ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else "")
             raise ModelError(
                 f"{describe_step(optimizer)}: {len(new)} parameter(s) of the model require a gradient that nobody "
-                f"averages: {listed}. They were frozen, or not there, when the model was wrapped. Unfreeze or replace "
+                f"averages: {listed}. They were not there when the model was wrapped. Replace "
                 "parameters first (load_state_dict(assign=True) replaces all), then wrap the model: "
                 "lockstep.DistributedDataParallel(model.module), and make the optimizer anew"
             )
@@ -100,6 +102,8 @@ class ParameterChanges:
         module = self._module()
         found = [] if module is None else [each for each in module.named_parameters() if each[1].requires_grad]
         found = [(name, each) for name, each in found if id(each) not in self.own and name not in self._ignored]
+        known = {id(reference()) for reference in self._frozen}  # the engine takes them in with its next forward pass
+        found = [(name, each) for name, each in found if id(each) not in known]
         if not found:
             return []
         # The model may have been wrapped anew, as the error says to, while somebody keeps this engine.
