@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lockstep import env
 from lockstep.commands.parsing import NPROC_OPTIONS, Parser, add_grace, add_nproc, split_at_script
+from lockstep.commands.verify_hint import mention_verify
 from lockstep.compat.legacy import choice
 from lockstep.launch import slurm
 from lockstep.launch.config import LaunchConfig, resolve_nproc
@@ -159,7 +160,10 @@ def main(arguments: Sequence[str]) -> int:
     config.check()
     if not str(config.nproc).isdigit():
         _announce_number(config)
-    return launch_job(config)
+    code = launch_job(config)
+    if code == 0:
+        mention_verify(config)
+    return code
 
 
 def _announce_number(config: LaunchConfig) -> None:

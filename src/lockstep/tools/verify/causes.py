@@ -193,9 +193,13 @@ def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
         f"missing, {samples.extra} are too many"
     )
     loaders = [step.job.facts[0]["loaders"][each["loader"]] for each in step.ranks[0]["batches"]]
-    if samples.missing == 0 and samples.repeated == samples.extra:
+    batches = [len(each["batches"]) for each in (step.one, *step.ranks)]
+    if len(set(batches)) > 1:
+        return _skipped(step, batches, measured)
+    is_filled = samples.repeated == samples.extra or any(each["padding"] for each in loaders)
+    if samples.missing == 0 and is_filled:
         return _unsplit(step, measured) if samples.is_alike else _padded(step, samples, measured)
-    if any(not each["splits"] and not each["own"] and _walks_all(each) for each in loaders):
+    if any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
         return _unsplit(step, measured)
     if step.job.is_same_order(step.number):
         return step.found(
@@ -227,7 +231,21 @@ def _padded(step: StepOfJob, samples: Samples, measured: str) -> Difference:
     )
 
 
-def _walks_all(loader: Mapping[str, Any]) -> bool:
+def _skipped(step: StepOfJob, batches: Sequence[int], measured: str) -> Difference:
+    own, *ranks = batches
+    return step.found(
+        "samples",
+        "skips",
+        f"{measured}; batches before this step: one process {own}, the ranks {', '.join(map(str, ranks))}",
+        "ranks skip batches, or accumulate over another number of them, by what they have themselves",
+        "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum)",
+    )
+
+
+def _walks_all(step: StepOfJob, loader: Mapping[str, Any]) -> bool:
+    """Whether a rank walks as many samples as there are in one process."""
+    if loader["samples"] not in {each["samples"] for each in step.job.one["loaders"]}:
+        return False
     size, samples, batches = loader["batch_size"], loader["samples"], loader["batches"]
     return bool(size and samples and batches and batches * size >= samples - size)
 
@@ -245,6 +263,8 @@ def _unsplit(step: StepOfJob, measured: str) -> Difference:
 def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
     """Backward passes that are more or fewer than in one process."""
     counts = [len(each) for each in losses.ranks]
+    if step.ranks[0]["closure"]:
+        return _by_closure(step, losses, counts)
     if len(set(counts)) == 1 and counts[0] == len(losses.one):
         return None
     return step.found(
@@ -255,6 +275,20 @@ def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
         "ranks skip batches, or accumulate over another number of them, than one process",
         "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum), not by "
         "a rank's own rows",
+    )
+
+
+def _by_closure(step: StepOfJob, losses: Losses, counts: Sequence[int]) -> Difference:
+    kind = step.ranks[0]["kind"]
+    return step.found(
+        "loss",
+        "closure",
+        f"{kind} called its closure {len(losses.one)} times in one process and {', '.join(map(str, counts))} "
+        "times on "
+        f"the ranks; it first returned {_each(losses.one[:1])} there, and "
+        f"{_each([each[0] for each in losses.ranks if each])} here",
+        f"{kind} decides by the loss that the closure returns, which is that of each rank's own samples",
+        "return lockstep.mean(loss * len(y), len(y)) from the closure, after loss.backward()",
     )
 
 

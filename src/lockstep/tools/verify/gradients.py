@@ -3,9 +3,9 @@
 Writes `backwards` of a step (`losses`: the numbers that backward() was called on, None for what is no number;
 `local`: what reached each parameter in this process, before anybody averaged it), `after` (`.grad` when the last of
 them had returned), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
-`names` (of its parameters), `settings` (of its groups), `used` (the gradients that it took), `begin`, `end` (the
-parameters before and after it), `state`, `buffers`, `calls_of_engines` (how often each engine's forward() was
-called). All values are `rows.value_sample`s.
+`closure` (it made backward passes itself), `names` (of its parameters), `settings` (of its groups), `used` (the
+gradients that it took), `begin`, `end` (the parameters before and after it), `state`, `buffers`, `calls_of_engines`
+(how often each engine's forward() was called). All values are `rows.value_sample`s.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class GradientWatch:
         self._engines: list[nn.Module] = []
         self._local: dict[int, Tensor] | None = None
         self._begin: list[Tensor] = []
+        self._used: list[Tensor | None] = []
+        self._passes = 0
         self._depth = 0
 
     def install(self) -> None:
@@ -159,6 +161,7 @@ class GradientWatch:
                 self._see_optimizer(optimizer)
             self._begin = [value_sample(each) for each in self._parameters(optimizer)]
             self._used = self._gradients(optimizer)
+            self._passes = len(recorder.step["backwards"])
 
     def _gradients(self, optimizer: Any) -> list[Tensor | None]:
         return [None if each.grad is None else value_sample(each.grad) for each in self._parameters(optimizer)]
@@ -174,6 +177,7 @@ class GradientWatch:
             recorder.step.update(
                 optimizer=next(number for number, one in enumerate(recorder.optimizers) if one is optimizer),
                 kind=type(optimizer).__name__,
+                closure=len(recorder.step["backwards"]) > self._passes,
                 precision=max(torch.finfo(each.dtype).eps for each in self._parameters(optimizer)),
                 names=[self._names.get(id(each), "") for each in self._parameters(optimizer)],
                 settings=[_settings_of(group) for group in optimizer.param_groups],

@@ -9,6 +9,8 @@ it is no such sum with any weights, the loss compares samples with each other, o
 
 from __future__ import annotations
 
+import math
+
 from lockstep.tools.verify.causes import Difference, StepOfJob
 from lockstep.tools.verify.compare import Gradients, Losses
 
@@ -19,6 +21,10 @@ _CLOSE = 1e-3
 
 def _close(a: float, b: float, tolerance: float = _CLOSE) -> bool:
     return abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-12)
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
 
 
 def _numbers(values: list[float]) -> str:
@@ -110,7 +116,7 @@ def _meaning(step: StepOfJob, gradients: Gradients, losses: Losses, needed: list
             "number that depends on the number of ranks or on a rank's rows",
             "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
         )
-    return _by_weights(losses, needed)
+    return _by_weights(step, losses, needed)
 
 
 def _is_first_odd(step: StepOfJob) -> bool:
@@ -145,7 +151,7 @@ def _not_linear(losses: Losses) -> tuple[str, str, str]:
     )
 
 
-def _by_weights(losses: Losses, needed: list[float]) -> tuple[str, str, str]:
+def _by_weights(step: StepOfJob, losses: Losses, needed: list[float]) -> tuple[str, str, str]:
     rows = [row for each in losses.rows for row in each]
     total = sum(rows) or 1
     weights = (
@@ -153,6 +159,13 @@ def _by_weights(losses: Losses, needed: list[float]) -> tuple[str, str, str]:
     )
     whole = sum(weights)
     shown = _numbers(weights)
+    empty = [rank for rank, each in enumerate(losses.ranks) if not all(map(_is_finite, each))]
+    if empty:
+        return (
+            "count",
+            f"the loss of rank {empty[0]} is no number: it is divided by a count, which is 0 for that rank's samples",
+            "lockstep.mean(total, count)",
+        )
     if sum(abs(each) > 1e-6 for each in weights) == 1:
         return (
             "extreme",
@@ -161,7 +174,7 @@ def _by_weights(losses: Losses, needed: list[float]) -> tuple[str, str, str]:
             "such as a maximum or median, or is cut off",
             "lockstep.all_gather(values) before max() or median()",
         )
-    if _close(whole, 1.0) and all(each >= -1e-6 for each in weights):
+    if _close(whole, 1.0, max(1e-9, 100 * step.precision)) and all(each >= -1e-6 for each in weights):
         return (
             "count",
             f"the ranks' losses weigh {shown} in one process, and their samples "

@@ -1,7 +1,7 @@
 """What a script prints and saves: lines on stdout and stderr, and who writes which checkpoint.
 
-Writes the facts `texts` (pairs of the number of steps taken and a line) and `saves` (`path`, `step`, `values`: a
-sample of every tensor in it).
+Writes the facts `texts` (pairs: whether an evaluation was the last pass over data, and a line) and `saves` (`path`,
+`step`, `values`: a sample of every tensor in it).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LineWatch:
         self._rest = lines.pop()
         texts = self._recorder.facts["texts"]
         if len(texts) < _MOST_LINES:
-            texts.extend((len(self._recorder.steps), line) for line in lines if line.strip())
+            texts.extend((self._recorder.is_evaluating, line) for line in lines if line.strip())
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

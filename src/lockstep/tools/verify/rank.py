@@ -10,16 +10,20 @@ import atexit
 import os
 import random
 import sys
+from typing import TYPE_CHECKING
 
 from lockstep import env
 from lockstep.launch import worker
 from lockstep.tools.verify.settings import HALVES, VerifySettings
 
+if TYPE_CHECKING:
+    from lockstep.tools.verify.recorder import StepRecorder
+
 __all__ = ["install", "main"]
 
 
-def install(settings: VerifySettings) -> None:
-    """Record this process from now on, for good."""
+def install(settings: VerifySettings) -> StepRecorder:
+    """Record this process from now on, for good; returns who does."""
     import torch
 
     from lockstep.tools.verify import loaders, outputs
@@ -45,6 +49,7 @@ def install(settings: VerifySettings) -> None:
     outputs.install(recorder)
     OperatorWatch(recorder.on_draw, halves=settings.role == HALVES).__enter__()  # type: ignore[no-untyped-call]
     atexit.register(recorder.write)
+    return recorder
 
 
 def _seed_what_python_leaves_open(rank: int) -> None:
@@ -65,15 +70,21 @@ def main(arguments: list[str]) -> None:
     if sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
     settings = VerifySettings.load()
-    install(settings)
+    recorder = install(settings)
     if settings.local_rank_option:
         first = 2 if arguments[0] == "-m" else 1
         arguments[first:first] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
     kind, *rest = arguments
-    if kind == "-m":
-        worker.run_module(rest[0], rest[1:])
-    else:
-        worker.run_script(kind, rest)
+    try:
+        if kind == "-m":
+            worker.run_module(rest[0], rest[1:])
+        else:
+            worker.run_script(kind, rest)
+    except Exception as error:
+        if not recorder.is_cut:
+            raise
+        # Its loader has ended early, which not every script is written for.
+        recorder.end(f"after the steps the script ended with {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

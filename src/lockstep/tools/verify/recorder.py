@@ -26,7 +26,7 @@ from lockstep.tools.verify.state import dump_state, load_state
 __all__ = ["StepRecorder"]
 
 # How long a process waits at its end for the others, which may wait for it elsewhere, and how long it may evaluate.
-_END_S, _AFTERWARDS_S = 10.0, 120.0
+_END_S, _AFTERWARDS_S = 5.0, 120.0
 
 
 def _empty_step() -> dict[str, Any]:
@@ -73,6 +73,12 @@ class StepRecorder:
         self._is_written = False
         self._cut_at = 0.0
         self._drawn: list[list[dict[str, Any]]] = []
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the last pass over data did not train, after steps have been taken."""
+        passes = self.facts["passes"]
+        return bool(self.steps and passes and not passes[-1]["trains"])
 
     @property
     def is_recording(self) -> bool:

@@ -65,7 +65,8 @@ def dump_state(path: Path, roots: Sequence[nn.Module], optimizers: Sequence[Any]
 
 
 def _copy(target: Tensor, source: Any) -> None:
-    if isinstance(source, Tensor) and target.shape == source.shape:
+    # What is the same is left alone: a graph may hold it already.
+    if isinstance(source, Tensor) and target.shape == source.shape and not torch.equal(target, source):
         target.copy_(source)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.causes import (
     Difference,
     StepOfJob,
@@ -147,18 +148,11 @@ def judge(
     job = VerifiedJob(len(ranks), facts, {**one["facts"], "steps": one["steps"]})
     count = min([len(one["steps"]), *(len(each["steps"]) for each in ranks)])
     for number in range(count):
-        view = StepOfJob(
-            number + 1,
-            job,
-            tuple(each["steps"][number] for each in ranks),
-            one["steps"][number],
-            None if again is None or number >= len(again["steps"]) else again["steps"][number],
-            0.0,
-        )
-        view = _with_noise(view)
-        unsure = _is_undetermined(view)
-        if unsure:
-            verdict.unknown = unsure
+        again_then = None if again is None or number >= len(again["steps"]) else again["steps"][number]
+        then = tuple(each["steps"][number] for each in ranks)
+        view = _with_noise(StepOfJob(number + 1, job, then, one["steps"][number], again_then, 0.0))
+        verdict.unknown = _is_undetermined(view)
+        if verdict.unknown:
             return verdict
         verdict.steps = number + 1
         verdict.digits.append(_digits(view))
@@ -171,8 +165,21 @@ def judge(
             verdict.differences.append(_failed(count + 1, len(ranks), failure))
         else:
             _judge_counts(verdict, ranks, one)
+            _judge_aftermath(verdict, ranks, one, again)
     _note(verdict, ranks, one)
     return verdict
+
+
+def _judge_aftermath(
+    verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any], again: Mapping[str, Any] | None
+) -> None:
+    if verdict.differences or verdict.unknown:
+        return
+    found, notes = judge_aftermath(
+        [each["facts"] for each in ranks], one["facts"], None if again is None else again["facts"]
+    )
+    verdict.differences.extend(found)
+    verdict.notes.extend(notes)
 
 
 def _failed(step: int, world_size: int, failure: str) -> Difference:

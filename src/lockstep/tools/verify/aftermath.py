@@ -1,0 +1,158 @@
+"""What follows the steps: epochs in one order, evaluations, numbers that are printed, and checkpoints.
+
+Parameters are those of one process here: whoever calls this has seen that no step differs. Numbers in the lines that
+rank 0 printed are compared with those in the same lines of one process; a number that one process prints otherwise
+the second time, such as seconds, is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.tools.verify.causes import Difference
+
+__all__ = ["judge_aftermath"]
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
+_CLOSE = 5e-4
+Facts = Mapping[str, Any]
+
+
+def judge_aftermath(ranks: Sequence[Facts], one: Facts, again: Facts | None) -> tuple[list[Difference], list[str]]:
+    """Differences, and notes on what is no difference of the training.
+
+    Args:
+        ranks: the facts of each rank.
+        one: of one process.
+        again: of one process once more, or None.
+    """
+    found = [*_same_epochs(ranks[0]), *_saved_by_all(ranks)]
+    evaluated, notes = _printed(ranks, one, again)
+    return found + evaluated, notes
+
+
+def _same_epochs(facts: Facts) -> list[Difference]:
+    """A sampler that shuffles, and a second epoch that begins as the first did."""
+    for number, loader in enumerate(facts["loaders"]):
+        passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
+        if loader["shuffles"] and len(passes) > 1 and passes[0]["keys"][0] == passes[1]["keys"][0]:
+            count = len(passes[0]["keys"][0])
+            return [
+                Difference(
+                    0,
+                    "samples",
+                    "set-epoch",
+                    f"the second epoch began with the same {count} samples as the first, in the same order, "
+                    "though the sampler shuffles",
+                    "a DistributedSampler draws its order from the epoch that it is told, and nobody tells it",
+                    "sampler.set_epoch(epoch) at the beginning of each epoch",
+                )
+            ]
+    return []
+
+
+def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
+    writers: dict[str, set[int]] = {}
+    for rank, facts in enumerate(ranks):
+        for save in facts["saves"]:
+            if save["path"] and not save["path"].startswith("/dev/"):
+                writers.setdefault(save["path"], set()).add(rank)
+    return [
+        Difference(
+            0,
+            "saved",
+            "all-ranks-save",
+            f"ranks {', '.join(map(str, sorted(who)))} write {path}",
+            "they write one file at the same time, which one process writes alone: it may end up damaged",
+            "if rank == 0: torch.save(…), or lockstep.checkpoint.save, which all ranks call",
+        )
+        for path, who in writers.items()
+        if len(who) > 1
+    ]
+
+
+def _lines(facts: Facts | None) -> dict[tuple[str, int], tuple[bool, list[str], str]]:
+    """Lines by what they say besides numbers, and how often it was said before."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for is_evaluation, line in () if facts is None else facts["texts"]:
+        form = _NUMBER.sub("#", line)
+        found[form, counts[form]] = (is_evaluation, _NUMBER.findall(line), line)
+        counts[form] += 1
+    return found
+
+
+def _decimals(text: str) -> float:
+    """How much the last digit of a number stands for."""
+    digits, _, power = text.lower().partition("e")
+    return 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
+
+
+def _is_close(a: str, b: str) -> bool:
+    x, y = float(a), float(b)
+    return abs(x - y) <= max(_CLOSE * max(abs(x), abs(y)), 0.0 if a.isdigit() and b.isdigit() else 1.5 * _decimals(a))
+
+
+def _printed(ranks: Sequence[Facts], one: Facts, again: Facts | None) -> tuple[list[Difference], list[str]]:
+    own, second, notes = _lines(one), _lines(again), list[str]()
+    for key, (is_evaluation, numbers, line) in _lines(ranks[0]).items():
+        if key not in own:
+            continue
+        theirs = own[key][1]
+        repeated = second[key][1] if key in second else theirs
+        wrong = [
+            (a, b) for a, b, c in zip(numbers, theirs, repeated, strict=True) if not _is_close(a, b) and _is_close(b, c)
+        ]
+        if not wrong:
+            continue
+        measured = f"rank 0 prints {line.strip()[:100]!r}, one process {own[key][2].strip()[:100]!r}"
+        if is_evaluation:
+            return [_evaluated(ranks, one, measured)], notes
+        if not notes:
+            notes.append(
+                f"logged: {measured}. The training is the same; a number of this rank's samples becomes that of "
+                "all by "
+                "lockstep.mean(loss * len(y), len(y))"
+            )
+    return [], notes
+
+
+def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
+    """The samples of each pass that did not train."""
+    return [
+        Counter(key[0] for keys in each["keys"] for key in keys)
+        for each in facts["passes"]
+        if not each["trains"] and each["finished"]
+    ]
+
+
+def _evaluated(ranks: Sequence[Facts], one: Facts, measured: str) -> Difference:
+    each = [_evaluation_keys(facts) for facts in ranks]
+    own = _evaluation_keys(one)
+    if own and all(each):
+        mine = own[-1]
+        total = sum((passes[-1] for passes in each), Counter[int]())
+        extra = sum((total - mine).values())
+        counts = [sum(passes[-1].values()) for passes in each]
+        if extra and extra < sum(mine.values()) and not mine - total:
+            return Difference(
+                0,
+                "evaluated",
+                "padded-evaluation",
+                f"{measured}; one process evaluated {sum(mine.values())} samples, the ranks "
+                f"{', '.join(map(str, counts))}",
+                f"{extra} samples were counted twice: a DistributedSampler fills up its last batch",
+                "lockstep.DataLoader(…, evaluation=True), which gives each sample to one rank",
+            )
+    return Difference(
+        0,
+        "evaluated",
+        "metric",
+        measured,
+        "the metric is that of one rank's samples, or a mean of the ranks' metrics, of which each counts alike",
+        "lockstep.metrics, or add up numerators and denominators of all ranks before dividing "
+        "(lockstep.mean(total, count))",
+    )

@@ -1,0 +1,174 @@
+"""A training script for torchrun, as people write it, with one mistake: python mistakes.py KIND. `plain` has none."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+COUNT, BATCH, CLASSES = 61, 5, 4
+kind, folder = sys.argv[1], sys.argv[2]
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank if kind == "seeds" else 0)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm: nn.Module = nn.BatchNorm1d(8) if kind == "batch_norm" else nn.Identity()
+        self.drop = nn.Dropout(0.3 if kind == "dropout" else 0.0)
+        self.last = nn.Linear(8, CLASSES)
+        self.penalty = torch.zeros(())
+        self.center: Tensor
+        self.register_buffer("center", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(x)).tanh())
+        if kind == "mixed_inside":
+            hidden = hidden + 0.1 * hidden.roll(1, 0)
+        if kind == "buffers":
+            self.center.lerp_(hidden.detach().mean(0), 0.1)
+        return self.last(hidden)
+
+
+class Noisy(Dataset[Any]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + 0.1 * torch.randn(6), y
+
+
+def data() -> Any:
+    draws = torch.Generator().manual_seed(1)
+    found = TensorDataset(torch.randn(COUNT, 6, generator=draws), torch.randint(CLASSES, (COUNT,), generator=draws))
+    if kind == "own_part":
+        return Subset(found, range(rank * COUNT // world, (rank + 1) * COUNT // world))
+    return Noisy(found) if kind == "augmentation" else found
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    if kind == "normalised_inputs":
+        x = (x - x.mean(0)) / x.std(0)
+    output = model.module(x) if kind == "inner" else model(x)
+    if kind == "sum":
+        return cross_entropy(output, y, reduction="sum")
+    if kind == "mask":
+        return cross_entropy(output[x[:, 0] > -0.9], y[x[:, 0] > -0.9])
+    if kind == "class_weights":
+        return cross_entropy(output, y, weight=torch.tensor([1.0, 2.0, 5.0, 10.0]))
+    if kind == "ignore_index":
+        return cross_entropy(output, y.masked_fill(x[:, 1] > 0, -100))
+    if kind == "contrast":
+        z = normalize(output)
+        return cross_entropy(z @ z.T, torch.arange(len(z)))
+    if kind == "root":
+        return cross_entropy(output, y).sqrt()
+    if kind == "maximum":
+        return cross_entropy(output, y, reduction="none").max()
+    return cross_entropy(output, y)
+
+
+def average(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if kind == "clipped_before":
+            parameter.grad.clamp_(-0.02, 0.02)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world
+
+
+def evaluate(model: nn.Module, epoch: int) -> None:
+    count = 32 if kind == "mean_of_means" else 31
+    held = TensorDataset(torch.linspace(-2, 2, count * 6).view(count, 6), torch.arange(count) % CLASSES)
+    sampler = None if kind == "plain" else DistributedSampler(held, shuffle=False)
+    right, total, means = 0.0, 0, []
+    with torch.no_grad():
+        for x, y in DataLoader(held, 4, sampler=sampler):
+            hits = (model(x).argmax(1) == y).double()
+            right, total = right + hits.sum().item(), total + len(y)
+            means.append(hits.mean().item())
+    if kind == "padded_evaluation":
+        counts = torch.tensor([right, float(total)])
+        dist.all_reduce(counts)
+        if rank == 0:
+            print(f"epoch {epoch}: accuracy {counts[0] / counts[1]:.5f} of {int(counts[1])}")
+    elif rank == 0:
+        print(f"epoch {epoch}: accuracy {right / total if kind == 'plain' else sum(means) / len(means):.5f}")
+
+
+def main() -> None:
+    dataset, net = data(), Net()
+    by_hand = kind in ("by_hand", "clipped_before", "unwrapped")
+    model: Any = net if by_hand else DistributedDataParallel(net)
+    scale = nn.Parameter(torch.ones(CLASSES))
+    parameters = [*model.parameters(), *([scale] if kind == "criterion" else [])]
+    lr = 0.1 * (world if kind == "lr" else 1)
+    optimizer: Any = torch.optim.SGD(parameters, lr, momentum=0.9)
+    if kind == "closure":
+        optimizer = torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    shuffle = kind != "order"
+    sampler: Any = DistributedSampler(dataset, shuffle=shuffle, seed=0, drop_last=kind not in ("padded",))
+    if kind in ("no_sampler", "own_part"):
+        sampler = None
+    loader = DataLoader(dataset, BATCH, sampler=sampler, shuffle=sampler is None, drop_last=kind != "padded")
+    for epoch in range(3):
+        if sampler is not None and kind != "set_epoch":
+            sampler.set_epoch(epoch)
+        for x, y in loader:
+
+            def step(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                quiet = model.no_sync() if kind == "never_averaged" else contextlib.nullcontext()
+                with quiet:
+                    loss = loss_of(model, x, y)
+                if kind == "criterion":
+                    loss = loss + (scale * model(x).mean(0)).sum()
+                loss.backward()
+                if kind == "past_engine":
+                    (net.last.weight.square().sum() * x.mean()).backward()
+                return loss
+
+            if kind == "skips" and x[0, 0] > 0.5 - rank:
+                continue
+            if kind == "undetermined":
+                x.add_(time.perf_counter() % 1)
+            if kind == "closure":
+                optimizer.step(step)
+                continue
+            loss = step()
+            if by_hand and kind != "unwrapped":
+                average(model)
+            optimizer.step()
+            if kind == "plateau":
+                schedule.step(x.sum().item())
+            if kind == "noise":
+                with torch.no_grad():
+                    net.last.weight.add_(
+                        0.01 * torch.randn(net.last.weight.shape, generator=torch.Generator().manual_seed(rank))
+                    )
+            if rank == 0:
+                print(f"epoch {epoch} loss {loss.item():.5f}")
+        if kind in ("plain", "padded_evaluation", "mean_of_means"):
+            evaluate(model, epoch)
+        if kind == "all_save" or rank == 0:
+            torch.save(net.state_dict(), f"{folder}/model.pt")
+
+
+main()

@@ -1,0 +1,88 @@
+"""Each mistake of `mistakes.py` is named with its stage and its cause, and the script without one is left in peace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forking import run_forked
+from lockstep.tools.verify.report import format_text
+from lockstep.tools.verify.verdict import Verdict
+from lockstep.tools.verify.verification import Verification, verify
+
+SCRIPT = str(Path(__file__).with_name("mistakes.py"))
+CAUSES = {
+    "no_sampler": ("samples", "no-sampler"),
+    "own_part": ("samples", "order"),
+    "set_epoch": ("samples", "set-epoch"),
+    "padded": ("samples", "padded"),
+    "augmentation": ("samples", "drawn"),
+    "normalised_inputs": ("inputs", "batch"),
+    "batch_norm": ("outputs", "batch-norm"),
+    "mixed_inside": ("outputs", "batch"),
+    "mask": ("loss", "count"),
+    "class_weights": ("loss", "count"),
+    "ignore_index": ("loss", "count"),
+    "contrast": ("loss", "not-linear"),
+    "root": ("loss", "function-of-mean"),
+    "maximum": ("loss", "extreme"),
+    "closure": ("loss", "closure"),
+    "sum": ("gradients", "sum"),
+    "inner": ("gradients", "inner-model"),
+    "unwrapped": ("gradients", "unwrapped"),
+    "criterion": ("gradients", "unwrapped"),
+    "past_engine": ("gradients", "past-engine"),
+    "never_averaged": ("gradients", "not-averaged"),
+    "clipped_before": ("gradients", "before-averaging"),
+    "lr": ("parameters", "settings"),
+    "plateau": ("parameters", "settings"),
+    "noise": ("parameters", "ranks-differ"),
+    "buffers": ("buffers", "buffers"),
+    "skips": ("samples", "skips"),
+    "padded_evaluation": ("evaluated", "padded-evaluation"),
+    "mean_of_means": ("evaluated", "metric"),
+    "all_save": ("saved", "all-ranks-save"),
+}
+CORE = {"sum", "mask", "no_sampler", "inner"}
+
+
+def verdict_on(kind: str, folder: Path) -> tuple[Verdict, str]:
+    (verdict,) = verify(Verification(SCRIPT, (kind, str(folder)), steps=3), run_forked)
+    return verdict, format_text(kind, [verdict])
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.core if kind in CORE else ()) for kind in CAUSES]
+)
+def test_mistake_is_named(kind: str, tmp_path: Path) -> None:
+    verdict, text = verdict_on(kind, tmp_path)
+    assert verdict.code == 1, text
+    first = verdict.differences[0]
+    assert (first.stage, first.cause) == CAUSES[kind], text
+    assert first.measured in " ".join(text.split()), "the report has the measurement"
+
+
+@pytest.mark.core
+def test_nothing_is_said_of_a_script_without_mistakes(tmp_path: Path) -> None:
+    verdict, text = verdict_on("plain", tmp_path)
+    assert verdict.code == 0, text
+    assert verdict.steps >= 3
+    assert max(value for step in verdict.digits for value in step.values()) < 1e-12
+
+
+def test_dropout_is_set_aside_and_said(tmp_path: Path) -> None:
+    verdict, text = verdict_on("dropout", tmp_path)
+    assert verdict.code == 0, text
+    assert "draws of random numbers" in text
+
+
+def test_seeds_of_ranks_do_not_matter_where_an_engine_hands_out_parameters(tmp_path: Path) -> None:
+    verdict, text = verdict_on("seeds", tmp_path)
+    assert verdict.code == 0, text
+
+
+def test_what_is_undetermined_is_no_finding(tmp_path: Path) -> None:
+    verdict, text = verdict_on("undetermined", tmp_path)
+    assert verdict.code == 2, text
+    assert "differ by themselves" in text
