@@ -201,6 +201,16 @@ def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
         return _unsplit(step, measured) if samples.is_alike else _padded(step, samples, measured)
     if any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
         return _unsplit(step, measured)
+    if any(each["own"] for each in loaders):
+        return step.found(
+            "samples",
+            "collate",
+            measured,
+            "lockstep.DataLoader fetches the samples of one process, so what is made of them differs: collate_fn "
+            "mixes "
+            "the rows that a rank holds, or leaves some out, or something is drawn that no sample owns",
+            "let collate_fn join samples and nothing else; mix after lockstep.all_gather, or draw in __getitem__",
+        )
     if step.job.is_same_order(step.number):
         return step.found(
             "samples",

@@ -123,7 +123,7 @@ class ForwardWatch:
                 "numbers": [float(each.detach()) for each in outputs if each.numel() == 1 and not each.is_complex()],
                 "inner": [_sketched(each, count) for each in self._inner],
                 "filler": bool(last and last["filler"]),
-                "samples": [key for key, _ in last["keys"]] if last and len(last["keys"]) == count else None,
+                "samples": [key for _, key in last["keys"]] if last and len(last["keys"]) == count else None,
                 "batch": len(batches) - 1,
             }
         )

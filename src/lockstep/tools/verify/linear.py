@@ -31,7 +31,7 @@ def _numbers(values: list[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)
 
 
-def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses) -> Difference:
+def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded: int) -> Difference:
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
     stage = "gradients" if losses.are("weighted", 1e-4) or losses.are("sum", 1e-4) else "loss"
     measured = _measured(gradients, losses)
@@ -46,6 +46,14 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses) -> Dif
             "divided once more after",
             "clip and unscale after the averaging: after backward(), and with Horovod between "
             "optimizer.synchronize() and step()",
+        )
+    if padded and needed is None:
+        return step.found(
+            "outputs",
+            "padding",
+            f"{measured}; {padded} samples were padded to another length",
+            "the model or the loss sees the padding, which a rank makes as long as the longest of its own samples",
+            "pad to one length, or mask the padding",
         )
     cause, meaning, advice = _meaning(step, gradients, losses, needed)
     return step.found(stage, cause, measured, meaning, advice)
@@ -151,6 +159,16 @@ def _not_linear(losses: Losses) -> tuple[str, str, str]:
     )
 
 
+def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool:
+    """Whether one process's loss is the mean of the ranks' with these weights, too; that of a logarithm is not."""
+    values = [value for each in losses.ranks for value in each]
+    if len(values) != len(weights) or None in values or None in losses.one:
+        return True
+    mean = sum(weight * float(value or 0) for weight, value in zip(weights, values, strict=True))
+    one = sum(float(value or 0) for value in losses.one)
+    return abs(mean - one) <= tolerance * max(abs(one), *(abs(float(value or 0)) for value in values))
+
+
 def _by_weights(step: StepOfJob, losses: Losses, needed: list[float]) -> tuple[str, str, str]:
     rows = [row for each in losses.rows for row in each]
     total = sum(rows) or 1
@@ -174,7 +192,9 @@ def _by_weights(step: StepOfJob, losses: Losses, needed: list[float]) -> tuple[s
             "such as a maximum or median, or is cut off",
             "lockstep.all_gather(values) before max() or median()",
         )
-    if _close(whole, 1.0, max(1e-9, 100 * step.precision)) and all(each >= -1e-6 for each in weights):
+    tolerance = max(1e-9, 100 * step.precision)
+    is_mean = _close(whole, 1.0, tolerance) and all(each >= -1e-6 for each in weights)
+    if is_mean and _is_weighted(losses, weights, 100 * tolerance):
         return (
             "count",
             f"the ranks' losses weigh {shown} in one process, and their samples "

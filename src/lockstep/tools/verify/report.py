@@ -42,7 +42,7 @@ def format_text(target: str, verdicts: Sequence[Verdict]) -> str:
             lines.append(_wrapped(head, f"cannot tell: {first}"))
             lines.extend(f"  | {line}" for line in rest.splitlines())
         else:
-            worst = max((value for step in one.digits for value in step.values()), default=0.0)
+            worst = max((step["gradients"] for step in one.digits), default=0.0)
             lines.append(head + f"the answer of one process in {one.steps} steps, to {_digits(worst)}")
         for each in one.differences:
             where = f"step {each.step}, {each.stage}" if each.step else each.stage

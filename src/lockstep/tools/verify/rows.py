@@ -2,7 +2,7 @@
 
 [Note: samples by content] A sample is known by what is in it, not by an index: two runs with other loaders hand out the
 same samples in other places. Its key is a hash of its rows in all tensors and texts of the batch. A second key leaves
-out what repeats at the end of a row, so that a sample is known again where it was padded to another length.
+out padding at the end of a row, so that a sample is known again where it was padded to another length.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ __all__ = ["row_sketch", "sample_keys", "value_sample"]
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
 _MOST_VALUES = 2048
+# Targets that losses ignore by default. Padding is this, or zeros.
+_IGNORED = -100
 # Longer rows get no second key: nobody pads those.
 _LONGEST_PADDED = 1 << 16
 
@@ -52,11 +54,11 @@ def _bytes_of(row: Array) -> bytes:
 
 
 def _unpadded(row: Array) -> bytes:
-    """Without what repeats at its end, and without its shape."""
+    """Without padding at its end, and without its shape."""
     flat = row.reshape(-1)
     if not 1 < flat.size <= _LONGEST_PADDED:
         return _bytes_of(flat)
-    others = np.flatnonzero(flat != flat[-1])
+    others = np.flatnonzero((flat != 0) & (flat != _IGNORED))
     return _bytes_of(flat[: int(others[-1]) + 1] if len(others) else flat[:1])
 
 

@@ -117,7 +117,7 @@ def _first_stage(step: StepOfJob, gradients: Gradients) -> Difference | None:
     if apart is not None:
         return apart
     samples = measure_samples(step.ranks, step.one)
-    calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
+    calls = measure_calls(step.ranks, step.one, step.precision, step.noise, samples.padded > 0)
     losses = measure_losses(step.ranks, step.one)
     return (
         read_samples(step, samples)
@@ -125,7 +125,7 @@ def _first_stage(step: StepOfJob, gradients: Gradients) -> Difference | None:
         or read_inputs(step, calls)
         or read_outputs(step, calls, samples)
         or read_unaveraged(step, gradients)
-        or (read_gradients(step, gradients, losses) if gradients.used.names else None)
+        or (read_gradients(step, gradients, losses, samples.padded) if gradients.used.names else None)
     )
 
 
