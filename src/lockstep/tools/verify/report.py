@@ -21,7 +21,7 @@ def _wrapped(head: str, text: str) -> str:
 
 def _digits(value: float) -> str:
     if value == 0:
-        return "every digit"
+        return "rounding"
     return f"{max(0, math.floor(-math.log10(value)))} digits" if value < 1 else "no digit"
 
 
