@@ -314,7 +314,7 @@ class Trainer:
             of an epoch its evaluation still comes.
 
     Raises:
-        InputTypeError: `loader` is no `lockstep.DataLoader`.
+        InputTypeError: `loader` is no `lockstep.DataLoader`, or its batch sampler has no length.
         InputError: `accumulate`, `log_every` or `save_every` below 1, `clip_norm` not above 0; or `stop_on_signals`
             without a world.
 
@@ -349,6 +349,11 @@ class Trainer:
             raise InputTypeError(
                 f"Trainer: loader is a {type(loader).__module__}.{type(loader).__name__}; pass a lockstep.DataLoader, "
                 "which takes the global batch size and knows what each rank holds of a batch"
+            )
+        if not _has_length(loader):
+            raise InputTypeError(
+                f"Trainer: the loader's batch_sampler {type(loader.batch_sampler).__name__} has no length, by which "
+                "the last step of an epoch is known: give it __len__"
             )
         for name, value in (("accumulate", accumulate), ("log_every", log_every), ("save_every", save_every)):
             if value is not None and value < 1:
@@ -485,6 +490,12 @@ class Trainer:
                 return None
             if saves:
                 self.save()
+        if ledger.window_samples:
+            raise InputError(
+                f"Trainer: the loader's batch_sampler {type(self.loader.batch_sampler).__name__} yielded {number} "
+                f"batches in epoch {self.epoch + 1}, and its length is {len(batches)}, by which the last step of an "
+                "epoch is known: fix its __len__"
+            )
         self._enter(ledger.reports(self.step, self.epoch + 1))
         return EpochReport(
             epoch=self.epoch + 1,
@@ -554,6 +565,13 @@ class Trainer:
         for report in reports:
             for callback in self.callbacks:
                 callback(report)
+
+
+def _has_length(loader: DataLoader[Any]) -> bool:
+    try:
+        return len(loader) > 0
+    except TypeError:
+        return False
 
 
 def _check_scheduler(saved: Mapping[str, Any] | None, scheduler: Scheduler | None) -> None:

@@ -78,9 +78,29 @@ def ready_made(site: Site) -> None:
         optimizer.step()
 
 
-def test_batches_of_several_sizes() -> None:
+def test_ready_made_batches() -> None:
     for world_size in (2, 3):
         assert_same_only_if_heeded(ready_made, world_size)
+
+
+def of_several_sizes(site: Site) -> None:
+    """Five rows, one, seven, two: also with what nothing but its size tells of its batch."""
+    place = {"rank": 0, "world_size": 1} if site.alone else {}
+    order = iter(torch.randperm(15, generator=torch.Generator().manual_seed(0)).tolist())
+    sampler = [list(itertools.islice(order, size)) for size in (5, 1, 7, 2)]
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    loader = lockstep.DataLoader(pairs(15), batch_sampler=sampler, **place)
+    for x, y in itertools.chain(loader, loader):
+        for inputs in (x, x * 2):
+            optimizer.zero_grad()
+            loss_of(model(inputs), y).backward()
+            optimizer.step()
+
+
+def test_batches_of_several_sizes() -> None:
+    for world_size in (2, 3):
+        assert_same(of_several_sizes, world_size)
 
 
 class AllGatherGrad(torch.autograd.Function):

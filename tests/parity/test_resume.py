@@ -50,6 +50,22 @@ class EpochOrder(RandomSampler):
         return iter(torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
+class Buckets(RandomSampler):
+    """Five global batches of 1 to 8 samples, drawn as they come."""
+
+    def __init__(self) -> None:
+        super().__init__(range(NUM_SAMPLES))
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = list(range(NUM_SAMPLES))
+        for size in (5, 1, 7, 8, 2):
+            batch = [rest.pop(int(torch.randint(len(rest), ()))) for _ in range(size)]
+            yield batch
+
+    def __len__(self) -> int:
+        return STEPS
+
+
 class Run:
     """One process of a run: what a script makes anew each time it starts."""
 
@@ -57,7 +73,7 @@ class Run:
         torch.manual_seed(1)
         self.model = lockstep.DistributedDataParallel(nn.Linear(4, 1).double())
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.loader = lockstep.DataLoader(dataset(), **({"batch_size": BATCH_SIZE, "seed": 7} | options))
+        self.loader = lockstep.DataLoader(dataset(), **({"seed": 7} | options))
         self.epoch = 0
         self.ids: list[list[int]] = []
         self.states: list[dict[str, Any]] = []
@@ -118,15 +134,18 @@ def telling_the_sampler(run: Run) -> None:
         run.pass_over_the_batches(epoch)
 
 
+SHUFFLED = {"shuffle": True, "batch_size": BATCH_SIZE}
 WORKERS = {"num_workers": 1, "persistent_workers": True}
 LOOPS: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
-    "while": (while_the_loader_has_epochs, {"shuffle": True}),
+    "while": (while_the_loader_has_epochs, SHUFFLED),
     "range": (over_epochs_of_the_loader, {"shuffle": True, "drop_last": True, "batch_size": 4}),
-    "own count": (over_epochs_of_its_own, {"shuffle": True}),
-    "set_epoch": (telling_the_loader, {"shuffle": True}),
-    "sampler": (while_the_loader_has_epochs, {"sampler": RandomSampler(range(NUM_SAMPLES))}),
-    "sampler.set_epoch": (telling_the_sampler, {"sampler": EpochOrder()}),
-    "workers": (while_the_loader_has_epochs, {"shuffle": True, **WORKERS}),
+    "own count": (over_epochs_of_its_own, SHUFFLED),
+    "set_epoch": (telling_the_loader, SHUFFLED),
+    "sampler": (while_the_loader_has_epochs, {"sampler": RandomSampler(range(NUM_SAMPLES)), "batch_size": BATCH_SIZE}),
+    "sampler.set_epoch": (telling_the_sampler, {"sampler": EpochOrder(), "batch_size": BATCH_SIZE}),
+    "batch_sampler": (while_the_loader_has_epochs, {"batch_sampler": Buckets()}),
+    "workers": (while_the_loader_has_epochs, {**SHUFFLED, **WORKERS}),
+    "workers and batch_sampler": (over_epochs_of_its_own, {"batch_sampler": Buckets(), **WORKERS}),
 }
 
 
@@ -172,9 +191,11 @@ def test_resumed_anywhere_a_run_is_the_undisturbed_one(name: str) -> None:
         assert len(set(samples)) == len(samples) in (NUM_SAMPLES, STEPS * 4)
     assert whole[:STEPS] != whole[STEPS : 2 * STEPS]
     assert len(states) == 1 + EPOCHS * (STEPS + 1)
+    every = 3 if "workers" in name else 1  # workers take their time to start
+    numbers = range(0, len(states), every)
     for world_size in (1, 2, 3):
-        ranks = run_ranks(resumed, world_size, name, states)
-        for number, ends in enumerate(zip(*ranks, strict=True)):
+        ranks = run_ranks(resumed, world_size, name, states[::every])
+        for number, ends in zip(numbers, zip(*ranks, strict=True), strict=True):
             assert together([ids for ids, _ in ends]) == whole[steps_done(number) :], f"{number} at {world_size} ranks"
             for _, last in ends:
                 assert last == pytest.approx(parameters, rel=0, abs=1e-12), f"{number} at {world_size} ranks"
@@ -206,7 +227,7 @@ class Noting:
 
 def train(state: dict[str, Any] | None, accumulate: int) -> tuple[list[list[int]], list[float], list[dict[str, Any]]]:
     """From a state to the end, with a `Trainer`; the states are those after each step, and after each epoch."""
-    run, noting, states = Run(shuffle=True), Noting(), []
+    run, noting, states = Run(**SHUFFLED), Noting(), []
     trainer = Trainer(run.model, run.optimizer, run.loader, noting, accumulate=accumulate, log_every=1)
     if state is not None:
         trainer.load_state_dict(state)

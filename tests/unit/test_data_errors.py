@@ -23,6 +23,15 @@ class Lengthless(Dataset):
         return index
 
 
+BY_RANK = torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=0)
+
+
+class BatchesByRank(list):
+    """As projects write them for torch's loader: each rank makes its own batches."""
+
+    num_replicas, rank = 2, 0
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -56,10 +65,29 @@ class Lengthless(Dataset):
         ({"sampler": iter([0])}, "must be iterable and have a length"),
         ({"sampler": []}, "sampler list is empty"),
         (
-            {"sampler": torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=0)},
+            {"sampler": BY_RANK},
             "DistributedSampler gives each rank its own part already.*global batch_size.*num_replicas=1 and rank=0",
         ),
-        ({"batch_sampler": [[0, 1]]}, "batch_sampler is not supported.*one size.*several sizes.*with model.samples"),
+        (
+            {"batch_sampler": [[0, 1]], "batch_size": 4},
+            "mutually exclusive with batch_size, shuffle, sampler, and drop",
+        ),
+        (
+            {"batch_sampler": [[0, 1]], "shuffle": True},
+            "mutually exclusive with batch_size, shuffle, sampler, and drop",
+        ),
+        ({"batch_sampler": [[0, 1]], "sampler": [0, 1]}, "mutually exclusive with"),
+        ({"batch_sampler": [[0, 1]], "drop_last": True}, "mutually exclusive with"),
+        ({"batch_sampler": [[0, 1]], "permutation": "computed"}, "pass shuffle=True"),
+        ({"batch_sampler": iter([[0, 1]])}, "list_iterator cannot be walked anew for each epoch: pass a list"),
+        ({"batch_sampler": (each for each in [[0, 1]])}, "generator cannot be walked anew for each epoch"),
+        ({"batch_sampler": 4}, "int cannot be walked anew"),
+        ({"batch_sampler": []}, "batch_sampler list is empty"),
+        (
+            {"batch_sampler": torch.utils.data.BatchSampler(BY_RANK, 4, False)},
+            "BatchSampler makes the batches of one rank already.*num_replicas=1 and rank=0",
+        ),
+        ({"batch_sampler": BatchesByRank()}, "BatchesByRank makes the batches of one rank already"),
         ({"generator": torch.Generator()}, r"generator is not supported.*seed=generator.initial_seed\(\)"),
         ({"in_order": False}, "in_order=False is not supported"),
     ],

@@ -153,7 +153,7 @@ class ByLength(BatchSampler):
 
 
 class OneAfterTheOther(Sampler[int]):
-    """As the refusal of a batch_sampler advises, where its batches have one size."""
+    """Batches of one size as an order of samples, for a loader with that batch_size."""
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches

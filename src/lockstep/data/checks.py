@@ -6,9 +6,10 @@ expected and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sized
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, cast
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
@@ -17,6 +18,7 @@ from lockstep.errors import DataError
 
 __all__ = [
     "STATE_VERSION",
+    "check_batch_sampler",
     "check_dataset",
     "check_integer",
     "check_own_batches",
@@ -36,7 +38,7 @@ _OF_ONE_RANK = (
     "LengthGroupedSampler instead of DistributedLengthGroupedSampler"
 )
 
-_STATE_KEYS = ("seed", "epoch", "samples_consumed", "samples_per_epoch", "dataset_length")
+_STATE_KEYS = ("seed", "epoch", "samples_consumed", "dataset_length")
 
 
 def check_integer(name: str, value: object, minimum: int, hint: str = "") -> int:
@@ -109,6 +111,42 @@ def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
         raise DataError(f"sampler {name} is empty: expected at least one index")
 
 
+def check_batch_sampler(batch_sampler: Any, is_cut_already: bool, world_size: object) -> None:
+    """A batch sampler that makes global batches.
+
+    Args:
+        batch_sampler: the user's.
+        is_cut_already: the loader was also given batch_size, shuffle, sampler or drop_last.
+        world_size: as in `check_sampler`.
+    """
+    if batch_sampler is None:
+        return
+    name = type(batch_sampler).__name__
+    if is_cut_already:
+        raise DataError(
+            f"batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last: {name} "
+            "makes the batches. Drop one or the other"
+        )
+    if world_size != 1 and any(num_ranks_of(each) > 1 for each in (batch_sampler, _inner_sampler(batch_sampler))):
+        raise DataError(
+            f"batch_sampler {name} makes the batches of one rank already. The loader splits global batches by itself: "
+            "make it for one process, as by num_replicas=1 and rank=0, or without its sampler for ranks, and with the "
+            "global batch size"
+        )
+    if not isinstance(batch_sampler, Iterable) or isinstance(batch_sampler, Iterator):
+        raise DataError(
+            f"batch_sampler {name} cannot be walked anew for each epoch: pass a list of batches, or an object whose "
+            "__iter__ begins with the first batch each time"
+        )
+    with contextlib.suppress(TypeError, NotImplementedError):  # it need not have a length
+        if len(cast("Sized", batch_sampler)) < 1:
+            raise DataError(f"batch_sampler {name} is empty: expected at least one batch")
+
+
+def _inner_sampler(batch_sampler: Any) -> Any:
+    return getattr(batch_sampler, "sampler", None)
+
+
 def check_own_batches(batch_sampler: object, own: object) -> None:
     """The loader's batches come from its own `batch_sampler`: each belongs to one place of one epoch."""
     if batch_sampler is not own:
@@ -116,7 +154,7 @@ def check_own_batches(batch_sampler: object, own: object) -> None:
             f"the loader's batch_sampler was replaced by a {type(batch_sampler).__name__}. Where that repeats batches, "
             "to keep worker processes from one epoch to the next (timm's MultiEpochsDataLoader, ultralytics' "
             "InfiniteDataLoader), use lockstep.DataLoader itself with persistent_workers=True: it keeps them, and each "
-            "iteration is the next epoch. For an order of your own, pass a sampler"
+            "iteration is the next epoch. For batches of your own, make a loader with that batch_sampler"
         )
 
 
@@ -161,17 +199,8 @@ def check_permutation(permutation: object, shuffle: bool) -> str:
     return str(permutation)
 
 
-def check_refused(batch_sampler: object, generator: object, in_order: bool) -> None:
+def check_refused(generator: object, in_order: bool) -> None:
     """Arguments of torch's loader that contradict what this one promises."""
-    if batch_sampler is not None:
-        raise DataError(
-            "batch_sampler is not supported: the loader splits global batches of batch_size over the ranks itself. "
-            "Pass batch_size, and sampler for an order of your own. Where all batches have one size, pass that, and a "
-            "sampler whose __iter__ yields `index for batch in batch_sampler for index in batch`, and whose __len__ is "
-            "the number of those. Where they have several sizes, let the dataset return one batch per index, "
-            "batch_size say how many make a step, the same at any number of ranks, and collate_fn join them; and make "
-            "the forward pass under `with model.samples(0 if lockstep.is_filler(batch) else number_of_rows):`"
-        )
     if generator is not None:
         raise DataError(
             "generator is not supported: its state would differ between ranks, and the order of samples may depend "
@@ -209,7 +238,9 @@ def check_workers(
     return count
 
 
-def check_state(state: Mapping[str, Any], order: str, dataset_length: int, samples_per_epoch: int) -> dict[str, int]:
+def check_state(
+    state: Mapping[str, Any], order: str, dataset_length: int, samples_per_epoch: int | None
+) -> dict[str, int]:
     """A state that `DataLoader.state_dict` made for the same data; returns its numbers."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if version != STATE_VERSION:
@@ -217,7 +248,7 @@ def check_state(state: Mapping[str, Any], order: str, dataset_length: int, sampl
             f"the loader's state has version {version!r}; this release reads version {STATE_VERSION}. "
             "Pass what DataLoader.state_dict() returned"
         )
-    missing = [key for key in (*_STATE_KEYS, "order") if key not in state]
+    missing = [key for key in (*_STATE_KEYS, "samples_per_epoch", "order") if key not in state]
     if missing:
         raise DataError(f"the loader's state lacks {', '.join(missing)}: pass what DataLoader.state_dict() returned")
     numbers = {
@@ -230,7 +261,7 @@ def check_state(state: Mapping[str, Any], order: str, dataset_length: int, sampl
                 "consumed are positions in the order of one dataset: resume with the same data and the same order, "
                 "or start the epoch anew with set_epoch"
             )
-    if numbers["samples_consumed"] > samples_per_epoch:
+    if samples_per_epoch is not None and numbers["samples_consumed"] > samples_per_epoch:
         raise DataError(
             f"the loader's state claims {numbers['samples_consumed']} samples consumed of {samples_per_epoch}"
         )

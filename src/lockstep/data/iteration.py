@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.batch import BatchShare, Iteration
+from lockstep.data.batch_sampler import RankBatches
 from lockstep.data.checks import is_fixed
 from lockstep.data.order import Fetch, Schedule
 from lockstep.errors import DataError
@@ -26,6 +27,8 @@ class EpochProgress:
         epoch: the epoch it walks.
         consumed: global samples of that epoch in the batches yielded so far. Batches that
             workers have fetched ahead do not count.
+        order_mark: a number for the order of the epoch, or for its batches up to there, by which a resumed epoch is
+            known again; 0 where the loader makes the order itself.
         finished: the epoch was walked to its end.
         is_open: it can go on: neither finished nor dropped.
         active: a number that grows over all iterations of the process: when it began, yielded last, or ended.
@@ -38,9 +41,9 @@ class EpochProgress:
     is_open: bool = True
     active: int = field(default_factory=_count)
 
-    def advance(self, consumed: int) -> None:
+    def advance(self, consumed: int, order_mark: int) -> None:
         """A batch was yielded."""
-        self.consumed = consumed
+        self.consumed, self.order_mark = consumed, order_mark
         self.active = _count()
 
     def finish(self) -> None:
@@ -63,7 +66,7 @@ class RankBatchSampler:
     """
 
     def __init__(self, *, sampler: Any, batch_size: int, drop_last: bool) -> None:
-        self.schedule: Schedule | None = None
+        self.schedule: Schedule | RankBatches | None = None
         self.sampler = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -74,7 +77,7 @@ class RankBatchSampler:
             raise is_fixed(f"batch_sampler.{name}", name, value)
         super().__setattr__(name, value)
 
-    def _current(self) -> Schedule:
+    def _current(self) -> Schedule | RankBatches:
         if self.schedule is None:
             raise DataError(
                 "loader.batch_sampler holds this rank's batches of the epoch under way, and no epoch has begun: "
@@ -106,7 +109,7 @@ class EpochIterator(Iterator[Any]):
     def __init__(
         self,
         batches: Iterator[Any],
-        schedule: Schedule,
+        schedule: Schedule | RankBatches,
         progress: EpochProgress,
         *,
         shared_workers: RankBatchSampler | None,
@@ -152,8 +155,9 @@ class EpochIterator(Iterator[Any]):
             if not self._is_still_to_come(error):
                 self._number += 1
             raise
-        self._iteration.publish(self._schedule.share(self._number), loaded)
-        self._progress.advance(self._schedule.consumed(self._number))
+        share, consumed, order_mark = self._schedule.take(self._number)
+        self._iteration.publish(share, loaded)
+        self._progress.advance(consumed, order_mark)
         self._number += 1
         return loaded
 

@@ -11,8 +11,10 @@ import torch
 import torch.utils.data
 
 from lockstep import batch, log
+from lockstep.data.batch_sampler import GlobalBatches, RankBatches
 from lockstep.data.checks import (
     STATE_VERSION,
+    check_batch_sampler,
     check_dataset,
     check_integer,
     check_own_batches,
@@ -38,7 +40,7 @@ from lockstep.data.order import (
     shuffled_order,
 )
 from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
-from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
+from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs, teller_of_epochs
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
 from lockstep.data.worker_signals import held_back
@@ -119,12 +121,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         rank: of this process, together with `world_size`. Without them: the open world, else
             `torch.distributed`'s default group, else one process; read when an iteration begins.
         world_size: number of ranks.
-        batch_sampler: refused; here so that the refusal can say what to do.
+        batch_sampler: the global batches of an epoch, of any sizes: lists of indices, of which each rank gets its
+            share, as of any batch. For buckets by length, budgets of tokens, classes in balance. Each rank runs it,
+            with the process-wide generators seeded by (seed, epoch), so that stock samplers agree; the ranks notice
+            where they do not. It may have no length and no end; it must begin anew with each `iter()`, and not be
+            split by rank. A `set_epoch`, of its own or of its `sampler`, is called, unless the script calls it.
+            `batch_size` is None then. With `evaluation` all batches are made as the iteration begins.
         generator: refused; pass `seed`.
         in_order: False is refused.
 
     Attributes:
-        batch_size: the global batch size.
+        batch_size: the global batch size; None with a `batch_sampler`.
 
     Raises:
         DataError: an argument that cannot work, when it is made or when an iteration begins; it
@@ -162,12 +169,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         permutation: str = "stored",
         rank: int | None = None,
         world_size: int | None = None,
-        batch_sampler: None = None,
+        batch_sampler: Iterable[Iterable[int]] | None = None,
         generator: None = None,
         in_order: bool = True,
     ) -> None:
-        check_refused(batch_sampler, generator, in_order)
+        check_refused(generator, in_order)
         check_dataset(dataset)
+        is_cut_already = batch_size != 1 or bool(shuffle) or sampler is not None or bool(drop_last)
+        check_batch_sampler(batch_sampler, is_cut_already, world_size)
         check_sampler(sampler, bool(shuffle), world_size)
         batch_size = check_integer("batch_size", batch_size, 1, "It counts the samples of all ranks together")
         num_workers = check_workers(num_workers, prefetch_factor, persistent_workers, timeout, multiprocessing_context)
@@ -183,6 +192,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._rank_and_size = check_rank_and_size(rank, world_size)
         told = OwnOrder() if sampler is None else sampler
         self._rank_batches = RankBatchSampler(sampler=told, batch_size=batch_size, drop_last=bool(drop_last))
+        # What `loader.batch_sampler` is: the user's, as with torch, or our own.
+        self._shown_batches: Any = self._rank_batches if batch_sampler is None else batch_sampler
+        self._is_cut_by_user = batch_sampler is not None
         self._batch_source = batch.LoaderToken()
         super().__init__(
             dataset,
@@ -200,12 +212,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
         )
         # torch has set these to what goes with a batch_sampler, and forbids to assign them.
-        set_guarded(self, "batch_size", batch_size)
-        set_guarded(self, "drop_last", bool(drop_last))
+        set_guarded(self, "batch_sampler", self._shown_batches)
+        if batch_sampler is None:
+            set_guarded(self, "batch_size", batch_size)
+            set_guarded(self, "drop_last", bool(drop_last))
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
-        self._sampler_epochs = SamplerEpochs(told)
+        self._sampler_epochs = SamplerEpochs(told if batch_sampler is None else teller_of_epochs(batch_sampler))
         self._thread = threading.get_ident()
         self._drawn_from = DrawnFrom()
         self._next_epoch = 0
@@ -215,7 +229,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
         self._progresses: list[EpochProgress] = []
         self._data_fingerprint: int | None = None
-        self._plan()
+        if batch_sampler is None:
+            self._plan()
 
     def __setattr__(self, name: str, value: object) -> None:
         try:
@@ -226,13 +241,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __len__(self) -> int:
         """Number of global batches in an epoch, the same on every rank.
 
-        When evaluating, a rank may yield fewer: those of which it holds a sample.
+        When evaluating, a rank may yield fewer: those of which it holds a sample. With a `batch_sampler` it is the
+        length of that, and a TypeError where it has none.
         """
-        return len(self._plan())
+        return len(self._shown_batches) if self._is_cut_by_user else len(self._plan())
 
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         """Begin the next epoch on this rank."""
-        check_own_batches(self.batch_sampler, self._rank_batches)
+        check_own_batches(self.batch_sampler, self._shown_batches)
         told = self._sampler_epochs.told_by_script()
         if told is not None:
             self._go_to(told)
@@ -242,14 +258,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             watch_optimizers(world_size)
         if not any(each.is_open for each in self._progresses):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
-        order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
-        progress = self._begin_progress(order, epoch, start)
-        plan = self._plan(start)
-        schedule = Schedule(
-            *(order, plan, self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
-            fingerprint=self._fingerprint(order, progress.order_mark) if world_size > 1 else 0,
-            keys=seed_keys(cast(Any, order)) if self._ordered_by_sampler else None,
-        )
+        self._sampler_epochs.tell(epoch)
+        cut = self._cut_by_user if self._is_cut_by_user else self._cut
+        schedule = cut(epoch, start, rank, world_size)
         if self.evaluation:
             batch.note_evaluation(schedule.fingerprint, world_size)
         assert self.generator is not None
@@ -260,6 +271,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.device is not None:
             batches = DeviceIterator(batches, self.device, self.prefetch)
         self._next_epoch, self._next_start, self._epoch_after = max(epoch + 1, self._epoch_after), 0, 0
+        progress = EpochProgress(epoch, start, schedule.mark)
         self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
             batches,
@@ -269,10 +281,28 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             has_workers=self.num_workers > 0,
         )
 
-    def _begin_progress(self, order: Order, epoch: int, start: int) -> EpochProgress:
+    def _cut(self, epoch: int, start: int, rank: int, world_size: int) -> Schedule:
+        """This rank's batches of the epoch, from `start` on."""
+        order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
         mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
         check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
-        return EpochProgress(epoch, start, mark)
+        is_compared = world_size > 1
+        return Schedule(
+            *(order, self._plan(start), self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
+            fingerprint=self._fingerprint() ^ (mark or fingerprint_of_order(order, self.seed)) if is_compared else 0,
+            keys=seed_keys(cast(Any, order)) if self._ordered_by_sampler else None,
+            mark=mark,
+        )
+
+    def _cut_by_user(self, epoch: int, start: int, rank: int, world_size: int) -> RankBatches:
+        """The same of the batch sampler's batches."""
+        batches = GlobalBatches(self._shown_batches, self.seed, epoch, check_dataset(self.dataset), self._thread)
+        batches.skip(start, self._resumed_mark)
+        return RankBatches(
+            batches,
+            *(self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
+            data_fingerprint=self._fingerprint() if world_size > 1 else 0,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration run `epoch`, from its first sample.
@@ -346,7 +376,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Make the next iteration continue where `state` was taken, at any world size.
 
         Every rank loads the same state. The batch size may differ from that of the run which wrote
-        it: the rest of the epoch is cut into batches anew. The state's seed is taken over.
+        it: the rest of the epoch is cut into batches anew. A batch sampler makes the batches of the epoch again, and
+        those consumed are left out. The state's seed is taken over.
 
         Raises:
             DataError: the state is of another version, dataset length or kind of order. If a sampler then gives
@@ -373,6 +404,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self.dataset, self.collate_fn, self._drawn_from if self.seed_global_rng else None, self._thread
         )
         set_guarded(view, "dataset", source)
+        set_guarded(view, "batch_sampler", self._rank_batches)
         view.worker_init_fn = WorkerInit(self.worker_init_fn)
         view.collate_fn = identity
         if self.num_workers == 0:
@@ -388,11 +420,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         handover.end_with(iterator)
         return iterator
 
-    def _samples_per_epoch(self) -> int:
+    def _samples_per_epoch(self) -> int | None:
+        """None where only the batch sampler knows."""
+        if self._is_cut_by_user:
+            return None
         length = check_dataset(self.dataset)
         return len(cast(Any, self.sampler)) if self._ordered_by_sampler else length
 
     def _order_name(self) -> str:
+        if self._is_cut_by_user:
+            return "batch_sampler"
         if self._ordered_by_sampler:
             return "sampler"
         if not self.shuffle:
@@ -400,23 +437,24 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return "shuffled" if self.permutation == "stored" else "shuffled, computed"
 
     def _order(self, epoch: int) -> Order:
-        self._sampler_epochs.tell(epoch)
         if self._ordered_by_sampler:
             return draw_order(cast(Any, self.sampler), self.seed, epoch)
-        length = self._samples_per_epoch()
+        length = check_dataset(self.dataset)
         if not self.shuffle:
             return range(length)
         return (shuffled_order if self.permutation == "stored" else computed_order)(length, self.seed, epoch)
 
-    def _fingerprint(self, order: Order, order_mark: int) -> int:
+    def _fingerprint(self) -> int:
         if self._data_fingerprint is None:  # once, before anything is fetched: a dataset may change as it is used
             self._data_fingerprint = fingerprint_of_data(self.dataset)
-        return self._data_fingerprint ^ (order_mark or fingerprint_of_order(order, self.seed))
+        return self._data_fingerprint
 
     def _plan(self, start: int = 0) -> Plan:
         """The batches of an epoch; read anew each time, as the dataset may have grown."""
+        num_samples = self._samples_per_epoch()
+        assert num_samples is not None
         assert self.batch_size is not None
-        plan = Plan(self._samples_per_epoch(), self.batch_size, self.drop_last, start)
+        plan = Plan(num_samples, self.batch_size, self.drop_last, start)
         if len(plan) == 0 and start == 0:
             raise DataError(
                 f"drop_last=True leaves no batch: {plan.num_samples} samples make no full batch of {self.batch_size}. "

@@ -37,7 +37,9 @@ __all__ = [
     "Schedule",
     "computed_order",
     "draw_order",
+    "num_earlier",
     "seed_keys",
+    "seed_keys_of",
     "shuffled_order",
 ]
 
@@ -139,7 +141,7 @@ def draw_order(sampler: _Sampler, seed: int, epoch: int) -> npt.NDArray[np.int64
         except (TypeError, OverflowError) as error:
             raise DataError(
                 f"sampler {type(sampler).__name__} yields something that is no index ({error}); expected an "
-                "integer per sample. A sampler that yields lists is a batch_sampler: pass batch_size instead"
+                "integer per sample. A sampler that yields lists is a batch_sampler: pass it as that"
             ) from error
     if len(indices) > len(sampler):
         raise DataError(
@@ -164,13 +166,26 @@ def seed_keys(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     >>> seed_keys(np.array([7, 2, 7])).tolist() == [7, 2, 7 ^ 1 << 40]
     True
     """
+    return seed_keys_of(order, num_earlier(order))
+
+
+def seed_keys_of(indices: npt.NDArray[np.int64], earlier: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The same, where each has come so often before, int64 [num_samples]."""
+    return indices ^ (earlier << _INDEX_BITS)
+
+
+def num_earlier(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How often each index has come before in the order, int64 [num_samples]; of which there is one at least.
+
+    >>> num_earlier(np.array([7, 2, 7])).tolist()
+    [0, 0, 1]
+    """
     by_index = np.argsort(order, kind="stable")
     starts = np.flatnonzero(np.diff(order[by_index], prepend=order[by_index[0]] - 1))
-    if len(starts) == len(order):
-        return order
-    earlier = np.empty_like(order)
-    earlier[by_index] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-    return order ^ (earlier << _INDEX_BITS)
+    earlier = np.zeros_like(order)
+    if len(starts) < len(order):
+        earlier[by_index] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    return earlier
 
 
 class Fetch(NamedTuple):
@@ -208,6 +223,7 @@ class Schedule:
         source: of the loader; its shares keep it alive.
         fingerprint: a number for the samples and their order; see `fingerprints.py`.
         keys: what seeds the samples, in the same order; None for the indices.
+        mark: of the order, see `iteration.EpochProgress`.
     """
 
     order: Order
@@ -220,6 +236,7 @@ class Schedule:
     source: object = None
     fingerprint: int = 0
     keys: npt.NDArray[np.int64] | None = None
+    mark: int = 0
 
     def __len__(self) -> int:
         """Number of batches that this rank yields."""
@@ -257,9 +274,9 @@ class Schedule:
         sizes = {last - first for first, last in map(self.plan.bounds, numbers)}
         return {Division(size, self.plan.batch_size, self.world_size) for size in sizes}
 
-    def consumed(self, number: int) -> int:
-        """Samples of the epoch used up once batch `number` has been yielded."""
-        return self.plan.bounds(number)[1]
+    def take(self, number: int) -> tuple[BatchShare, int, int]:
+        """Batch `number` is yielded now: the share, the samples of the epoch used up by then, and the mark. Local."""
+        return self.share(number), self.plan.bounds(number)[1], self.mark
 
 
 def _picked(order: Order, begin: int, end: int) -> list[int]:

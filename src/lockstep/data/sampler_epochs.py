@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from lockstep.data.checks import check_integer
 from lockstep.errors import DataError
 
-__all__ = ["OwnOrder", "SamplerEpochs"]
+__all__ = ["OwnOrder", "SamplerEpochs", "teller_of_epochs"]
 
 
 class OwnOrder(Sampler[int]):
@@ -68,6 +68,13 @@ def _is_of_class(sampler: Any) -> bool:
     """Whether the method is that of its class: not one of its own, nor of a sampler that it stands for."""
     own = getattr(sampler, "__dict__", {}).get("set_epoch")
     return hasattr(type(sampler), "set_epoch") and (own is None or isinstance(own, _SetEpoch))
+
+
+def teller_of_epochs(batch_sampler: Any) -> Any:
+    """Who is told the epoch of a batch sampler: itself; else its sampler, as torch's `BatchSampler` has one."""
+    if callable(getattr(batch_sampler, "set_epoch", None)):
+        return batch_sampler
+    return getattr(batch_sampler, "sampler", None)
 
 
 class SamplerEpochs:

@@ -176,11 +176,12 @@ def seed_global_rngs(value: int) -> None:
 
 
 @contextmanager
-def preserve_global_rngs(thread: int | None = None) -> Iterator[None]:
+def preserve_global_rngs(thread: int | None = None, advice: str = "") -> Iterator[None]:
     """Put the process-wide generators back afterwards, whatever happens inside. They are to be seeded at once.
 
     Args:
         thread: the one that trains; seeding in another one is an error, unless it is the main thread. None for any.
+        advice: what else helps, for the error.
 
     Raises:
         DataError: another thread may draw from them meanwhile.
@@ -189,9 +190,8 @@ def preserve_global_rngs(thread: int | None = None) -> Iterator[None]:
     if now is not threading.main_thread() and thread not in (None, now.ident):
         raise DataError(
             "batches are fetched in another thread than the one that made the loader. Torch's, numpy's and "
-            "Python's generators belong to all threads, so seeding them for each sample would change what the "
-            "training draws meanwhile: dropout. Pass num_workers=1, make the loader in the thread that "
-            "fetches, or pass seed_global_rng=False and let __getitem__ take a `generator`"
+            "Python's generators belong to all threads, so seeding them here would change what the training draws "
+            f"meanwhile: dropout. Make the loader in the thread that fetches{advice}"
         )
     before = [rng.state() for rng in GLOBAL_RNGS]
     try:

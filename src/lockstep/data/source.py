@@ -235,7 +235,8 @@ class SampleSource:
         quiet_value = derive_seed(b"quiet", fetch.seed, fetch.epoch)
         if get_worker_info() is not None:
             return self._drawn_from.batch(quiet_value, self._batch, fetch)
-        with preserve_global_rngs(self._thread):
+        advice = ", pass num_workers=1, or pass seed_global_rng=False and let __getitem__ take a `generator`"
+        with preserve_global_rngs(self._thread, advice):
             return self._drawn_from.batch(quiet_value, self._batch, fetch)
 
     def _batch(self, fetch: Fetch) -> Any:

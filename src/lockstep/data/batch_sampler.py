@@ -1,0 +1,282 @@
+"""The batches of an epoch that a user's batch sampler makes: global ones, of any sizes.
+
+[Note: batches as they come] A batch sampler may have no length and no end, and may make its batches as it goes, from
+what the training has come to. So no order of the epoch is drawn ahead, as one is for a sampler: every rank runs the
+batch sampler itself, one batch at a time, as torch does, and takes its share of each. Two things make the ranks agree.
+The sampler draws from streams of its own, seeded by (seed, epoch), which stand in the place of the process-wide
+generators only while it runs. And the fingerprint of a batch is one of all indices of the epoch up to its end, so that
+the ranks notice with the gradients if their samplers did not make the same batches (`parallel/claims.py`), and a run
+that is resumed if its sampler does not make those that were consumed.
+
+An evaluation has an end, and its data are compared once, when its metrics are: there all batches are made first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep import batch
+from lockstep.batch import BatchShare, Division, share_bounds
+from lockstep.data.order import Fetch, num_earlier, seed_keys_of
+from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, preserve_global_rngs, seed_global_rngs
+from lockstep.errors import DataError
+
+__all__ = ["GlobalBatch", "GlobalBatches", "RankBatches", "RngStreams"]
+
+_MARK_BYTES = 6
+_END = object()
+
+
+class RngStreams:
+    """Streams of torch's (CPU), numpy's and Python's generators, in the place of the process-wide ones while they run.
+
+    Args:
+        seed: 0 … 2**64-1.
+        thread: the one that trains; see `preserve_global_rngs`.
+    """
+
+    def __init__(self, seed: int, thread: int) -> None:
+        self._thread = thread
+        with preserve_global_rngs():
+            seed_global_rngs(seed)
+            self._states = [rng.state() for rng in GLOBAL_RNGS]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What is drawn inside is drawn from here, and the process-wide streams stay where they are. Local."""
+        with preserve_global_rngs(self._thread):
+            for rng, state in zip(GLOBAL_RNGS, self._states, strict=True):
+                rng.restore(state)
+            try:
+                yield
+            finally:
+                self._states = [rng.state() for rng in GLOBAL_RNGS]
+
+
+class GlobalBatch(NamedTuple):
+    """One batch, as the batch sampler made it.
+
+    Attributes:
+        indices: of its samples, over all ranks; at least one.
+        keys: what seeds them; see `order.seed_keys`.
+        first: samples of the epoch before it.
+        mark: a number below 2**48 for all indices of the epoch up to its end, batch by batch.
+    """
+
+    indices: list[int]
+    keys: list[int]
+    first: int
+    mark: int
+
+    @property
+    def last(self) -> int:
+        """Samples of the epoch up to its end."""
+        return self.first + len(self.indices)
+
+
+class GlobalBatches(Iterator[GlobalBatch]):
+    """The batches of one epoch, the same on every rank.
+
+    Args:
+        sampler: the user's batch sampler.
+        seed: the loader's.
+        epoch: number of the epoch.
+        num_samples: in the dataset.
+        thread: that made the loader.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int, epoch: int, num_samples: int, thread: int) -> None:
+        self.sampler = sampler
+        self._epoch = epoch
+        self._streams = RngStreams(derive_seed(b"sampler", seed, epoch), thread)
+        self._batches: Iterator[Any] | None = None
+        self._hash = hashlib.blake2b(str(seed).encode(), digest_size=_MARK_BYTES)
+        self._num_samples = num_samples
+        self._times: npt.NDArray[np.int32] | None = None  # how often each index has come
+        self.number = 0  # of batches made
+        self.consumed = 0  # samples in them
+        self.mark = 0
+
+    def __next__(self) -> GlobalBatch:
+        with self._streams.running():
+            if self._batches is None:
+                self._batches = iter(self.sampler)
+            made = next(self._batches, _END)
+        if made is _END:
+            self._check_not_empty()
+            raise StopIteration
+        indices = self._indices_of(made)
+        first = self.consumed
+        self.number += 1
+        self.consumed += len(indices)
+        self._hash.update(np.array([len(indices), *indices], dtype=np.int64).tobytes())
+        self.mark = int.from_bytes(self._hash.digest(), "big")
+        return GlobalBatch(indices, self._keys_of(indices), first, self.mark)
+
+    def skip(self, consumed: int, mark: int) -> None:
+        """Go to where so many samples have been consumed, as a resumed epoch does. Local.
+
+        Args:
+            consumed: samples of the epoch.
+            mark: of the last batch before that place.
+
+        Raises:
+            DataError: the batch sampler does not make the batches that it made before.
+        """
+        while self.consumed < consumed and next(self, None) is not None:
+            pass
+        if consumed and (self.consumed, self.mark) != (consumed, mark):
+            raise DataError(
+                f"batch_sampler {self._name} makes other batches in epoch {self._epoch} than when the loader's state "
+                "was taken, so some samples would come twice and others not at all. If it draws from a generator of "
+                "its own, seed that by the epoch in set_epoch, or drop it: the loader seeds the process-wide ones. If "
+                "the script calls its set_epoch, it must do so first"
+            )
+
+    @property
+    def _name(self) -> str:
+        return type(self.sampler).__name__
+
+    def _check_not_empty(self) -> None:
+        if self.number == 0:
+            raise DataError(
+                f"batch_sampler {self._name} makes no batch in epoch {self._epoch}. If it is a generator at heart, it "
+                "can be walked once: let __iter__ begin anew each time"
+            )
+
+    def _indices_of(self, made: Any) -> list[int]:
+        try:
+            indices = [operator.index(index) for index in made]
+        except TypeError:
+            hint = " A sampler that yields one index at a time goes to `sampler`" if hasattr(made, "__index__") else ""
+            raise DataError(
+                f"batch_sampler {self._name} yielded {made!r:.80} as batch {self.number} of epoch {self._epoch}; "
+                f"expected the indices of a global batch: a list of integers.{hint}"
+            ) from None
+        if not indices:
+            raise DataError(
+                f"batch_sampler {self._name} yielded an empty batch, number {self.number} of epoch {self._epoch}: "
+                "leave it out"
+            )
+        return indices
+
+    def _keys_of(self, indices: list[int]) -> list[int]:
+        """See `order.seed_keys`: an index that comes again in an epoch is seeded by another number."""
+        if min(indices) < 0 or max(indices) >= self._num_samples:
+            return indices  # for the dataset to refuse, or to count from the end
+        if self._times is None:
+            self._times = np.zeros(self._num_samples, np.int32)
+        places = np.array(indices)
+        times = self._times[places] + num_earlier(places)
+        self._times[places] = times + 1  # of an index that is there twice the last counts, and that is the larger one
+        keys: list[int] = seed_keys_of(places, times).tolist()
+        return keys
+
+
+class RankBatches:
+    """The batches of one rank in one epoch, cut from those of a batch sampler: what `order.Schedule` is for an order.
+
+    Args:
+        batches: of the epoch, from where it begins or is resumed.
+        seed: the loader's.
+        epoch: number of the epoch.
+        rank: this rank.
+        world_size: number of ranks.
+        evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
+        source: of the loader; its shares keep it alive.
+        data_fingerprint: a number for the samples; see `fingerprints.py`.
+
+    Attributes:
+        mark: of the batches before the first, see `iteration.EpochProgress`.
+    """
+
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        seed: int,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        evaluation: bool,
+        source: batch.LoaderToken,
+        *,
+        data_fingerprint: int,
+    ) -> None:
+        self._sampler: Any = batches.sampler
+        self._num_skipped = batches.number
+        self.mark = batches.mark
+        self._seed, self._epoch, self._rank, self._world_size = seed, epoch, rank, world_size
+        self._evaluation = evaluation
+        self._source = source
+        self._batches: Iterable[GlobalBatch] = list(batches) if evaluation else batches
+        self._data_fingerprint = data_fingerprint ^ (batches.mark if evaluation else 0)
+        self._sizes: set[int] = set()  # of batches yielded
+        self._number = 0  # of batches of this rank
+        self._made: deque[tuple[int, GlobalBatch]] = deque()  # and not yet yielded
+
+    @property
+    def fingerprint(self) -> int:
+        """Of the data of an evaluation, with their order; else of the samples alone: their order is not known yet."""
+        return self._data_fingerprint if self._world_size > 1 else 0
+
+    def __len__(self) -> int:
+        """Number of batches that this rank yields, by the length of the batch sampler; TypeError where it has none."""
+        if self._evaluation:
+            return sum(self._holds(each) for each in self._batches)
+        return len(self._sampler) - self._num_skipped
+
+    def __iter__(self) -> Iterator[Fetch]:
+        for made in self._batches:
+            begin, end = self._bounds(made)
+            if begin == end and self._evaluation:
+                continue
+            self._made.append((self._number, made))
+            self._number += 1
+            # A filler has two rows, of the first sample. Shares of one row stand before it then, and ranks that have
+            # to tell a batch by its sizes (`batch/plans.py`) take those for no other batch: elsewhere none grows.
+            part = slice(begin, end) if begin < end else slice(0, 1)
+            copies = 1 if begin < end else self._division(made).rows(self._rank)
+            yield Fetch(self._seed, self._epoch, made.indices[part] * copies, made.keys[part] * copies)
+
+    def take(self, number: int) -> tuple[BatchShare, int, int]:
+        """What this rank holds of its batch `number`, which is yielded now; samples consumed with it, and their mark.
+
+        Asked for growing numbers.
+        """
+        while self._made[0][0] < number:
+            self._made.popleft()
+        _, made = self._made.popleft()
+        begin, end = self._bounds(made)
+        division = self._division(made)
+        if not self._evaluation and division.num_samples not in self._sizes:
+            self._sizes.add(division.num_samples)
+            batch.register(self._source, self._rank, {division})
+        fingerprint = self.fingerprint ^ (made.mark if self._world_size > 1 and not self._evaluation else 0)
+        name = f"samples {made.first} to {made.last - 1} of epoch {self._epoch}"
+        share = BatchShare(
+            *(end - begin, division.num_samples, self._world_size, name, self._evaluation),
+            *(division.rows(self._rank), self._source, fingerprint),
+        )
+        return share, made.last, made.mark
+
+    def divisions(self) -> set[Division]:
+        """Those that are known as the epoch begins: none. Each is told with the first batch that is split so."""
+        return set()
+
+    def _bounds(self, made: GlobalBatch) -> tuple[int, int]:
+        return share_bounds(len(made.indices), self._rank, self._world_size)
+
+    def _holds(self, made: GlobalBatch) -> bool:
+        begin, end = self._bounds(made)
+        return begin < end
+
+    def _division(self, made: GlobalBatch) -> Division:
+        return Division(len(made.indices), self._world_size, self._world_size)
