@@ -7,6 +7,8 @@ back as one tensor. On GPUs all visible ones are used; without any, two replicas
 Several processes (`ddp.py`) are faster: replicas in one process share one interpreter.
 """
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -25,6 +27,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     images, labels = torch.randn(100, 64, device=home), torch.randint(10, (100,), device=home)
 
+    alone = copy.deepcopy(net)  # to compare with: on one device
+    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
@@ -33,7 +37,13 @@ def main() -> None:
         loss.backward()  # the replicas' gradients add up in net
         optimizer.step()
         losses.append(loss.item())
+
+        optimizer_alone.zero_grad()
+        cross_entropy(alone(images), labels).backward()
+        optimizer_alone.step()
     assert losses[-1] < losses[0]
+    for ours, one in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, one)
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} on {len(devices)} device(s): {devices}")
 
 

@@ -31,9 +31,13 @@ def by_hand(path: Path, model: nn.Module, world: lockstep.World) -> None:
     if world.rank == 0:
         torch.save(model.state_dict(), path)
     dist.barrier()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)  # to see that it comes back
     # Where each tensor is to go is said here: it was on rank 0's device when it was saved.
     state = torch.load(path, map_location=world.device, weights_only=True)
     model.load_state_dict(state)
+    assert all(map(torch.equal, before, model.parameters()))
     dist.barrier()  # all have read: only now may rank 0 remove it
     if world.rank == 0:
         path.unlink()

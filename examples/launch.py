@@ -44,6 +44,10 @@ def main() -> None:
         loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()
+    # Ranks have other inputs: their weights are the same because gradients were averaged.
+    weights = [torch.empty_like(net.weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(weights, net.weight.detach())
+    assert all(torch.equal(other, net.weight) for other in weights)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}, local rank {args.local_rank}: loss {loss.item():.4f}")
     dist.destroy_process_group()
 

@@ -67,6 +67,9 @@ def main() -> None:
         engine = lockstep.DistributedDataParallel(TwoDevices(first, second))
         together = train(engine, second, seed=world.rank)
         assert together[-1] < together[0]
+        # Ranks have other inputs: their weights are the same because gradients were averaged.
+        weights = engine.module.layer_2.weight.detach()
+        assert all(torch.equal(other, weights) for other in lockstep.all_gather(weights).split(len(weights)))
         if world.rank == 0:
             print(
                 f"loss {together[0]:.4f} -> {together[-1]:.4f} on {first} and {second}, {world.world_size} process(es)"

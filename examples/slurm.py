@@ -39,10 +39,12 @@ def work(local_rank: int, per_node: int, node: int, num_nodes: int, url: str) ->
         optimizer.zero_grad()
         (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
-    ranks = torch.ones(1)
-    dist.all_reduce(ranks)
+    # Ranks have other inputs: their weights are the same because gradients were averaged.
+    weights = [torch.empty_like(net.weight) for _ in range(world_size)]
+    dist.all_gather(weights, net.weight.detach())
+    assert all(torch.equal(other, net.weight) for other in weights)
     if rank == 0:
-        print(f"{int(ranks.item())} rank(s) on {num_nodes} node(s) trained together")
+        print(f"{len(weights)} rank(s) on {num_nodes} node(s) trained together")
     dist.destroy_process_group()
 
 
