@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -476,8 +476,7 @@ class Trainer:
             is_last = number == len(batches)
             closes_step = number % self.accumulate == 0 or is_last
             with nullcontext() if closes_step else self.model.no_sync():
-                assert batches.share is not None
-                self._backward(data, batches.share, ledger, closes_step)
+                self._backward(data, cast(BatchShare, batches.share), ledger, closes_step)
             if not closes_step:
                 continue
             self._update(ledger)
@@ -490,12 +489,7 @@ class Trainer:
                 return None
             if saves:
                 self.save()
-        if ledger.window_samples:
-            raise InputError(
-                f"Trainer: the loader's batch_sampler {type(self.loader.batch_sampler).__name__} yielded {number} "
-                f"batches in epoch {self.epoch + 1}, and its length is {len(batches)}, by which the last step of an "
-                "epoch is known: fix its __len__"
-            )
+        self._check_closed(ledger, len(batches))
         self._enter(ledger.reports(self.step, self.epoch + 1))
         return EpochReport(
             epoch=self.epoch + 1,
@@ -508,6 +502,14 @@ class Trainer:
             loader_s=waits.total_s,
             first_batch_s=waits.first_s,
         )
+
+    def _check_closed(self, ledger: _Ledger, length: int) -> None:
+        """All batches of the epoch went into steps: the last was known by the length."""
+        if ledger.window_samples:
+            raise InputError(
+                f"Trainer: the loader's batch_sampler {type(self.loader.batch_sampler).__name__} has length {length}, "
+                "by which the last step of an epoch is known, and yields another number of batches: fix its __len__"
+            )
 
     def _begin_epoch(self) -> None:
         """Let the loader come to the rest of the epoch that `_so_far` is of, or begin with the next one."""
