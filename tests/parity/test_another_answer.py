@@ -292,7 +292,7 @@ def by_hand(site: Site) -> None:
 
 
 def test_gradients_taken_by_hand() -> None:
-    assert_refused(functools.partial(unheeded, by_hand), "what torch.autograd.grad returns is this rank's alone")
+    assert min(run_ranks(distance, 3, by_hand, False)) > 1e-4  # a model of each rank: see tests/ranks/test_drift.py
     assert_same(by_hand)
 
 

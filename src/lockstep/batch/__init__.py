@@ -18,13 +18,9 @@ on this rank; where they do not, the ranks add up what they hold, and the sum sa
 from lockstep.batch import graph, hand, plans, tags
 from lockstep.batch.graph import (
     find_marks,
-    find_marks_behind,
-    is_marked,
     mark,
     marks_tell_shares,
     names_behind,
-    note_shape,
-    shapes_at,
 )
 from lockstep.batch.hand import (
     Iteration,
@@ -55,7 +51,7 @@ from lockstep.batch.plans import (
     was_yielded,
 )
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
-from lockstep.batch.tags import Tag, find_tag, is_filler, note_weighed, num_weighed, purge, tag_batch
+from lockstep.batch.tags import Tag, find_tag, is_filler, purge, tag_batch
 
 __all__ = [
     "BatchShare",
@@ -71,13 +67,11 @@ __all__ = [
     "divisions",
     "filler_rows",
     "find_marks",
-    "find_marks_behind",
     "find_tag",
     "held",
     "hold",
     "in_hand",
     "is_filler",
-    "is_marked",
     "latest_evaluation",
     "latest_forward",
     "latest_iteration",
@@ -88,15 +82,11 @@ __all__ = [
     "names_behind",
     "note_evaluation",
     "note_forward",
-    "note_shape",
-    "note_weighed",
     "note_yielded",
-    "num_weighed",
     "of_a_value",
     "purge",
     "register",
     "reset",
-    "shapes_at",
     "share_bounds",
     "since_now",
     "tag_batch",

@@ -13,17 +13,13 @@ from torch.autograd.graph import Node
 
 __all__ = [
     "find_marks",
-    "find_marks_behind",
-    "is_marked",
     "mark",
     "marks_tell_shares",
     "names_behind",
-    "note_shape",
     "reset",
-    "shapes_at",
 ]
 
-_KEY, _SHAPES = "lockstep.forward", "lockstep.shapes"
+_KEY = "lockstep.forward"
 # A graph that is walked further than that without an end is not walked on: a mark would have been found.
 _MAX_NODES = 100_000
 
@@ -47,18 +43,6 @@ def mark(output: torch.Tensor, forward: object, tells_share: bool) -> None:
     _tells_shares = _tells_shares or tells_share
     assert output.grad_fn is not None
     _metadata(output.grad_fn)[_KEY] = forward
-    note_shape(output)
-
-
-def note_shape(output: torch.Tensor) -> None:
-    """Note at the node of an output, which requires a gradient, what shape it has. Local."""
-    assert output.grad_fn is not None
-    _metadata(output.grad_fn).setdefault(_SHAPES, set()).add(output.shape)
-
-
-def shapes_at(node: Node) -> frozenset[torch.Size]:
-    """The shapes of the outputs with this node; several for pieces of one tensor, as `unbind` makes them. Local."""
-    return frozenset(_metadata(node).get(_SHAPES, ()))
 
 
 def marks_tell_shares() -> bool:
@@ -72,28 +56,18 @@ def reset() -> None:
     _tells_shares = False
 
 
-def is_marked(node: Node) -> bool:
-    """Whether this is the node of an output of a forward pass. Local."""
-    return _KEY in _metadata(node)
-
-
 def find_marks(tensor: torch.Tensor) -> list[Any]:
     """The forward passes whose outputs `tensor` was computed from, each once; empty without a graph. Local."""
-    return [] if tensor.grad_fn is None else find_marks_behind(tensor.grad_fn)
+    found: dict[int, Any] = {}
+    for _ in _walk(tensor.grad_fn, found):
+        pass
+    return list(found.values())
 
 
 def names_behind(tensor: torch.Tensor) -> set[str]:
     """The names of the nodes between `tensor` and the marks that it leads to."""
     found: dict[int, Any] = {}
     return {node.name() for node in _walk(tensor.grad_fn, found)}
-
-
-def find_marks_behind(node: Node) -> list[Any]:
-    """Those that a node of a graph leads to."""
-    found: dict[int, Any] = {}
-    for _ in _walk(node, found):
-        pass
-    return list(found.values())
 
 
 def _walk(root: Node | None, found: dict[int, Any]) -> Iterator[Node]:

@@ -25,9 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lockstep.batch.share import BatchShare
 from lockstep.tree import tensors_in
 
-__all__ = ["Tag", "find_tag", "is_filler", "note_weighed", "num_weighed", "purge", "reset", "tag_batch"]
-
-_num_weighed = 0
+__all__ = ["Tag", "find_tag", "is_filler", "purge", "reset", "tag_batch"]
 
 
 @dataclass(frozen=True)
@@ -119,20 +117,8 @@ def is_filler(batch: Any) -> bool:
         >>> [is_filler(batch) for batch in DataLoader(range(5), batch_size=4, rank=1, world_size=2)]
         [False, True]
     """
-    note_weighed()
     tags = [find_tag(tensor) for tensor in tensors_in(batch)]
     return any(tag is not None and tag.share.local_samples == 0 for tag in tags)
-
-
-def note_weighed() -> None:
-    """The script, or a function of ours for it, has asked how this rank's samples count. Local."""
-    global _num_weighed
-    _num_weighed += 1
-
-
-def num_weighed() -> int:
-    """How often that was asked. Local."""
-    return _num_weighed
 
 
 def _storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:

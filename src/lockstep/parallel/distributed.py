@@ -57,7 +57,7 @@ from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, ru
 from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
 from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
-from lockstep.parallel.nesting import NotInsideTorch, check_module
+from lockstep.parallel.nesting import PassesForTorchs, check_module
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.parallel.reducer import CommHook, Reducer
@@ -78,7 +78,7 @@ _NO_TASK = -1  # of autograd
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
-class DistributedDataParallel(NotInsideTorch, Joinable):
+class DistributedDataParallel(PassesForTorchs, Joinable):
     """Trains one model on all ranks of a group: their gradients are averaged during the backward pass.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`. On a lockstep group gradients meet in shared
@@ -126,8 +126,7 @@ class DistributedDataParallel(NotInsideTorch, Joinable):
         NotInitialized: no process group.
         ModelMismatch: on every rank, if models differ; names the first parameter that does.
         ModelError: nothing to train, or parameters that cannot be; a module that is or contains an engine already;
-            from the constructor of torch's engine, that it is given this one; from an optimizer's step, that
-            gradients came past the engine and differ between ranks (the inner module was called).
+            from an optimizer's step, that it comes within the backward pass.
         UnusedParameters: from `backward`, or where several backward passes were possible from the next
             forward pass: parameters got no gradient.
 

@@ -249,7 +249,6 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         process_group: instead of the engine's.
         asks_the_loop: without a graph, a filler may be in hand.
     """
-    batch.note_weighed()
     forwards = cast("list[ForwardPass]", batch.find_marks(loss))
     if not forwards:
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from types import FrameType
 from typing import NoReturn
 
 from torch import nn
@@ -13,12 +10,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchEngine
 from lockstep.drift.engines import is_engine
 from lockstep.errors import InputTypeError, ModelError
 
-__all__ = ["NotInsideTorch", "check_module"]
+__all__ = ["PassesForTorchs", "check_module"]
 
 _OURS = "lockstep.DistributedDataParallel"
 _TORCHS = "torch.nn.parallel.DistributedDataParallel"
-# The files of those who walk over submodules: torch's base class, and its engine.
-_WALKERS = frozenset(str(sys.modules[kind.__module__].__file__) for kind in (nn.Module, TorchEngine))
 
 
 def check_module(module: object) -> None:
@@ -68,8 +63,8 @@ class _Reducer:
 
 
 @TorchEngine.register
-class NotInsideTorch(nn.Module):
-    """A module that torch's engine cannot wrap, nor what contains it.
+class PassesForTorchs(nn.Module):
+    """A module that passes for torch's engine.
 
     `isinstance` takes it for torch's engine: by that scripts and libraries tell whether they must take `model.module`.
     Some then use what torch's engine has inside, to let a backward pass average of which the forward pass was made in
@@ -82,33 +77,3 @@ class NotInsideTorch(nn.Module):
 
     require_forward_param_sync = True
     reducer = _Reducer()
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As `torch.nn.Module.named_modules`. Local.
-
-        Raises:
-            ModelError: torch's DistributedDataParallel asks, to wrap this one or what contains it.
-        """
-        _check_not_inside_torch()
-        named: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
-        return named
-
-
-def _check_not_inside_torch() -> None:
-    """Refuse to be part of a module that torch's engine is given: it walks over all submodules. Local.
-
-    What it looks for stands right above on the stack, so that anybody else's walk costs a look at one or two frames.
-
-    Raises:
-        ModelError: the constructor of torch's DistributedDataParallel asks; names both.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename in _WALKERS:
-        if frame.f_code.co_name == "__init__" and _is_torchs(frame.f_locals.get("self")):
-            raise ModelError(
-                f"{_TORCHS} was given a module that is or contains a {_OURS}: gradients would be averaged twice. Wrap "
-                "the bare model once, and train with what that returns"
-            )
-        frame = frame.f_back

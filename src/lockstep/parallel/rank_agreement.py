@@ -1,7 +1,7 @@
 """Whether the ranks of an engine do the same: compared once with each averaging, and a difference is an error.
 
-Each rank says a few words with every averaging (`Words`): what it takes the batch to be, and which batches of a loader
-its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group of one
+Each rank says a few words with every averaging (`Words`): its claim, what it takes the batch to be; which batches of a
+loader its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group of one
 host they lie in shared memory, and what a batch is taken to be is part of the description that the averaging compares
 anyhow: no collective more. Other groups compare by one small all_reduce what is taken from the size of a batch, and the
 rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from lockstep.torch_private.lookup import attribute, need
 
@@ -18,7 +17,6 @@ __all__ = [
     "current_node",
     "innermost_transform",
     "queue_callback",
-    "register_first_hook",
     "version_of",
     "will_engine_execute_node",
     "without_transforms",
@@ -47,18 +45,3 @@ innermost_transform: Callable[[], object | None] = need("torch._C._functorch.pee
 
 without_transforms: Callable[[], AbstractContextManager[object]] = need("torch._C._DisableFuncTorch")
 """A context in which tensors are what they are outside of the transforms of `torch.func`."""
-
-
-def register_first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """As `tensor.register_hook(hook)`, in front of the hooks that the tensor has. Local.
-
-    The hooks of a tensor run in the order in which they entered the dict of them that the handle knows. torch does not
-    warn of this one when the tensor is saved.
-    """
-    own, mark = cast("Any", tensor), cast("Any", unserializable_hook)
-    handle: RemovableHandle = own.register_hook(mark(lambda gradient: hook(gradient)))
-    get_hooks: Callable[[], dict[int, object] | None] = getattr(handle, "hooks_dict_ref", lambda: None)
-    hooks = get_hooks() or {}
-    for number in [each for each in hooks if each != handle.id]:
-        hooks[number] = hooks.pop(number)
-    return handle

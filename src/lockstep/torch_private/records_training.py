@@ -66,20 +66,6 @@ _AUTOGRAD = (
         f"{_DDP}, hvd.DistributedOptimizer",
     ),
     NameRecord(
-        "torch.autograd.graph.Node._saved_*",
-        Use.ATTRIBUTE,
-        "divisor, reduction, targets and weights of a loss: is it a mean over samples?",
-        "nobody is warned of a loss that is none",
-        _DDP,
-    ),
-    NameRecord(
-        "torch.utils.hooks.RemovableHandle.hooks_dict_ref",
-        Use.ATTRIBUTE,
-        "a hook that notes when a gradient arrives runs before the script's, which may average it",
-        "a program whose hooks average gradients may hear that nobody does",
-        "lockstep.init()",
-    ),
-    NameRecord(
         "torch.autograd.profiler._is_profiler_enabled",
         Use.READ,
         "whether a profiler runs, which shall see the ranges of the engine",
@@ -221,13 +207,6 @@ _MODULES = (
 )
 
 _LOADER = (
-    NameRecord(
-        "torch.utils.data.DataLoader.__iter__",
-        Use.PATCH,
-        "the rank's own random numbers begin before a loader draws, if one is iterated before the first forward pass",
-        "the first epoch of torch's loaders has the same order and seeds of workers on all ranks",
-        "lockstep.init(seed=...)",
-    ),
     NameRecord(
         "torch.utils.data.DataLoader._get_iterator",
         Use.OVERRIDE,
