@@ -171,9 +171,8 @@ class World:
         """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost.
 
         Raises:
-            ModelError: a `lockstep.DataLoader` or torch's DistributedSampler gave each rank its part of the data,
-                nobody averaged gradients, and the ranks hold different models now (`drift`). The world is left all the
-                same.
+            ModelError: the models that a `lockstep.DistributedDataParallel` wraps differ between ranks
+                (`drift/comparison.py`). The world is left all the same.
         """
         try:
             # An error on its way out must not be replaced by one that only follows from it.
@@ -279,7 +278,7 @@ def init(
             they draw the same initial weights. `lockstep.DistributedDataParallel` then moves every rank but the first
             to streams of its own, derived from seed and rank: dropout masks differ between ranks, and those of rank 0
             are what one process draws. The first engine that is made moves numpy's and `random`'s. Torch's move when an
-            engine's first forward pass begins, or a loader is iterated behind it, so that models made in between are
+            engine's first forward pass begins, so that models made in between are
             alike, too; and stay where the script has seeded torch by another number. None seeds nothing, now or then.
 
     Returns:

@@ -72,6 +72,7 @@ __all__ = [
     "hold",
     "in_hand",
     "is_filler",
+    "knows_none",
     "latest_evaluation",
     "latest_forward",
     "latest_iteration",
@@ -92,6 +93,11 @@ __all__ = [
     "tag_batch",
     "was_yielded",
 ]
+
+
+def knows_none() -> bool:
+    """Whether no batch and no loader of ours is known, and nobody has said what this thread works on. Local."""
+    return not tags.are_any() and plans.are_none() and hand.held() is None
 
 
 def reset() -> None:

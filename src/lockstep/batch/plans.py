@@ -30,6 +30,7 @@ __all__ = [
     "Division",
     "LoaderToken",
     "Since",
+    "are_none",
     "divisions",
     "must_ask",
     "note_yielded",
@@ -134,6 +135,11 @@ def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
 def num_registrations() -> int:
     """How many iterations of loaders have begun in this process. Local."""
     return _num_registrations
+
+
+def are_none() -> bool:
+    """Whether no loader is in use, nor was lately. Local."""
+    return not _registered and not _recent
 
 
 def divisions(rank: int, world_size: int, since: Since = Since()) -> tuple[Division, ...]:  # noqa: B008  # immutable

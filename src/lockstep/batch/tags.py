@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lockstep.batch.share import BatchShare
 from lockstep.tree import tensors_in
 
-__all__ = ["Tag", "find_tag", "is_filler", "purge", "reset", "tag_batch"]
+__all__ = ["Tag", "are_any", "find_tag", "is_filler", "purge", "reset", "tag_batch"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,11 @@ def reset() -> None:
     """Forget all tags. Local."""
     with _lock:
         _tags.clear()
+
+
+def are_any() -> bool:
+    """Whether any tensor has a tag. Local."""
+    return bool(_tags)
 
 
 def find_tag(tensor: torch.Tensor) -> Tag | None:

@@ -3,9 +3,9 @@
 [Note: quiet steps] Between two steps of data-parallel training there is at least one collective, whoever averages: this
 engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. So where a `lockstep.DataLoader` gives each
 rank its own part of every batch, and nothing is communicated from the first step on, ranks drift apart: each trains a
-model of its own. Rank 0 says so after `_QUIET_STEPS`, since local SGD averages parameters only now and then, or when the
-world is left. A script that communicates for another reason, such as to show a loss, hears nothing: `lockstep verify`
-tells what it trains.
+model of its own. Rank 0 says so after `_QUIET_STEPS`, since local SGD averages parameters only now and then, or when
+the world is left. A script that communicates for another reason, such as to show a loss, hears nothing: `lockstep
+verify` tells what it trains.
 """
 
 from __future__ import annotations

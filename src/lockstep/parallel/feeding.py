@@ -161,6 +161,8 @@ class Feeding:
         self._rank = group.rank()
         self._parts = Parts()
         self._since = batch.since_now()
+        self._plain_shape: torch.Size | None = None  # of the last input while no loader was known, and what it was
+        self._plain_feed = PLAIN
 
     def look(self, inputs: Any, trains: bool) -> BatchShare | None:
         """The share of a forward pass that needs no weight, if it can be told without asking others. Local.
@@ -219,6 +221,15 @@ class Feeding:
         return Feed(question=Deferred(refuse))
 
     def _resolve(self, inputs: Any, trains: bool, syncs: bool) -> Feed:
+        args, kwargs = inputs
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and batch.knows_none():
+            shape = None if args[0].is_nested else args[0].shape
+            if shape is None or shape != self._plain_shape:
+                self._plain_shape, self._plain_feed = shape, self._of_inputs(inputs, trains, syncs)
+            return self._plain_feed
+        return self._of_inputs(inputs, trains, syncs)
+
+    def _of_inputs(self, inputs: Any, trains: bool, syncs: bool) -> Feed:
         held = batch.held()
         if held is not None:
             return self._of_share(held, syncs)

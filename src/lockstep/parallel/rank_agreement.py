@@ -1,10 +1,10 @@
 """Whether the ranks of an engine do the same: compared once with each averaging, and a difference is an error.
 
 Each rank says a few words with every averaging (`Words`): its claim, what it takes the batch to be; which batches of a
-loader its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group of one
-host they lie in shared memory, and what a batch is taken to be is part of the description that the averaging compares
-anyhow: no collective more. Other groups compare by one small all_reduce what is taken from the size of a batch, and the
-rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived.
+loader its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group
+of one host they lie in shared memory, and what a batch is taken to be is part of the description that the averaging
+compares anyhow: no collective more. Other groups compare by one small all_reduce what is taken from the size of a
+batch, and the rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived.
 
 All of it compares ranks with each other, so none of it can fire where ranks do the same.
 
@@ -33,9 +33,10 @@ import hashlib
 import re
 import struct
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -43,7 +44,7 @@ from lockstep.comm.flight_recorder import fingerprint
 from lockstep.errors import CollectiveMismatch, ModelMismatch
 from lockstep.torch_private.autograd import version_of
 
-__all__ = ["ADVICE", "NO_WORDS", "RankAgreement", "Words", "describe_batches", "fingerprint_of"]
+__all__ = ["ADVICE", "NO_WORDS", "RankAgreement", "Words", "all_reduce_options", "describe_batches", "fingerprint_of"]
 
 _COMPARED_VALUES = 4096  # of each parameter
 _MEASURED_PARAMETERS = 8  # of those that differ
@@ -149,6 +150,9 @@ class RankAgreement:
         parameters: the same shapes and dtypes on all ranks.
         group: the ranks that compare.
         device: where the group's collectives want their tensors.
+
+    Attributes:
+        sends_samples: whether words reach the other ranks with each averaging.
     """
 
     def __init__(
@@ -168,6 +172,10 @@ class RankAgreement:
         self._next_look = 1  # with so many averagings
         self._version_accumulated: int | None = None  # of all parameters, when a pass began that is not averaged
         self._is_known = True  # see [Note: different on purpose]
+        self.sends_samples = True
+        self._claim = ("", 0)  # the last one, and its fingerprint
+        self._on_gpu = device.type != "cpu"
+        self._options = all_reduce_options(dist.ReduceOp.MAX)
         # Of a GPU: the claim, the compared values on the host, and the event that their copy ends with.
         self._pending: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
 
@@ -222,7 +230,8 @@ class RankAgreement:
         if len(texts) > _MAX_SHOWN:
             rest = texts[_MAX_SHOWN:]
             texts[_MAX_SHOWN:] = [f"{len(rest)} more ({fingerprint(str(rest)):x})"]
-        words = Words(", ".join(texts), all(claims.values()), fingerprint_of(self._batches), self._sample(), signs)
+        batches = 0 if ("", 0) in self._batches else fingerprint_of(self._batches)
+        words = Words(", ".join(texts), all(claims.values()), batches, self._sample(), signs)
         self.forget_claims()
         return words
 
@@ -240,14 +249,20 @@ class RankAgreement:
             self._compare_claims(text, values)
         if words.is_certain or self._is_capturing():
             return None  # A graph repeats one step, and nobody could be told of what it finds.
+        if words.claim != self._claim[0]:
+            self._claim = words.claim, fingerprint(words.claim)
+        value = self._claim[1]
         # Equal on all ranks if the greatest is the least. Made on the device: a copy from the host would wait for it.
-        both = torch.full((2,), fingerprint(words.claim), dtype=torch.int64, device=self._device)
-        both[1].neg_()
-        work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if self._on_gpu:
+            both = torch.full((2,), value, dtype=torch.int64, device=self._device)
+            both[1].neg_()
+        else:
+            both = torch.from_numpy(np.array([value, -value]))  # torch.tensor takes ten times as long
+        work = self._group.allreduce([both], self._options)
 
         def end() -> None:
             work.wait()
-            if self._device.type == "cuda":
+            if self._on_gpu:
                 self._compare_claims_later(words.claim, both)
             else:
                 self._compare_claims(words.claim, both)
@@ -288,7 +303,7 @@ class RankAgreement:
     # ---- claims and batches -----------------------------------------------------------------------
 
     def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _compare_claims_later(self, text: str, both: torch.Tensor) -> None:
         values = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
@@ -325,7 +340,7 @@ class RankAgreement:
             self._is_known = self._is_known and self._version_accumulated == self._version()
             self._version_accumulated = None
         index = self._num_averagings % len(self._parameters)
-        if not self._is_known or not self._on_cpu[index]:
+        if not (self.sends_samples and self._is_known and self._on_cpu[index]):
             return _UNKNOWN
         parameter = self._parameters[index]
         offset = _offset_of(parameter, self._num_averagings * _POSITION_STEP % parameter.numel())
@@ -397,6 +412,14 @@ class RankAgreement:
         rows = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(rows, own, group=self._group)
         return torch.stack(rows).cpu()
+
+
+def all_reduce_options(op: Any) -> Any:
+    """What a group's own `allreduce` takes, for a call that is waited for later. Local."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True  # from torch 2.7 on; before, all were
+    return options
 
 
 def _offset_of(tensor: torch.Tensor, position: int) -> int:

@@ -31,6 +31,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -98,10 +100,13 @@ class Reducer:
         self.may_go_early = may_go_early
         self._unannounced = unannounced
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
+        self._offsets = [[placement.offset for placement in plan.placements] for plan in plans]
+        self._bucket_parameters = [[self._parameters[index] for index in members] for members in self._members]
         self._dense = sorted(index for members in self._members for index in members)
+        self._is_dense = frozenset(self._dense)
         self._sparse = sorted(set(range(len(self._parameters))).difference(self._dense))
         self._gradient_views = views = GradientViews(transport, plans, self._parameters)
-        self._views, self._contents = views.tensors, views.contents
+        self._views = views.tensors
         self._always_views = always_views
         # Parameters whose gradients have memory of their own: for good, and in this backward pass.
         self._own_memory = set() if always_views or views.can_renew else set(range(len(self._parameters)))
@@ -110,8 +115,9 @@ class Reducer:
         self._keeps_graph = False  # the backward pass was asked for a graph of its own (create_graph)
         self._with_graph: set[int] = set()  # whose gradients came with one
         self._out: set[int] = set()
-        self._versions: dict[int, int] = {}  # of the views of parameters whose bucket has gone out
-        self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that are not in their view, and their version
+        # Of buckets that went out early: views, and gradients that were left where they were, with their versions.
+        self._sent: list[tuple[int, torch.Tensor, int]] = []
+        self._left: dict[int, torch.Tensor] = {}  # gradients that are not in their view
         self._hook: tuple[Any, CommHook] | None = None
         self._sparse_gradients = SparseGradients([self._parameters[index] for index in self._sparse], group, backward)
         self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
@@ -192,42 +198,58 @@ class Reducer:
 
     def _send(self, bucket: int) -> None:
         """Copy the gradients of a bucket to their views of its memory and publish it."""
-        offsets: list[int] = []
-        views: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
-        indices: list[int] = []
         self._let_go(bucket)
-        for index, (offset, parameter, view) in zip(self._members[bucket], self._contents[bucket], strict=True):
-            gradient = parameter.grad
-            if gradient is view:
-                continue
-            if gradient is None:
-                view.zero_()
-                continue
-            indices.append(index)
-            offsets.append(offset)
-            views.append(view)
-            gradients.append(gradient)
-            parameter.grad = view
+        indices, offsets, views, gradients = self._gather_gradients(bucket)
         self._check_dense(indices, gradients)
         if self._keeps_graph:
             self._with_graph.update(index for index, each in zip(indices, gradients, strict=True) if each.requires_grad)
+        left: Sequence[int] = ()
         with torch.no_grad():
             if self._hook is None:
-                for position in self._transport.fill(bucket, offsets, views, gradients):
-                    self._leave(indices[position], gradients[position])
+                left = self._transport.fill(bucket, offsets, views, gradients)
             elif views:
                 foreach_copy_(views, gradients)
-        self._out.add(bucket)
         if self._own_memory or self._given:
-            self._keep_own_memory(indices, gradients)
+            left = sorted({*left, *self._keep_own_memory(indices, gradients)})
+        is_armed = self._backward.phase is Phase.ARMED
+        # What is left where it was stays `.grad` until the mean is there: hooks, and a second engine, may look at it.
+        if len(left) < len(indices):
+            kept = set(left)
+            for position, (index, view) in enumerate(zip(indices, views, strict=True)):
+                if position not in kept:
+                    self._parameters[index].grad = view
+            indices, gradients = [indices[each] for each in left], [gradients[each] for each in left]
+        self._left.update(zip(indices, gradients, strict=True))
+        if is_armed:
+            self._sent += zip(indices, gradients, map(version_of, gradients), strict=True)
+        self._out.add(bucket)
         if self._hook is not None:
             self._run_hook(bucket)
             return
-        if self._backward.phase is Phase.ARMED:
-            for index in self._members[bucket]:
-                self._versions[index] = version_of(self._views[index])
+        if is_armed:
+            members = self._members[bucket]
+            views = [self._views[index] for index in members]
+            self._sent += zip(members, views, map(version_of, views), strict=True)
         self._transport.publish(bucket)
+
+    def _gather_gradients(
+        self, bucket: int
+    ) -> tuple[Sequence[int], Sequence[int], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Indices, offsets, views and gradients of what is to be copied to the bucket; zeros where there is none."""
+        gradients: list[Any] = [parameter.grad for parameter in self._bucket_parameters[bucket]]
+        views = self._gradient_views.of_bucket[bucket]
+        members, offsets = self._members[bucket], self._offsets[bucket]
+        if not (any(map(is_, gradients, views)) or any(map(is_, gradients, repeat(None)))):
+            return members, offsets, views, gradients
+        chosen = []
+        for position, (gradient, view) in enumerate(zip(gradients, views, strict=True)):
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                chosen.append(position)
+        every: tuple[Sequence[Any], ...] = (members, offsets, views, gradients)
+        indices, offsets, views, gradients = ([each[position] for position in chosen] for each in every)
+        return indices, offsets, views, gradients
 
     def _let_go(self, bucket: int) -> None:
         """Give the bucket new memory if references to gradients of an earlier pass exist. See `views.py`."""
@@ -242,26 +264,21 @@ class Reducer:
                 self._given[index] = self._views[index]  # it accumulated there, and stays there
         self._gradient_views.renew(bucket)
 
-    def _keep_own_memory(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """`.grad` of parameters whose gradients have memory of their own stays there, and the mean is copied back."""
-        for index, gradient in zip(indices, gradients, strict=True):
-            if self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad):
-                self._leave(index, gradient)
-                self._copied_back.add(index)
-
-    def _leave(self, index: int, gradient: torch.Tensor) -> None:
-        """Until the mean is there, `.grad` stays what it was: hooks, and a second engine, may look at it."""
-        self._parameters[index].grad = gradient
-        self._left[index] = (gradient, version_of(gradient))
+    def _keep_own_memory(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[int]:
+        """Positions of gradients that have memory of their own: `.grad` stays there, and the mean is copied back."""
+        kept = [
+            position
+            for position, (index, gradient) in enumerate(zip(indices, gradients, strict=True))
+            if self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad)
+        ]
+        self._copied_back.update(indices[position] for position in kept)
+        return kept
 
     def _check_dense(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        if all(gradient.layout is torch.strided for gradient in gradients):
+        layouts = [gradient.layout for gradient in gradients]
+        if all(map(is_, layouts, repeat(torch.strided))):
             return
-        culprits = []
-        for index, gradient in zip(indices, gradients, strict=True):
-            self._parameters[index].grad = gradient
-            if gradient.layout is not torch.strided:
-                culprits.append(self._names[index])
+        culprits = [self._names[index] for index, each in zip(indices, layouts, strict=True) if each != torch.strided]
         raise ModelError(
             f"parameter {', '.join(culprits)} has a sparse gradient, which nothing said when the model was wrapped. "
             f"{SPARSE_ADVICE}"
@@ -298,7 +315,7 @@ class Reducer:
             self._restart()
         early = self.may_go_early and is_alone and self._hook is None and not self._out
         # With create_graph, a second gradient would not be written into the bucket but replace it.
-        are_none = all(parameter.grad is None for parameter in self._parameters)
+        are_none = all(map(is_, [parameter.grad for parameter in self._parameters], repeat(None)))
         self._keeps_graph = torch.is_grad_enabled()
         early = early and not self._keeps_graph and are_none
         if self._backward.phase is not Phase.WAITING:
@@ -317,7 +334,7 @@ class Reducer:
     def _restart(self) -> None:
         """The last backward pass failed, or never brought all gradients: what it left is void."""
         self._out.clear()
-        self._versions.clear()
+        self._sent.clear()
         self._left.clear()
         self._with_graph.clear()
         self._copied_back.clear()
@@ -335,7 +352,10 @@ class Reducer:
 
     def missing(self) -> list[int]:
         """Parameters that have no gradient now."""
-        return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+        gradients = [parameter.grad for parameter in self._parameters]
+        if not any(map(is_, gradients, repeat(None))):
+            return []
+        return [index for index, gradient in enumerate(gradients) if gradient is None]
 
     def send_rest(self) -> None:
         """The backward pass is over: send what has not gone out. Local; `finish` comes next.
@@ -392,13 +412,14 @@ class Reducer:
         else:
             by_rank = self._transport.finish(buffers, words)
             self._sparse_gradients.average()
-        for index in self._dense:
-            if self._parameters[index].grad is None and index not in keep_none:
+        for index in self.missing():
+            if index in self._is_dense and index not in keep_none:
                 view = self._views[index]
                 self._parameters[index].grad = view.clone() if index in self._own_memory else view
         self._copy_back()
+        parameters, views = self._parameters, self._views
         for index in self._left:
-            self._parameters[index].grad = self._views[index]
+            parameters[index].grad = views[index]
         self._left.clear()
         self._out.clear()
         for index in self._with_graph:
@@ -411,15 +432,14 @@ class Reducer:
         """The means of gradients that have memory of their own."""
         if not self._copied_back:
             return
-        pairs = [(self._left.pop(index)[0], self._views[index]) for index in self._copied_back]
+        pairs = [(self._left.pop(index), self._views[index]) for index in self._copied_back]
         with torch.no_grad():
             copy_all(*map(list, zip(*pairs, strict=True)))
         self._copied_back.clear()
         self._given.clear()
 
     def _check_versions(self) -> None:
-        changed = [index for index, version in self._versions.items() if version_of(self._views[index]) != version]
-        changed += [index for index, (gradient, version) in self._left.items() if version_of(gradient) != version]
+        changed = [index for index, tensor, version in self._sent if version_of(tensor) != version]
         if changed:
             raise ModelError(
                 f"parameter {self._names[changed[0]]} received a second gradient in one backward pass, after its "
@@ -427,7 +447,7 @@ class Reducer:
                 "over shared layers: pass static_graph=True, which sends everything at the end, or add up the "
                 "losses and call backward() once"
             )
-        self._versions.clear()
+        self._sent.clear()
 
     # ---- communication hooks ---------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from lockstep.comm.backend import engine_of
 from lockstep.comm.engine import Engine
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.rank_agreement import RankAgreement, Words
+from lockstep.parallel.rank_agreement import RankAgreement, Words, all_reduce_options
 from lockstep.parallel.symmetric import SymmetricTransport
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
@@ -107,9 +107,11 @@ class GroupTransport:
         self._buffers = [self._allocate(plan) for plan in plans]
         self._ready: set[int] = set()
         self._works: list[Any] = []
+        self._options = all_reduce_options(dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM)
         # A group starts its collectives in the order of the calls, which must be one order on all ranks.
         self._next = 0
         self._agreement = agreement
+        agreement.sends_samples = False
 
     @property
     def can_renew(self) -> bool:
@@ -150,12 +152,11 @@ class GroupTransport:
         self._ready.add(bucket)
         while self._next in self._ready:
             buffer = self._buffers[self._next]
-            op = dist.ReduceOp.AVG
             if not self._averages:
                 # Dividing first keeps 16-bit sums in range, and is what torch's DDP does, bit for bit.
                 buffer.div_(self._world_size)
-                op = dist.ReduceOp.SUM
-            self._works.append(dist.all_reduce(buffer, op, group=self._group, async_op=True))
+            # The group itself: `dist.all_reduce` takes longer to look at its arguments than to begin.
+            self._works.append(self._group.allreduce([buffer], self._options))
             self._next += 1
 
     def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words] | None:

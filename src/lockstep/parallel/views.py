@@ -38,7 +38,7 @@ class GradientViews:
 
     Attributes:
         tensors: the views, by parameter.
-        contents: for each bucket, offset, parameter and view of each of its members.
+        of_bucket: for each bucket, the views of its members.
         can_renew: whether references can be counted, and buckets can go on in new memory.
     """
 
@@ -50,8 +50,7 @@ class GradientViews:
         self._parameters = parameters
         self.can_renew = can_count_references and transport.can_renew
         self.tensors: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(parameters)
-        self.contents: list[list[tuple[int, torch.nn.Parameter, torch.Tensor]]] = [[] for _ in plans]
-        self._of_bucket: list[list[torch.Tensor]] = [[] for _ in plans]
+        self.of_bucket: list[list[torch.Tensor]] = [[] for _ in plans]
         self._storages: list[list[int]] = [[] for _ in plans]
         self._counts: list[_Counts] = [([], [], [])] * len(plans)
         for bucket in range(len(plans)):
@@ -63,21 +62,17 @@ class GradientViews:
             self.tensors[placement.index] = self._transport.view(
                 bucket, placement.offset, self._parameters[placement.index]
             )
-        self._of_bucket[bucket] = [self.tensors[placement.index] for placement in placements]
-        self.contents[bucket] = [
-            (placement.offset, self._parameters[placement.index], self.tensors[placement.index])
-            for placement in placements
-        ]
+        self.of_bucket[bucket] = [self.tensors[placement.index] for placement in placements]
         if self.can_renew:
-            self._storages[bucket] = list(map(storage_key, self._of_bucket[bucket]))
+            self._storages[bucket] = list(map(storage_key, self.of_bucket[bucket]))
             # With nobody's references but the engine's own.
-            self._counts[bucket] = _count(self._of_bucket[bucket], self._storages[bucket])
+            self._counts[bucket] = _count(self.of_bucket[bucket], self._storages[bucket])
 
     def held(self, bucket: int) -> list[int]:
         """Parameters whose view somebody holds although it is not their `.grad` any more."""
         if not self.can_renew or not self._plans[bucket].numel:
             return []
-        now, before = _count(self._of_bucket[bucket], self._storages[bucket]), self._counts[bucket]
+        now, before = _count(self.of_bucket[bucket], self._storages[bucket]), self._counts[bucket]
         if now == before:
             return []
         differs = [one != other for one, other in zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)]
