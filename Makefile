@@ -52,7 +52,7 @@ $(SITE_TOOLS): $(INSTALLED)
 train: venv ## train on handwritten digits with 2 processes
 	$(RUN) $(BIN)/lockstep train digits --nproc 2 $(ARGS)
 
-test: venv ## run the tests, all but the longest; under 8 minutes on two quiet cores
+test: venv ## run the tests, all but the longest; under 10 minutes on two quiet cores
 	$(RUN) $(BIN)/python -m pytest --minutes $(MINUTES) $(ARGS)
 
 test-all: venv ## run all tests

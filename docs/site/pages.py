@@ -68,7 +68,7 @@ def front_page() -> str:
 
 def page_of(path: str, made: dict[str, Page]) -> str | None:
     """The page, by its path in the site, that shows a file or folder of the repository; None if none does."""
-    folders = {"benchmarks/results": "performance/index.md", "examples": "examples/index.md", "docs": "index.md"}
+    folders = {"benchmarks/results": "performance/index.md", "examples": "examples/index.md", "docs": "index.md", "docs/decisions": "decisions/index.md"}
     if path in folders:
         return folders[path]
     if path.startswith("docs/") and path.endswith((".md", ".png")):
