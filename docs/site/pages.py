@@ -18,7 +18,7 @@ from docs.site.notes import page as page_of_notes
 __all__ = ["COMMANDS", "Page", "made_pages", "page_of", "variables"]
 
 COMMANDS = (
-    *("", "run", "run --slurm", "launch", "rehearse", "train digits", "train imagenet", "data make-imagenet"),
+    *("", "run", "run --slurm", "launch", "verify", "rehearse", "train digits", "train imagenet", "data make-imagenet"),
     *("horovodrun", "bench", "bench strategies", "doctor"),
 )
 """What is shown of the command line, each with `--help`."""
@@ -63,12 +63,18 @@ def made_pages() -> dict[str, Page]:
 
 def front_page() -> str:
     """README without what has pages of its own."""
-    return _WIDE + without_sections(_read("README.md"), "How fast", "ImageNet", "More")
+    text = without_sections(_read("README.md"), "How fast", "ImageNet", "More")
+    return _WIDE + text.replace("](#how-fast)", "](benchmarks/results)")
 
 
 def page_of(path: str, made: dict[str, Page]) -> str | None:
     """The page, by its path in the site, that shows a file or folder of the repository; None if none does."""
-    folders = {"benchmarks/results": "performance/index.md", "examples": "examples/index.md", "docs": "index.md", "docs/decisions": "decisions/index.md"}
+    folders = {
+        "benchmarks/results": "performance/index.md",
+        "examples": "examples/index.md",
+        "docs": "index.md",
+        "docs/decisions": "decisions/index.md",
+    }
     if path in folders:
         return folders[path]
     if path.startswith("docs/") and path.endswith((".md", ".png")):

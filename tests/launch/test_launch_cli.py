@@ -126,7 +126,7 @@ def test_number_that_nobody_named_is_said(launches: Launches) -> None:
     assert launches.run("-n", "1", script, "-n", "3", env=hidden).stderr == ""
     done = launches.run(script, "--lr", "0.1", "--nproc", "2", "x y", env=hidden)
     assert done.stderr == (
-        f"{line}lockstep: `--nproc 2` stands behind the script and is the script's own; did you mean "
+        f"{line}lockstep: `--nproc 2` comes after the script name, so it was passed to the script; did you mean "
         "`lockstep run --nproc 2 script.py --lr 0.1 'x y'`?\n"
     )
     done = launches.run("-m", "platform", "--nproc=2", env=hidden)

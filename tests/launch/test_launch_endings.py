@@ -43,7 +43,7 @@ if os.fork() == 0:
 note(f'rank{RANK}')
 """
 )
-INTERRUPTED = re.compile(r"lockstep: Ctrl-C: the ranks were told to stop[^\n]*\n")
+INTERRUPTED = re.compile(r"lockstep: Ctrl-C: stopping; ranks have[^\n]*\n")
 LAUNCH_FIRST = ("lockstep.launch", "lockstep.launch.signals", "lockstep.launch.standard_streams")
 MEMBERS = ("rank", "child", "stubborn", "regrouped", "detached")
 
@@ -139,7 +139,8 @@ def test_signal_to_the_launcher_ends_all_ranks_with_one_sentence(
     assert process.returncode == 128 + number
     assert sorted(line[-2:] for line in out.splitlines()) == ["up", "up"]
     name = "Ctrl-C" if number == signal.SIGINT else number.name
-    assert err == f"lockstep: {name}: the ranks were told to stop, and have 5 s (again to end at once)\n"
+    how = f"{'press' if name == 'Ctrl-C' else 'send'} {name}"
+    assert err == f"lockstep: {name}: stopping; ranks have 5 s to exit ({how} again to kill them)\n"
     assert not any(map(is_alive, pids))
 
 
@@ -150,7 +151,7 @@ def test_interrupt_says_where_the_ranks_were(launches: Launches) -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=limit_s(10))
     assert err == (
-        "lockstep: SIGTERM: the ranks were told to stop, and have 9 s (again to end at once); "
+        "lockstep: SIGTERM: stopping; ranks have 9 s to exit (send SIGTERM again to kill them); "
         "ranks 0, 1 were in barrier #3 at train.py:7\n"
     )
 
@@ -330,7 +331,7 @@ except KeyboardInterrupt:
     _, err = process.communicate(timeout=limit_s(10))
     assert process.returncode == 128 + number
     told, rule, failed, alike, *shown = err.splitlines()
-    assert "the ranks were told to stop" in told
+    assert "stopping; ranks have" in told
     assert re.match(
         r"lockstep: rank [02] \(pid \d+\) failed with OSError at script.py:\d+: cannot save: disk full$", failed
     )

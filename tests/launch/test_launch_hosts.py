@@ -72,7 +72,7 @@ class Hosts:
 
 
 # What a launcher says that was told to end, by a signal or by Ctrl-C.
-TOLD = re.compile(r"lockstep: (SIGTERM|Ctrl-C): the ranks were told to stop[^\n]*\n")
+TOLD = re.compile(r"lockstep: (SIGTERM|Ctrl-C): stopping; ranks have [^\n]*\n")
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:

@@ -289,7 +289,7 @@ def test_ctrl_c_says_what_it_does_and_what_a_rank_raised_then(tmp_path: Path) ->
     _, err = parent.communicate(timeout=limit_s(30))
     told, *shown = err.splitlines()
     assert parent.returncode == -signal.SIGINT
-    assert told == "lockstep: Ctrl-C: the ranks were told to stop, and have 5 s (again to end at once)"
+    assert told == "lockstep: Ctrl-C: stopping; ranks have 5 s to exit (press Ctrl-C again to kill them)"
     assert 'raise OSError("cannot save: disk full") from None' in err
     causes = [line for line in shown if line and not line.startswith((" ", '"'))]
     assert causes[-3:] == [

@@ -83,7 +83,7 @@ def attach_to_mismatch() -> tuple[str, str]:
 def test_future_fails_whenever_it_is_taken() -> None:
     for texts in run_ranks(attach_to_mismatch, 2):
         for text in texts:
-            assert "came for different things" in text
+            assert "called different operations" in text
             assert line_of_call() in text
 
 
@@ -334,7 +334,7 @@ def test_step_of_a_model_against_a_barrier(wrap: Callable[..., torch.nn.Module],
     outcomes = run_ranks(step_against_barrier, world_size, wrap)
     culprits = () if world_size == 2 else (world_size - 1,)
     for rank, (caught, works) in enumerate(outcomes):
-        texts = ("came for different things", "barrier()", f"rank {rank} (")
+        texts = ("called different operations", "barrier()", f"rank {rank} (")
         assert len(set(re.findall(rf"{HERE}:\d+ in ", str(caught.error)))) == 2, "the lines of both calls"
         if wrap is torch_ddp and rank < world_size - 1:
             # It comes through C++, which keeps the text and not the type.

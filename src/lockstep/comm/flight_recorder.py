@@ -319,7 +319,7 @@ class FlightRecorder:
             for ranks in groups.values()
         ]
         return CollectiveMismatch(
-            f"the ranks of {self.group_name} came for different things in collective #{self.number}:\n"
+            f"the ranks of {self.group_name} called different operations as collective #{self.number}:\n"
             + "\n".join(lines)
             + "\nEvery rank must call the same collective, in the same order, with the same shapes, dtype, reduce op "
             f"and root. Look for a branch that only some ranks take.{hint}"

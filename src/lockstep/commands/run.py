@@ -179,8 +179,8 @@ def _announce_number(config: LaunchConfig) -> None:
             rest = config.args[:place] + config.args[place + len(words) :]
             target = (*(["-m"] if config.is_module else []), config.target)
             say(
-                f"lockstep: `{shlex.join(words)}` stands behind the script and is the script's own; did you mean "
-                f"`lockstep run {shlex.join((*words, *target, *rest))}`?\n"
+                f"lockstep: `{shlex.join(words)}` comes after the script name, so it was passed to the script; "
+                f"did you mean `lockstep run {shlex.join((*words, *target, *rest))}`?\n"
             )
             return
 

@@ -137,9 +137,11 @@ def describe_interrupt(number: int, grace_s: float, statuses: str) -> str:
         grace_s: the time until SIGKILL.
         statuses: from `describe_statuses`.
     """
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    is_key = number == signal.SIGINT
+    name = "Ctrl-C" if is_key else signal.Signals(number).name
     return (
-        f"lockstep: {name}: the ranks were told to stop, and have {grace_s:g} s (again to end at once)"
+        f"lockstep: {name}: stopping; ranks have {grace_s:g} s to exit "
+        f"({'press' if is_key else 'send'} {name} again to kill them)"
         f"{f'; {statuses}' if statuses else ''}\n"
     )
 

@@ -218,7 +218,7 @@ def _accuse_different(first: RankFailure) -> str:
     assert first.report is not None
     culprits = [rank for rank in first.report.culprits if rank in first.statuses]
     names = ", ".join(f"rank {rank} (pid {first.statuses[rank].pid})" for rank in culprits)
-    return (f"{names} came for something else: " if names else "") + first.report.message.strip()
+    return (f"{names} called a different collective: " if names else "") + first.report.message.strip()
 
 
 def _is_mismatch(failure: RankFailure) -> bool:

@@ -396,7 +396,7 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
     held = {name for engine in facts["engines"] for name in engine["names"]}
     outside = [name for name in between.names if name.split(":", 1)[1] not in held]
     if not facts["engines"]:
-        return step.found("gradients", "unwrapped", measured, "nobody averages them: no engine was made", _WRAP)
+        return step.found("gradients", "unwrapped", measured, "gradients are not averaged: no engine was made", _WRAP)
     if outside and len(outside) == len(between.names):
         return step.found(
             "gradients",
