@@ -200,6 +200,7 @@ NCCL_SOCKET_IFNAME = Variable(
     "Network interface for NCCL, and for Lockstep between hosts unless GLOO_SOCKET_IFNAME is set.",
 )
 PYTHONHASHSEED = Variable("PYTHONHASHSEED", str, "In which order a set of texts is walked; the same on all ranks.")
+TORCHDYNAMO_DISABLE = Variable("TORCHDYNAMO_DISABLE", _flag, "1: torch.compile leaves functions as they are.")
 PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
 PATH = Variable("PATH", str, "Folders in which programs are looked for.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
@@ -307,7 +308,6 @@ LOCKSTEP_REHEARSAL = Variable(
 LOCKSTEP_VERIFY = Variable(
     "LOCKSTEP_VERIFY", str, "What `lockstep verify` tells the processes of its jobs, as JSON; set by it alone."
 )
-TORCHDYNAMO_DISABLE = Variable("TORCHDYNAMO_DISABLE", _flag, "1: torch.compile leaves functions as they are.")
 LOCKSTEP_COMPAT = Variable(
     "LOCKSTEP_COMPAT",
     _flag,

@@ -28,6 +28,12 @@ def test_ranks_print_into_the_cell(outputs: list[str]) -> None:
     assert [line.partition(": loss ")[0] for line in lines] == [f"[0] epoch {epoch}" for epoch in range(5)]
 
 
+def test_the_demonstration_learns(outputs: list[str]) -> None:
+    losses = [float(line.rpartition(" ")[2]) for line in outputs[1].splitlines()]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 5
+
+
 def test_two_processes_have_the_curve_of_one(outputs: list[str]) -> None:
     *epochs, last = outputs[2].splitlines()
     assert epochs == outputs[1].splitlines()
