@@ -14,9 +14,10 @@ Rejected: a group of our own around torch's, which DDP's reducer would go throug
 nccl's streams, coalescing, splitting and aborts too; TORCH_DISTRIBUTED_DEBUG=DETAIL, which meets before every
 collective; torch's own flight recorder, which a rank that was killed cannot dump.
 
-[Note: cost of a recorded call] What is recorded of a call is looked up by dtype, shape and line; texts are made for new ones only. Python
-pays for each call of a function of its own, which is why entering looks up two indices without one, and why handles are
-known by their place in memory. `make gpu` measures it beside torch's own methods (`measure-record`).
+[Note: cost of a recorded call] What is recorded of a call is looked up by dtype, shape and line; texts are made for
+new ones only. Python pays for each call of a function of its own, which is why entering looks up two indices without
+one, and why handles are known by their place in memory. `make gpu` measures it beside torch's own methods
+(`measure-record`).
 
 For nccl a call counts as over when a stream waits for it, not when the GPU is through. That path has run on one rank of
 an H100.
