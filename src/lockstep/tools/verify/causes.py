@@ -199,6 +199,10 @@ def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
     is_filled = samples.repeated == samples.extra or any(each["padding"] for each in loaders)
     if samples.missing == 0 and is_filled:
         return _unsplit(step, measured) if samples.is_alike else _padded(step, samples, measured)
+    return _other_samples(step, loaders, measured)
+
+
+def _other_samples(step: StepOfJob, loaders: Sequence[Mapping[str, Any]], measured: str) -> Difference:
     if any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
         return _unsplit(step, measured)
     if any(each["own"] for each in loaders):

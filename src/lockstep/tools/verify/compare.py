@@ -230,14 +230,13 @@ def measure_calls(
     told = Calls(counts=counts)
     for number, call in enumerate(own):
         others = [calls[number] for calls in each if number < len(calls)]
-        if not others or not call["count"]:
+        if not (others and call["count"]):
             continue
         pairs = _match(call, others)
         inputs = _rows_differ(call["inputs"], [other["inputs"] for other in others], pairs.by_sample)
         inputs = 0.0 if padded else inputs
         known = pairs.exact + ([] if far(inputs, noise, precision) else pairs.by_sample)
-        outputs = _rows_differ(call["outputs"], [other["outputs"] for other in others], known)
-        outputs = 0.0 if padded and outputs == float("inf") else outputs
+        outputs = _outputs_differ(call, others, known, padded)
         culprit = ("", "")
         if far(outputs, noise, precision):
             culprit = _culprit(call, others, known, precision, noise)
@@ -245,6 +244,17 @@ def measure_calls(
         if pairs.unknown or far(inputs, noise, precision) or far(outputs, noise, precision):
             break
     return told
+
+
+def _outputs_differ(
+    one: Mapping[str, Any],
+    ranks: Sequence[Mapping[str, Any]],
+    pairs: Sequence[tuple[int, int, int]],
+    padded: bool,
+) -> float:
+    """Largest difference of outputs. Those of padded samples may have other shapes, which are not compared."""
+    found = _rows_differ(one["outputs"], [each["outputs"] for each in ranks], pairs)
+    return 0.0 if padded and found == float("inf") else found
 
 
 def _culprit(
