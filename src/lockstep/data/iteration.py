@@ -11,6 +11,7 @@ from lockstep.batch import BatchShare, Iteration
 from lockstep.data.batch_sampler import RankBatches
 from lockstep.data.checks import is_fixed
 from lockstep.data.order import Fetch, Schedule
+from lockstep.drift.evaluations import EvaluationWatch
 from lockstep.errors import DataError
 
 __all__ = ["EpochIterator", "EpochProgress", "RankBatchSampler"]
@@ -104,6 +105,7 @@ class EpochIterator(Iterator[Any]):
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
         has_workers: processes fetch the batches.
+        evaluations: told when the last batch is through, where they are for an evaluation.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class EpochIterator(Iterator[Any]):
         *,
         shared_workers: RankBatchSampler | None,
         has_workers: bool,
+        evaluations: EvaluationWatch | None = None,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
@@ -121,7 +124,9 @@ class EpochIterator(Iterator[Any]):
         self._iteration = Iteration()
         self._shared_workers = shared_workers
         self._has_workers = has_workers
+        self._evaluations = evaluations
         self._number = 0  # of the batch that comes next
+        self._num_samples = 0  # of this rank
 
     @property
     def share(self) -> BatchShare | None:
@@ -146,6 +151,8 @@ class EpochIterator(Iterator[Any]):
         try:
             loaded = next(self._batches)
         except StopIteration:
+            if self._evaluations is not None and self.share is not None:
+                self._evaluations.end(self._num_samples, self._progress.consumed, self.share.world_size)
             self._progress.finish()
             self.close()
             raise
@@ -159,6 +166,7 @@ class EpochIterator(Iterator[Any]):
         self._iteration.publish(share, loaded)
         self._progress.advance(consumed, order_mark)
         self._number += 1
+        self._num_samples += share.local_samples
         return loaded
 
     def close(self) -> None:

@@ -44,7 +44,8 @@ from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs, teller_of_epoc
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
 from lockstep.data.worker_signals import held_back
-from lockstep.drift.watch import watch_optimizers
+from lockstep.drift.evaluations import EvaluationWatch
+from lockstep.drift.watch import watch_optimizers, watch_shutdown
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import iterator_of, set_guarded
 
@@ -228,6 +229,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._epoch_after = 0  # what follows a resumed epoch, where others had begun within it
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
         self._progresses: list[EpochProgress] = []
+        self._evaluations = EvaluationWatch()
         self._data_fingerprint: int | None = None
         if batch_sampler is None:
             self._plan()
@@ -263,6 +265,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         schedule = cut(epoch, start, rank, world_size)
         if self.evaluation:
             batch.note_evaluation(schedule.fingerprint, world_size)
+            self._evaluations.look()
+            watch_shutdown()
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
         batch.register(self._batch_source, rank, schedule.divisions())
@@ -279,6 +283,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             progress,
             shared_workers=self._rank_batches if self.persistent_workers else None,
             has_workers=self.num_workers > 0,
+            evaluations=self._evaluations if self.evaluation else None,
         )
 
     def _cut(self, epoch: int, start: int, rank: int, world_size: int) -> Schedule:

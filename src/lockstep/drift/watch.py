@@ -17,16 +17,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from lockstep.comm import clock
-from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import make_locator, site_text
+from lockstep.drift.communication import communication
 from lockstep.drift.comparison import compare_engines
 from lockstep.drift.engines import StepArguments, engines
+from lockstep.drift.evaluations import look_at_evaluations
 from lockstep.log import get_logger, warn_once
-from lockstep.torch_private.groups import open_groups, sequence_number_of
 from lockstep.world import World, check_at_shutdown
 
-__all__ = ["describe_step", "watch_optimizers", "watch_steps"]
+__all__ = ["describe_step", "watch_optimizers", "watch_shutdown", "watch_steps"]
 
 _logger = get_logger(__name__)
 _QUIET_STEPS = 64
@@ -66,7 +65,12 @@ def watch_steps() -> None:
     if not _is_installed:
         _is_installed = True
         register_optimizer_step_pre_hook(_before_step)
-        check_at_shutdown(_at_shutdown)
+        watch_shutdown()
+
+
+def watch_shutdown() -> None:
+    """From now on look at models and evaluations when a world is left. Local; once."""
+    check_at_shutdown(_at_shutdown)
 
 
 def watch_optimizers(world_size: int) -> None:
@@ -92,11 +96,11 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _look_for_communication(optimizer: Optimizer) -> None:
     """See [Note: quiet steps]."""
     global _is_quiet
-    watched, communication = _watched, _communication()
+    watched, current = _watched, communication()
     assert watched is not None
     if not watched.label:
-        watched.label, watched.communication = describe_step(optimizer), communication
-    _is_quiet = watched.communication == communication and watched.group() is dist.group.WORLD
+        watched.label, watched.communication = describe_step(optimizer), current
+    _is_quiet = watched.communication == current and watched.group() is dist.group.WORLD
     watched.num_steps += _is_quiet
     if watched.num_steps == _QUIET_STEPS:
         _warn_of(watched)
@@ -115,20 +119,11 @@ def _warn_of(watched: _Watched) -> None:
         )
 
 
-def _communication() -> tuple[object, ...]:
-    """Changes with every collective of this process, and with every message of our groups. Local."""
-    counts: list[object] = [clock.total()]
-    for group in open_groups():
-        if engine_of(group) is None:  # else what it does is on the clock
-            number = sequence_number_of(group)
-            counts.append(object() if number is None else number)  # else every step may have had one
-    return tuple(counts)
-
-
 def _at_shutdown(world: World) -> None:
     global _watched, _is_quiet
     watched = _watched
-    if _is_quiet and watched is not None and watched.num_steps > 1 and watched.communication == _communication():
+    if _is_quiet and watched is not None and watched.num_steps > 1 and watched.communication == communication():
         _warn_of(watched)
     _watched, _is_quiet = None, False
+    look_at_evaluations()  # before the comparison, which communicates
     compare_engines(world)
