@@ -480,15 +480,8 @@ class Trainer:
             if not closes_step:
                 continue
             self._update(ledger)
-            self._is_told = self._world is not None and self._world.should_stop()
-            ends_here = (self._is_told or (max_steps is not None and self.step >= max_steps)) and not is_last
-            saves = self.save_every is not None and self.step % self.save_every == 0 and not is_last
-            if self.step % self.log_every == 0 or saves or ends_here:
-                self._enter(ledger.reports(self.step, self.epoch + 1))
-            if ends_here:
+            if self._ends_within_epoch(ledger, max_steps, is_last):
                 return None
-            if saves:
-                self.save()
         self._check_closed(ledger, len(batches))
         self._enter(ledger.reports(self.step, self.epoch + 1))
         return EpochReport(
@@ -502,6 +495,17 @@ class Trainer:
             loader_s=waits.total_s,
             first_batch_s=waits.first_s,
         )
+
+    def _ends_within_epoch(self, ledger: _Ledger, max_steps: int | None, is_last: bool) -> bool:
+        """Report and save what is due after a step; whether training ends here, before the epoch does."""
+        self._is_told = self._world is not None and self._world.should_stop()
+        ends_here = (self._is_told or (max_steps is not None and self.step >= max_steps)) and not is_last
+        saves = self.save_every is not None and self.step % self.save_every == 0 and not is_last
+        if self.step % self.log_every == 0 or saves or ends_here:
+            self._enter(ledger.reports(self.step, self.epoch + 1))
+        if saves and not ends_here:
+            self.save()
+        return ends_here
 
     def _check_closed(self, ledger: _Ledger, length: int) -> None:
         """All batches of the epoch went into steps: the last was known by the length."""

@@ -196,7 +196,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self._hook: tuple[Any, CommHook] | None = None
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
         self._buffers_of_ranks = find_buffers(module, ignored)
-        self._feeding = Feeding(group, collective_device(group, self.device))
+        self._feeding = Feeding(group, collective_device(group, self.device), module)
         self._num_hooks = 0
         self._reached = weakref.WeakMethod(self._backward_reaches)
         self._joined = Steps(group, self.device)

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -146,21 +147,26 @@ def add_up(count: int, group: dist.ProcessGroup, device: torch.device) -> torch.
     return total
 
 
+# When a model was wrapped for the first time.
+_since_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, batch.Since] = weakref.WeakKeyDictionary()
+
+
 class Feeding:
     """Tells for one engine what each of its forward passes holds.
 
     Args:
         group: the ranks over which the engine averages.
         device: where the group takes small tensors from.
+        module: the model. An engine that wraps it again goes on with the loaders that the first one went by.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, module: torch.nn.Module) -> None:
         self._group = group
         self._device = device
         self._world_size = group.size()
         self._rank = group.rank()
         self._parts = Parts()
-        self._since = batch.since_now()
+        self._since = _since_wrapped.setdefault(module, batch.since_now())
         self._plain_shape: torch.Size | None = None  # of the last input while no loader was known, and what it was
         self._plain_feed = PLAIN
 
