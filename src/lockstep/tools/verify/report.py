@@ -16,7 +16,9 @@ _WIDTH = 110
 
 
 def _wrapped(head: str, text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * 4, break_long_words=False)
+    # Paths and options stay whole, so that they can be searched for and copied.
+    wrapper = textwrap.TextWrapper(_WIDTH, head, " " * 4, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
 
 
 def _digits(value: float) -> str:
