@@ -118,10 +118,15 @@ def test_tasks_and_outputs() -> None:
     assert backward.roots == {2: node}
     backward.forget_outputs()
     assert backward.roots == {}
+    backward.expect({3: node})
+    backward.forward_begins()
+    assert backward.roots == {}
+    assert backward.num_begun == 1
     backward.see(4, reaches=False)
     assert not backward.came_by(4)
     backward.see(4, reaches=True)
     backward.begin(5, early=False)
+    assert backward.num_begun == 2
     assert (backward.came_by(4), backward.came_by(5), backward.came_by(6)) == (True, True, False)
 
 

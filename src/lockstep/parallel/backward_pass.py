@@ -69,6 +69,7 @@ class BackwardPass:
         roots: of the last forward pass that may have a backward pass, the outputs that none has come to yet, by
             number. Nothing in the graph may hold this object: it would never be freed.
         awaited: indices of parameters that a backward pass left to another one.
+        num_begun: forward passes with gradients, and backward passes that average, that have begun so far.
         steps_within: an optimizer has stepped within a backward pass, and may have taken the gradients away.
     """
 
@@ -78,6 +79,7 @@ class BackwardPass:
         self.seen_task = self.begun_task = _NO_TASK
         self.roots: dict[int, Node] = {}
         self.awaited: list[int] = []
+        self.num_begun = 0
         self.steps_within = False
 
     @property
@@ -100,6 +102,7 @@ class BackwardPass:
         is_new = not self.is_under_way and task != self.begun_task
         self._go("begin", Phase.ARMED if early else Phase.DEFERRED, is_new)
         self.begun_task = task
+        self.num_begun += 1
 
     def wait(self, awaited: list[int]) -> None:
         """The task is over, and another one over the same outputs brings the gradients of these parameters."""
@@ -126,6 +129,11 @@ class BackwardPass:
             )
         self.phase = phase
 
+    def forward_begins(self) -> None:
+        """Another forward pass begins: the outputs of the last one do not matter any more."""
+        self.roots.clear()
+        self.num_begun += 1
+
     def see(self, task: int, reaches: bool) -> None:
         """A task has come to an output; whether it goes on to parameters of the model."""
         self.seen_task, self.reaches, self.has_filler = task, reaches, False
@@ -143,7 +151,7 @@ class BackwardPass:
         self.roots.pop(output, None)
 
     def forget_outputs(self) -> None:
-        """Another forward pass begins, or none of the outputs left matters."""
+        """None of the outputs left matters."""
         self.roots.clear()
 
     def take_awaited(self) -> list[int]:

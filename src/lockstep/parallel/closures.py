@@ -2,14 +2,16 @@
 
 LBFGS decides by the loss how far to step and when to stop. The engine averages the gradients that the closure
 computes, but the loss that it returns is each rank's own: left at that, ranks take different branches. So where an
-engine of several ranks has what LBFGS steps, the closure is wrapped. What it returns is one of two things:
+engine of several ranks has what LBFGS steps, and the closure calls it, what that returns is one of two things:
 
 - a tensor with the graph of this rank's loss. The wrapped closure returns the mean over ranks, each weighted by its
   share of the samples, as the engine weights the gradients: the same bits on all ranks.
 - anything else: a number, or a tensor that was detached. Nothing tells which samples it is of, so it must be what all
   ranks have, as `lockstep.mean` returns it. If it is not, that is an error on all ranks.
 
-Other optimizers do not use the loss, and their closures stay as they are.
+Other optimizers do not use the loss, and their closures stay as they are. So does a closure that calls no engine: such
+a rank minimises a loss of its own. An engine that is merely there does not count, as it may be gone on another rank
+([Note: engines that are gone] in `drift/engines.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from lockstep import batch
 from lockstep.agreement import collective_device
 from lockstep.drift.engines import StepArguments
 from lockstep.errors import CollectiveMismatch, InputError
+from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.losses import find_origin
 
 __all__ = ["with_mean_of_closure"]
@@ -33,15 +36,25 @@ _UNKNOWN = -1.0  # a weight
 
 
 class _MeanOfClosure:
-    """A closure that returns the mean of all ranks' losses. Calls of it are collective."""
+    """A closure that returns the mean of all ranks' losses. Calls of it are collective if it calls an engine.
 
-    def __init__(self, closure: Callable[[], Any], group: dist.ProcessGroup) -> None:
-        self._closure, self._group = closure, group
+    Attributes:
+        engines: those that average what is stepped: the group of each, by its backward pass.
+    """
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        self.engines: dict[BackwardPass, dist.ProcessGroup] = {}
 
     def __call__(self) -> Any:
+        before = {backward: backward.num_begun for backward in self.engines}
         loss = self._closure()
+        groups = [group for backward, group in self.engines.items() if backward.num_begun != before[backward]]
+        if not groups:
+            return loss
         try:
-            mean = _mean_over_ranks(loss, self._group)
+            # Of several groups the same one on all ranks.
+            mean = _mean_over_ranks(loss, min(groups, key=lambda each: (-each.size(), str(each.group_name))))
         except CollectiveMismatch as error:
             advice = "LBFGS: call optimizer.step(closure) on every rank, not on one while the others call the closure"
             error.args = (f"{error.args[0]} {advice}", *error.args[1:])
@@ -49,18 +62,21 @@ class _MeanOfClosure:
         return mean.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else mean.item()
 
 
-def with_mean_of_closure(arguments: StepArguments, group: dist.ProcessGroup) -> StepArguments:
-    """The arguments of a step of LBFGS, with its closure wrapped, unless it is already. Local.
+def with_mean_of_closure(arguments: StepArguments, backward: BackwardPass, group: dist.ProcessGroup) -> StepArguments:
+    """The arguments of a step of LBFGS, with its closure wrapped. Local; called by each engine of what is stepped.
 
     Args:
         arguments: positional ones, the optimizer first, and keyword ones.
-        group: of the engine that averages what is stepped.
+        backward: the engine's; tells whether the closure calls the engine.
+        group: the engine's.
     """
     args, kwargs = arguments
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure) or isinstance(closure, _MeanOfClosure):
+    if not callable(closure):
         return arguments  # torch says itself what is missing
-    wrapped = _MeanOfClosure(closure, group)
+    # Wrapped already for another engine, or by the step of a subclass, which calls that of LBFGS.
+    wrapped = closure if isinstance(closure, _MeanOfClosure) else _MeanOfClosure(closure)
+    wrapped.engines[backward] = group
     return (args, {**kwargs, "closure": wrapped}) if "closure" in kwargs else ((args[0], wrapped, *args[2:]), kwargs)
 
 

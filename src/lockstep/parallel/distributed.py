@@ -383,7 +383,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
                 work.wait()
             syncing = self._joined.agree_on_step(trains=True, averages=syncing, rows=self._feeding.count_rows(inputs))
         if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
-            self._backward.forget_outputs()
+            self._backward.forward_begins()
             if self.changes.were_unfrozen():
                 self._register()
             if not self._is_ready:
@@ -522,7 +522,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         elif backward.awaited and not join_config_of(self).enable:
             self._missing.check_awaited(f"before {describe_step(optimizer)}")
         if self._world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
-            return with_mean_of_closure(arguments, self.process_group)
+            return with_mean_of_closure(arguments, self._backward, self.process_group)
         return arguments
 
     def _pre_step_within(self, optimizer: torch.optim.Optimizer) -> None:

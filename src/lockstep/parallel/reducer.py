@@ -203,12 +203,7 @@ class Reducer:
         self._check_dense(indices, gradients)
         if self._keeps_graph:
             self._with_graph.update(index for index, each in zip(indices, gradients, strict=True) if each.requires_grad)
-        left: Sequence[int] = ()
-        with torch.no_grad():
-            if self._hook is None:
-                left = self._transport.fill(bucket, offsets, views, gradients)
-            elif views:
-                foreach_copy_(views, gradients)
+        left = self._fill(bucket, offsets, views, gradients)
         if self._own_memory or self._given:
             left = sorted({*left, *self._keep_own_memory(indices, gradients)})
         is_armed = self._backward.phase is Phase.ARMED
@@ -231,6 +226,17 @@ class Reducer:
             views = [self._views[index] for index in members]
             self._sent += zip(members, views, map(version_of, views), strict=True)
         self._transport.publish(bucket)
+
+    def _fill(
+        self, bucket: int, offsets: Sequence[int], views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[int]:
+        """Copy gradients to their views; returns the positions of those that the transport leaves where they are."""
+        with torch.no_grad():
+            if self._hook is None:
+                return self._transport.fill(bucket, offsets, views, gradients)
+            if views:
+                foreach_copy_(views, gradients)
+        return ()
 
     def _gather_gradients(
         self, bucket: int
