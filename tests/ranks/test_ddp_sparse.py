@@ -260,20 +260,25 @@ def test_a_gradient_that_is_dense_on_some_ranks(backend: str) -> None:
     run_ranks(tie_on_some_ranks, 3, backend=backend)
 
 
-def move_by_the_group() -> bool:
+def move_by_the_group() -> list[bool]:
     """What is true over several hosts, and of CUDA: no memory is shared by all ranks of the group."""
-    transport = GroupTransport([], dist.group.WORLD, torch.device("cpu"))
-    replaced, distributed.make_transport = distributed.make_transport, lambda *_: transport
+    made = []
+
+    def make(*arguments: Any) -> GroupTransport:
+        made.append(GroupTransport(*arguments))
+        return made[-1]
+
+    replaced, distributed.make_transport = distributed.make_transport, make
     try:
         tie_on_some_ranks()
     finally:
         distributed.make_transport = replaced
-    return transport.can_renew
+    return [each.can_renew for each in made]
 
 
 @backends
 def test_no_bucket_over_several_hosts(backend: str) -> None:
-    assert run_ranks(move_by_the_group, 3, backend=backend) == [True] * 3
+    assert run_ranks(move_by_the_group, 3, backend=backend) == [[True]] * 3
 
 
 def train_in(dtype: torch.dtype) -> None:

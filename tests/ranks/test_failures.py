@@ -378,7 +378,7 @@ def test_layer_that_needs_all_ranks_is_named() -> None:
 @pytest.mark.parametrize(
     ("function", "name", "advice"),
     [
-        (save_alone, "checkpoint.save (in its broadcast(int64[2], root=0)) at ", "rank 0 alone writes"),
+        (save_alone, "checkpoint.save (in its all_reduce(int32[], MAX)) at ", "rank 0 alone writes"),
         (synchronize_alone, "metrics.synchronize (in its all_reduce(float64[", "each gets the values"),
     ],
 )
