@@ -92,9 +92,8 @@ SAMPLES: Mapping[str, Callable[[], str]] = {
 
 
 def script_in(page: str) -> str:
-    """The Python program of a page, which has one."""
-    (script,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
-    return script
+    """The Python program of a page: its first block. What follows are variations of it, and recipes."""
+    return re.findall(r"```python\n(.+?)```", page, re.DOTALL)[0]
 
 
 def _output_of(*arguments: str, **files: str) -> str:
