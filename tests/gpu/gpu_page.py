@@ -44,8 +44,9 @@ def summary(report: Mapping[str, Any]) -> str:
     outcomes = [entry["outcome"] for entry in report["checks"]]
     counts = [f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "timed out", "skipped")]
     counts = [text for text in counts if not text.startswith("0 ")]
+    device = f"{environment['name']} ({environment['devices']} GPU)" if "name" in environment else "CPU"
     return (
-        f"{environment['name']} ({environment['devices']} GPU), torch {environment['torch']}, "
+        f"{device}, torch {environment['torch']}, "
         f"{environment['date'][:10]}, commit {environment['commit'][:10]}: {', '.join(counts)}."
     )
 

@@ -31,7 +31,7 @@ __all__ = ["RankCommand", "RankExit", "RankProcess", "start_reaper", "worker_com
 # Another part of the program reaped the process (it ignores SIGCHLD, or waits for any child): its code is lost.
 _UNKNOWN_CODE = 255
 _REAP_TIMEOUT_S = 2.0
-_FOR_RANK_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_FOR_RANK_ALONE = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 
 
 def worker_command_line() -> tuple[str, ...]:
