@@ -141,8 +141,7 @@ class _Session:
         variables = env.snapshot()
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
         env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(self._devices))), variables)
-        env.TORCHDYNAMO_DISABLE.set(True, variables)
-        variables["TORCHDYNAMO_DISABLE"] = "1"
+        variables[env.TORCHDYNAMO_DISABLE.name] = "1"  # torch takes no other word for it
         tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
         nproc = self._world_size if role == RANKS else 1
         job = JobOfRanks(what.target, what.args, what.is_module, nproc, variables, str(self._folder / f"log-{role}"))
