@@ -57,7 +57,7 @@ def default_gpu(topology: Topology, count: int) -> tuple[int, torch.device]:
 def _why_no_gpu() -> str:
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"torch {torch.__version__} is built without CUDA"
-    hidden = env.CUDA_VISIBLE_DEVICES.get()
+    hidden = env.snapshot().get(env.CUDA_VISIBLE_DEVICES.name)  # empty, it hides all
     if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES is {hidden!r}"
     return "`nvidia-smi` says whether the machine has one, and which driver"

@@ -135,7 +135,7 @@ class _Answer:
         self._event = torch.cuda.Event() if number.is_cuda else None  # type: ignore[no-untyped-call]
         self._number = number
         if self._event is not None:
-            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._number = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
             self._number.copy_(number, non_blocking=True)
             self._event.record()
 

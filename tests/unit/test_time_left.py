@@ -126,7 +126,8 @@ def pytest_command(folder: Path, *arguments: str) -> list[str]:
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = pytest_command(folder, *arguments)
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit_s(60))
+    # From there: pytest prints paths from the folder that it is started in.
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=limit_s(60))
 
 
 def environment() -> dict[str, str]:

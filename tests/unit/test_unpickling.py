@@ -26,6 +26,7 @@ ALLOWED = {
     "lockstep.checkpoint": "the name of an exception; files are loaded with weights_only=True",
     "lockstep.compat.horovod.runner": "the function that horovod.run was given, in the launcher's private folder",
     "lockstep.compat.horovod.torch.functions": _SENDS_OBJECTS,
+    "lockstep.compat.legacy.patches": "the name of an exception; torch.load reads plain data alone",
     "lockstep.data.handover": "batches of the worker processes that this rank has started",
     "lockstep.launch.payload": _OWN_CHILDREN,
     "lockstep.launch.worker": "exec: runs the user's script",

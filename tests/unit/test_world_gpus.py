@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -91,7 +92,7 @@ def test_ranks_in_containers_take_the_one_gpu_that_each_sees(gpus_here: int) -> 
 
 @pytest.mark.parametrize(
     ("visible", "launcher", "of_host"),
-    [(1, "torchrun", 4), (1, "slurm", None), (1, "slurm", 1), (3, "slurm", 3), (0, "slurm", 4)],
+    [(1, "torchrun", 4), (1, "slurm", None), (1, "slurm", 1), (3, "slurm", 3)],
 )
 def test_more_ranks_than_gpus_stop_all_ranks(
     monkeypatch: pytest.MonkeyPatch, visible: int, launcher: str, of_host: int | None
@@ -99,3 +100,25 @@ def test_more_ranks_than_gpus_stop_all_ranks(
     for local_rank in range(4):
         with pytest.raises(SetupError, match=rf"this host has {visible} GPU\(s\) for 4 rank\(s\)"):
             choose(monkeypatch, visible, launcher, of_host, local_rank)
+
+
+@pytest.mark.parametrize(
+    ("is_built", "visible", "why"),
+    [
+        (False, None, f"torch {torch.__version__} is built without CUDA"),
+        (True, "", "CUDA_VISIBLE_DEVICES is ''"),
+        (True, None, "`nvidia-smi` says whether the machine has one"),
+    ],
+)
+def test_no_gpu_at_all_stops_all_ranks_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, is_built: bool, visible: str | None, why: str
+) -> None:
+    """There is no number of ranks that would do, so none is proposed."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for local_rank in range(4):
+        expected = re.escape(f"rank {local_rank} would use cuda:{local_rank}, but torch sees no GPU here: {why}")
+        with pytest.raises(SetupError, match=rf"{expected}.* write lockstep\.init\(device='cpu'\)"):
+            choose(monkeypatch, 0, "slurm", 4, local_rank)
