@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train docs docs-serve test test-all gpu samples matrix check lint types doctests layers torch-suite nightly bench failures clean
+.PHONY: help venv train docs docs-serve test test-all gpu lab samples matrix check lint types doctests layers torch-suite nightly bench failures clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do \
@@ -60,6 +60,9 @@ test-all: venv ## run all tests
 
 gpu: ## what CUDA needs, on one GPU with the torch of PYTHON; writes benchmarks/results/gpu.json
 	PYTHONPATH=src $(PYTHON) tests/gpu/gpu_run.py $(ARGS)
+
+lab: ## what a larger machine at hand can tell in eight minutes, GPU and cores; writes benchmarks/results/lab
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.lab $(ARGS)
 
 samples: venv ## run what README shows the output of, and write it there
 	$(RUN) $(BIN)/python -m docs.samples

@@ -30,7 +30,7 @@ from lockstep.bench.harness import Budget, Configuration, Contestant, measure
 from lockstep.bench.ranks import Job, run_ranks
 from lockstep.bench.results import Environment, Result, Series
 
-__all__ = ["FULL", "MODELS", "QUICK", "Plan", "build_model", "require_agreement", "run"]
+__all__ = ["FULL", "MODELS", "QUICK", "Plan", "build_model", "configuration", "require_agreement", "run"]
 
 NUM_CLASSES = 10
 WARMUP_STEPS = 3
@@ -142,11 +142,11 @@ def _measure_on_rank(job: Job) -> object:
     groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "lockstep")}
     series: list[Series] = []
     for name in models:
-        series += measure([_configuration(name, groups)], Budget(**budget))
+        series += measure([configuration(name, groups)], Budget(**budget))
     return [asdict(item) for item in series]
 
 
-def _configuration(name: str, groups: dict[str, dist.ProcessGroup]) -> Configuration:
+def configuration(name: str, groups: dict[str, dist.ProcessGroup]) -> Configuration:
     """The four contestants of one model, warmed up and checked against each other. Collective."""
     torch.manual_seed(0)  # the same weights on all ranks and for all contestants
     original = build_model(name)

@@ -23,6 +23,8 @@ from benchmarks.report import (
     hosts_of,
     hosts_samples,
     images_of_epoch,
+    layouts_of,
+    name_layout,
 )
 from lockstep.bench import stats
 from lockstep.bench.figures import GRID, new_figure, save, tidy
@@ -194,6 +196,45 @@ def _plot_overhead(axes: Axes, centre: float, engine: str, cost: Estimate, limit
 def _floor_label(result: Result, model: str) -> str:
     samples = result.samples("none", model=model)
     return f"{format_seconds(stats.median(samples))} without communication" if samples else ""
+
+
+# ---------------------------------------------------------------- threads
+
+
+def _draw_threads(result: Result) -> Figure:
+    """Each engine's step in multiples of the bound, a group of bars for each model in each layout."""
+    layouts = layouts_of(result)
+    models = [str(value) for value in result.values("model")]
+    figure = new_figure(8.6, 3.6, "threads: a step in multiples of computing and waiting for the slowest rank")
+    panels = figure.subplots(1, len(layouts), sharey=True, squeeze=False)[0]
+    for axes, (world_size, threads) in zip(panels, layouts, strict=True):
+        for offset, engine in enumerate(_ENGINES):
+            for position, model in enumerate(models):
+                where = {"model": model, "world_size": world_size, "threads": threads}
+                bound, samples = result.samples("bound", **where), result.samples(engine, **where)
+                if bound and samples:
+                    _plot_times_of_bound(
+                        axes, position + (offset - 1) * _BAR_WIDTH, engine, stats.ratio(samples, bound)
+                    )
+        axes.axhline(1, color="black", linewidth=0.8, linestyle=_TARGET_DASHES)
+        axes.set_title(name_layout(result, world_size, threads), fontsize=9)
+        axes.set_xticks(range(len(models)), [MODEL_NAMES.get(model, model) for model in models], fontsize=7.5)
+        axes.grid(axis="y", color=GRID, linewidth=0.7)
+        axes.margins(y=0.12)
+        tidy(axes)
+    panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:.1f}x")
+    handles = [Patch(color=COLOURS[engine], label=CONTESTANT_NAMES[engine]) for engine in _ENGINES]
+    panels[0].legend(handles=handles, fontsize=7.5, frameon=False)
+    return figure
+
+
+def _plot_times_of_bound(axes: Axes, centre: float, engine: str, times: Estimate) -> None:
+    """One bar with its interval, and its number above."""
+    axes.bar(centre, times.value, _BAR_WIDTH * 0.92, color=COLOURS[engine])
+    errors = [[max(0.0, times.value - times.low)], [max(0.0, times.high - times.value)]]
+    axes.errorbar(centre, times.value, errors, color="#333333", linewidth=1, capsize=3)
+    place = (centre, times.high)
+    axes.annotate(f"{times.value:.2f}", place, (0, 3), textcoords="offset points", ha="center", fontsize=7)
 
 
 # ---------------------------------------------------------------- horovod
@@ -455,6 +496,7 @@ def _draw_listing(result: Result) -> Figure:
 _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "all_reduce": _draw_all_reduce,
     "train_step": _draw_train_step,
+    "threads": _draw_threads,
     "horovod": _draw_horovod,
     "startup": _draw_startup,
     "record": _draw_record,

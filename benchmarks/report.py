@@ -29,6 +29,8 @@ __all__ = [
     "count_of_workers",
     "fill_markers",
     "images_of_epoch",
+    "layouts_of",
+    "name_layout",
     "render",
     "sections",
     "verdicts",
@@ -42,6 +44,7 @@ RECORD_LIMIT = 0.05
 TITLES = {
     "all_reduce": "all_reduce on one host",
     "train_step": "A training step",
+    "threads": "A training step on all cores",
     "horovod": "A step of a Horovod script",
     "startup": "Start-up",
     "record": "What the flight record costs",
@@ -65,6 +68,7 @@ CONTESTANT_NAMES = {
     "memcpy_one_rank": "memcpy, one rank",
     "memcpy_all_ranks": "memcpy, all ranks at once",
     "none": "no communication",
+    "bound": "no communication, then a barrier",
     "lockstep_ddp": "lockstep DDP",
     "torch_ddp_lockstep": "torch DDP on lockstep",
     "torch_ddp_gloo": "torch DDP on gloo",
@@ -110,14 +114,15 @@ class Verdict:
     met: bool
 
 
-def render(result: Result) -> str:
+def render(result: Result, *, with_picture: bool = True) -> str:
     """The page of one case: summary, targets, full tables, picture."""
     parts = sections(result)
     title = f"# {TITLES[result.case]}"
     if result.quick:
         title += "\n\n**A quick run: its numbers show that the benchmark works, nothing else.**"
     source = f"Generated from [{result.case}.json]({result.case}.json); do not edit."
-    return "\n\n".join([title, parts["full"], f"![{TITLES[result.case]}]({result.case}.png)", source]) + "\n"
+    picture = [f"![{TITLES[result.case]}]({result.case}.png)"] if with_picture else []
+    return "\n\n".join([title, parts["full"], *picture, source]) + "\n"
 
 
 def sections(result: Result) -> dict[str, Section]:
@@ -292,6 +297,60 @@ def _train_step_verdicts(result: Result) -> list[Verdict]:
         lead = stats.ratio(torch_own, own)
         target = f"{label}: lockstep DDP ahead of torch DDP on the same group"
         found.append(Verdict(target, f"{_format_ratio(lead)}", lead.value > 1))
+    return found
+
+
+# ---------------------------------------------------------------- threads
+
+
+def layouts_of(result: Result) -> list[tuple[int, int]]:
+    """How many ranks, and how many intra-op threads each, in the order measured."""
+    return list(
+        dict.fromkeys((int(each.parameters["world_size"]), int(each.parameters["threads"])) for each in result.series)
+    )
+
+
+def name_layout(result: Result, world_size: int, threads: int) -> str:
+    """In words, with the number of cores where threads outnumber them."""
+    cores = result.environment.cores
+    crowded = f" on {cores} {'core' if cores == 1 else 'cores'}" if world_size * threads > cores else ""
+    return f"{world_size} ranks of {threads} {'thread' if threads == 1 else 'threads'}{crowded}"
+
+
+def _threads_tables(result: Result) -> tuple[Section, Section]:
+    ratio_rows, time_rows = [], []
+    names = ("none", "bound", *_ENGINES)
+    for world_size, threads in layouts_of(result):
+        layout = name_layout(result, world_size, threads)
+        for model in (str(value) for value in result.values("model")):
+            times = [result.samples(name, model=model, world_size=world_size, threads=threads) for name in names]
+            label, bound = MODEL_NAMES.get(model, model), times[1]
+            ratios = [_format_ratio(stats.ratio(each, bound)) if each and bound else "–" for each in times[2:]]
+            ratio_rows.append([layout, label, _time(bound), *ratios])
+            time_rows.append([layout, label, *map(_time_with_spread, times)])
+    engines = [CONTESTANT_NAMES[name] for name in _ENGINES]
+    header = ["ranks", "model", "computing, and waiting for the slowest rank", *(f"{name} takes" for name in engines)]
+    times = markdown_table(["ranks", "model", *(CONTESTANT_NAMES[name] for name in names)], time_rows)
+    caption = "Median, and 10th to 90th percentile of the samples."
+    return markdown_table(header, ratio_rows), f"## Time per step\n\n{caption}\n\n{times}"
+
+
+def _threads_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for world_size, threads in layouts_of(result):
+        for engine in _ENGINES[:2]:
+            leads = {}
+            for model in (str(value) for value in result.values("model")):
+                own, gloo = (
+                    result.samples(name, model=model, world_size=world_size, threads=threads)
+                    for name in (engine, "torch_ddp_gloo")
+                )
+                if own and gloo:
+                    leads[MODEL_NAMES.get(model, model)] = stats.ratio(gloo, own)
+            if leads:
+                worst = min(leads, key=lambda label: leads[label].value)
+                target = f"{name_layout(result, world_size, threads)}: {CONTESTANT_NAMES[engine]} no slower than gloo"
+                found.append(_at_least(target, leads[worst], 1, note=f" ({worst})"))
     return found
 
 
@@ -666,6 +725,7 @@ def _listing_verdicts(result: Result) -> list[Verdict]:
 _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "all_reduce": _all_reduce_tables,
     "train_step": _train_step_tables,
+    "threads": _threads_tables,
     "horovod": _horovod_tables,
     "startup": _startup_tables,
     "record": _record_tables,
@@ -678,6 +738,7 @@ _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
 _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "all_reduce": _all_reduce_verdicts,
     "train_step": _train_step_verdicts,
+    "threads": _threads_verdicts,
     "horovod": _horovod_verdicts,
     "startup": _startup_verdicts,
     "record": _record_verdicts,
