@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.parallel.batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
-    from lockstep.parallel.gathering import all_gather as all_gather
+    from lockstep.parallel.losses import all_gather as all_gather
     from lockstep.parallel.losses import global_loss as global_loss
     from lockstep.parallel.losses import mean as mean
     from lockstep.parallel.losses import sum as sum
@@ -71,7 +71,7 @@ _PUBLIC = {
     "SyncBatchNorm": "lockstep.parallel.batchnorm",
     "World": "lockstep.world",
     "all": "lockstep.agreement",
-    "all_gather": "lockstep.parallel.gathering",
+    "all_gather": "lockstep.parallel.losses",
     "any": "lockstep.agreement",
     "checkpoint": "lockstep.checkpoint",
     "convert_sync_batchnorm": "lockstep.parallel.batchnorm",

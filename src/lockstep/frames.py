@@ -64,7 +64,7 @@ _PUBLIC_CALLS = {
         ("parallel/losses.py", "mean", "lockstep.mean"),
         ("parallel/losses.py", "sum", "lockstep.sum"),
         ("parallel/losses.py", "global_loss", "lockstep.global_loss"),
-        ("parallel/gathering.py", "all_gather", "lockstep.all_gather"),
+        ("parallel/losses.py", "all_gather", "lockstep.all_gather"),
         ("rank_zero.py", "rank_zero_first", "lockstep.rank_zero_first"),
         ("world.py", "should_stop", "world.should_stop"),
     )

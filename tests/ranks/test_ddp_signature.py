@@ -20,7 +20,7 @@ from lockstep.testing import run_ranks
 def test_all_arguments_are_known() -> None:
     torchs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
     ours = inspect.signature(DistributedDataParallel.__init__).parameters
-    assert set(torchs) <= set(ours), "take it, or refuse it in torch_options.py"
+    assert set(torchs) <= set(ours), "take it, or refuse it in checks.py"
     if list(torchs)[6] == "init_sync":  # older releases have it behind process_group
         assert list(ours)[: len(torchs)] == list(torchs), "positional arguments stand in torch's order"
 

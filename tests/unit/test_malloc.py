@@ -11,8 +11,8 @@ from torch import nn
 
 import lockstep
 from lockstep import env
-from lockstep.parallel import malloc
-from lockstep.parallel.malloc import keep_memory_of_gradients
+from lockstep.parallel import gradient_memory
+from lockstep.parallel.gradient_memory import keep_memory_of_gradients
 
 MIB = 1 << 20
 TRIM, MMAP = -1, -3
@@ -29,8 +29,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     for variable in (env.GLIBC_TUNABLES, env.MALLOC_MMAP_THRESHOLD_, env.MALLOC_TRIM_THRESHOLD_):
         monkeypatch.delenv(variable.name, raising=False)
-    monkeypatch.setattr(malloc, "_told", (0, 0))
-    monkeypatch.setattr(malloc, "_mallopt", mallopt)
+    monkeypatch.setattr(gradient_memory, "_told", (0, 0))
+    monkeypatch.setattr(gradient_memory, "_mallopt", mallopt)
     return found
 
 
@@ -104,16 +104,16 @@ def test_what_is_refused_is_not_half_told(
         told.append((name, value))
         return int(name != MMAP or value <= largest)
 
-    monkeypatch.setattr(malloc, "_mallopt", mallopt)
+    monkeypatch.setattr(gradient_memory, "_mallopt", mallopt)
     keep_memory_of_gradients(of(40))
     assert told == expected
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(malloc, "_mallopt", None)
-    monkeypatch.setattr(malloc, "_told", (0, 0))
+    monkeypatch.setattr(gradient_memory, "_mallopt", None)
+    monkeypatch.setattr(gradient_memory, "_told", (0, 0))
     keep_memory_of_gradients(of(4))
-    assert malloc._told == (0, 0)
+    assert gradient_memory._told == (0, 0)
 
 
 def faults_of(step: Callable[[], None], count: int) -> float:
@@ -124,7 +124,10 @@ def faults_of(step: Callable[[], None], count: int) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / count
 
 
-@pytest.mark.skipif(malloc._mallopt is None or malloc._is_decided(), reason="another allocator, or settings of its own")
+@pytest.mark.skipif(
+    gradient_memory._mallopt is None or gradient_memory._is_decided(),
+    reason="another allocator, or settings of its own",
+)
 def test_steps_of_a_large_model_take_no_page_faults() -> None:
     with lockstep.init(backend="lockstep", device="cpu"):
         layers = [nn.Linear(784, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 10)]

@@ -2,27 +2,25 @@
 
 General layout. `DistributedDataParallel`, one model on every rank:
 
-* `distributed`: what users see; `torch_options`: arguments of torch's that mean nothing here, or something else.
-* `checks`, `agreement`, `nesting`: what it can be given, and whether all ranks have the same model.
-* `buckets`, `views`: where each gradient lies; `grad_bucket`: what a communication hook sees of it;
+* `distributed`: what users see; construction, and what happens around a forward pass.
+* `checks`, `agreement`: what it can be given, and whether all ranks have the same model.
+* `buckets`, `gradient_memory`: where each gradient lies; `grad_bucket`: what a communication hook sees of it;
   `sparse_gradients`: those that lie in no bucket.
 * `transports`, `symmetric`: how a full bucket is averaged.
 * `reducer`: when: once for each backward pass.
 * `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches; `backward_pass`: how far it
   is, a drawing.
-* `second_order`: means that a loss contains.
 * `missing_gradients`: parameters that a backward pass brought no gradient for.
-* `feeding`, `rows`, `parts`: how many samples of the global batch a forward pass holds.
+* `feeding`, `rows`: how many samples of the global batch a forward pass holds.
 * `rank_agreement`: whether all ranks understood a step alike, and hold the same parameters.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
-* `parameter_changes`: parameters that no engine averages; `forward_errors`: one sample on a rank.
+* `parameter_changes`: parameters that no engine averages.
 * `copying`: copies of an engine.
-* `malloc`: glibc keeps the memory of gradients between steps.
 * `powersgd`: a communication hook that sends fewer bytes.
 
 Losses and layers over all ranks:
 
-* `losses`, `gathering`: losses that are no mean over samples.
+* `losses`: losses that are no mean over samples.
 * `batchnorm`: `SyncBatchNorm`.
 
 `DataParallel`, one process with several devices:

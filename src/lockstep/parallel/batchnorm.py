@@ -32,13 +32,14 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from lockstep import batch
+from lockstep.batch import BatchShare
 from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.modules import BatchNorm, buffers_of, children_of, parameters_of
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "warn_of_batch_statistics"]
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "explain_forward_error", "warn_of_batch_statistics"]
 
 _logger = get_logger(__name__)
 
@@ -439,3 +440,25 @@ def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, varianc
         gradient, values, scale, mean, variance, mean, variance.rsqrt(), False, 0.0, [False, True, True]
     )
     return torch.stack([of_shift, of_scale]).to(mean.dtype)
+
+
+_ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words
+
+
+def explain_forward_error(error: ValueError, world_size: int, share: BatchShare | None) -> ValueError:
+    """The error to raise in place of one that the model raised: with a remedy, or itself. Local.
+
+    Args:
+        error: what the forward pass raised.
+        world_size: ranks of the engine.
+        share: what this rank holds of the batch; None where nobody knows.
+    """
+    if world_size == 1 or _ONE_VALUE not in str(error):
+        return error
+    held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
+    return InputError(
+        f"rank {dist.get_rank()} had {held} of this batch, and batch normalization needs more than one value per "
+        f"channel on each of the {world_size} ranks: {error}. Normalize over the batch of all ranks, with model = "
+        "lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model), or leave small last batches out "
+        "(drop_last=True in the loader)"
+    )

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
+from lockstep.drift.engines import is_engine
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
+from lockstep.log import get_logger, warn_once
 from lockstep.parallel.batchnorm import SyncBatchNorm
 from lockstep.torch_private.modules import buffers_of
 
 __all__ = [
     "SPARSE_ADVICE",
+    "PassesForTorchs",
     "check_bucket_cap",
     "check_group",
+    "check_module",
     "check_parameters",
+    "check_refused",
     "check_renormalised",
+    "choose_broadcast_buffers",
+    "choose_devices",
+    "choose_group",
     "current_buffers",
     "find_alike",
     "find_buffers",
@@ -177,3 +188,162 @@ def has_sync_batchnorm(module: torch.nn.Module) -> bool:
     Where ranks leave out other parameters, one may send a bucket before such a collective, and another behind it.
     """
     return any(isinstance(each, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for each in module.modules())
+
+
+_logger = get_logger(__name__)
+
+_REFUSED = {
+    "mixed_precision": (
+        "the engine averages gradients in the dtype of the parameters. Compute in 16 bits with torch.autocast, and "
+        "send 16 bits with register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks."
+        "bf16_compress_hook)"
+    ),
+    "delay_all_reduce_named_params": (
+        "it lets torch average some parameters by hand. Name those in module._ddp_params_and_buffers_to_ignore, and "
+        "average them with dist.all_reduce"
+    ),
+    "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params, which is not supported either",
+    "dim": "one process handles one part of the batch, along dimension 0",
+    "bucket_cap_mb_list": "give one size for all buckets: bucket_cap_mb",
+}
+
+
+def check_refused(**given: object) -> None:
+    """Refuse what cannot be had, with what to write instead.
+
+    Raises:
+        InputError: names the argument.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"DistributedDataParallel: {name} is not supported: {_REFUSED[name]}")
+
+
+def choose_broadcast_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """Whether all ranks get the buffers of the first; the second is the new name of the first.
+
+    Raises:
+        InputError: the two contradict each other.
+    """
+    if None not in (broadcast_buffers, forward_sync_buffers) and broadcast_buffers != forward_sync_buffers:
+        raise InputError(
+            f"broadcast_buffers={broadcast_buffers} and forward_sync_buffers={forward_sync_buffers} are two names for "
+            "one thing: give one of them"
+        )
+    chosen = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+    return chosen is not False
+
+
+def choose_devices(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    parameters: Sequence[torch.Tensor],
+) -> list[torch.device] | None:
+    """The one device that was named, in a list, as torch keeps it; None where none was.
+
+    Raises:
+        InputError: several were named, or another than that of the parameters.
+    """
+    if not device_ids:
+        return None
+    if len(device_ids) != 1:
+        raise InputError(
+            f"device_ids={list(device_ids)}: one process drives one device here. Give [local_rank], or None and "
+            "start one process per device"
+        )
+    chosen = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    devices = {parameter.device for parameter in parameters}
+    if devices != {chosen}:
+        raise InputError(
+            f"device_ids names {chosen}, but parameters are on {', '.join(sorted(map(str, devices)))}. Move the "
+            "model there first, or leave device_ids out (as CPU models and models on several devices must)"
+        )
+    if output_device is not None and torch.device(output_device) != chosen and output_device != device_ids[0]:
+        warn_once(_logger, f"output_device={output_device} is ignored: outputs stay on {chosen}")
+    return [chosen]
+
+
+def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:
+    """The group that was given, by itself or as a mesh of one dimension.
+
+    Raises:
+        InputError: both were given, or a mesh of several dimensions.
+    """
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise InputError("both process_group and device_mesh were given: they say the same; give one of them")
+    if device_mesh.ndim != 1:
+        raise InputError(
+            f"device_mesh has {device_mesh.ndim} dimensions: gradients are averaged along one. Give that one, such as "
+            'mesh["dp"]'
+        )
+    group: dist.ProcessGroup = device_mesh.get_group()
+    return group
+
+
+_OURS = "lockstep.DistributedDataParallel"
+_TORCHS = "torch.nn.parallel.DistributedDataParallel"
+
+
+def check_module(module: object) -> None:
+    """Refuse what is no module, and a module that contains an engine. Local.
+
+    Raises:
+        InputTypeError: no module.
+        ModelError: it is one, or one of its submodules is; names both.
+    """
+    if not isinstance(module, nn.Module):
+        raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
+    for name, submodule in module.named_modules():
+        inner = _name_of(submodule)
+        if inner is not None:
+            where = f"its submodule {name} is" if name else "it is"
+            raise ModelError(
+                f"{_OURS} was given {type(module).__name__}, but {where} a {inner} already: its gradients would be "
+                "averaged twice. Wrap the bare model once, and train with what that returns"
+            )
+
+
+def _name_of(module: nn.Module) -> str | None:
+    if is_engine(module):
+        return _OURS
+    return _TORCHS if _is_torchs(module) else None
+
+
+def _is_torchs(module: object) -> bool:
+    """Not by `isinstance`, which holds for ours as well."""
+    return TorchEngine in type(module).__mro__
+
+
+class _Reducer:
+    """In the place of the C++ object that torch's engine has."""
+
+    def prepare_for_backward(self, outputs: object) -> NoReturn:
+        """Refuses to average what was left out by `no_sync()`.
+
+        Raises:
+            ModelError: says what to write.
+        """
+        raise ModelError(
+            f"{_OURS} averages in the backward pass of a forward pass that was made outside of no_sync(), and cannot "
+            "be told so later. Make the last forward pass of a window outside of no_sync(); for stages of torch's "
+            f"pipelines take {_TORCHS}, which runs on this group as well"
+        )
+
+
+@TorchEngine.register
+class PassesForTorchs(nn.Module):
+    """A module that passes for torch's engine.
+
+    `isinstance` takes it for torch's engine: by that scripts and libraries tell whether they must take `model.module`.
+    Some then use what torch's engine has inside, to let a backward pass average of which the forward pass was made in
+    `no_sync()`: torch's pipelines, and Accelerate's `trigger_sync_in_backward`. Here the forward pass decides.
+
+    Attributes:
+        require_forward_param_sync: for them; means nothing here.
+        reducer: refuses what they ask of it.
+    """
+
+    require_forward_param_sync = True
+    reducer = _Reducer()

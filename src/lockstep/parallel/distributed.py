@@ -34,13 +34,19 @@ from lockstep.drift.watch import describe_step, watch_steps
 from lockstep.errors import InputTypeError, ModelError
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.backward_pass import BackwardPass, Phase
-from lockstep.parallel.batchnorm import warn_of_batch_statistics
+from lockstep.parallel.batchnorm import explain_forward_error, warn_of_batch_statistics
 from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
+    PassesForTorchs,
     check_bucket_cap,
     check_group,
+    check_module,
     check_parameters,
+    check_refused,
     check_renormalised,
+    choose_broadcast_buffers,
+    choose_devices,
+    choose_group,
     current_buffers,
     find_alike,
     find_buffers,
@@ -51,17 +57,14 @@ from lockstep.parallel.checks import (
 from lockstep.parallel.closures import with_mean_of_closure
 from lockstep.parallel.copying import copy_engine
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, share_said
-from lockstep.parallel.forward_errors import explain_forward_error
 from lockstep.parallel.forward_pass import ForwardPass
+from lockstep.parallel.gradient_memory import keep_memory_of_gradients
 from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, runs_backward_to
 from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
-from lockstep.parallel.malloc import keep_memory_of_gradients
 from lockstep.parallel.missing_gradients import MissingGradients
-from lockstep.parallel.nesting import PassesForTorchs, check_module
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.parallel.reducer import CommHook, Reducer
-from lockstep.parallel.torch_options import check_refused, choose_broadcast_buffers, choose_devices, choose_group
 from lockstep.parallel.transports import make_transport
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
@@ -105,7 +108,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             no rank uses keeps its `.grad`, None where it was None.
         check_reduction: ignored, as in torch.
         gradient_as_bucket_view: gradients may be overwritten by the next backward pass although somebody still holds
-            them. False keeps what is held, and copies only then; see `views.py`.
+            them. False keeps what is held, and copies only then; see `gradient_memory.py`.
         static_graph: the set of used parameters never changes. Allows re-entrant checkpointing, several
             backward passes over shared layers, and parameters that are never used; gradients are averaged at the
             end of the backward pass.
@@ -135,7 +138,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as torch's engine does. For parameters on the
     CPU, glibc is told to keep the memory of gradients between steps, unless MALLOC_TRIM_THRESHOLD_ or the like is
-    set (`malloc.py`).
+    set (`gradient_memory.py`).
     """
 
     # Where no loader says what ranks hold, they must come with equally many rows. Engines of others average plainly.

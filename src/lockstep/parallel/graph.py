@@ -1,4 +1,7 @@
-"""Walks autograd's graph: which parameters a backward pass reaches, and whether a checkpoint hides some."""
+"""Walks autograd's graph: which parameters a backward pass reaches, and whether a checkpoint hides some.
+
+Also the one node that this package puts into it: behind means of gradients, by which nothing goes back.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,17 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from lockstep.errors import ModelError
 from lockstep.torch_private.autograd import will_engine_execute_node, without_transforms
 
-__all__ = ["accumulating_node", "begins_with_checkpoint", "reachable_leaves", "runs_backward_by", "runs_backward_to"]
+__all__ = [
+    "accumulating_node",
+    "begins_with_checkpoint",
+    "reachable_leaves",
+    "runs_backward_by",
+    "runs_backward_to",
+    "without_way_back",
+]
 
 # Nodes that are looked at before a model counts as one that begins with layers of its own.
 _MAX_LOOKED_AT = 64
@@ -96,3 +107,28 @@ def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
             # What torch says of a leaf that autograd.grad was asked for; and under torch.func, which has no leaves.
             return False
     return False
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: torch.Tensor) -> torch.Tensor:
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise ModelError(
+            "a loss contains `.grad` of a model's parameters (backward(create_graph=True)). They are means over the "
+            "ranks, through which no gradient goes back. Make the gradients by torch.autograd.grad(loss, "
+            "list(model.parameters()), create_graph=True), add what you make of them to the loss, and call backward() "
+            "once, on the whole loss"
+        )
+
+
+def without_way_back(mean: torch.Tensor) -> torch.Tensor:
+    """A copy of `mean` that requires a gradient, as one process has it, and raises ModelError where one comes.
+
+    As a constant it would leave its part of a loss's gradient out without a word.
+    """
+    with torch.enable_grad():
+        way_back: torch.Tensor = _Mean.apply(mean.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    return way_back

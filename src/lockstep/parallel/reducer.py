@@ -5,7 +5,7 @@ has just computed, without a copy. The reducer copies it into the parameter's vi
 while it is in cache, makes that view the new `.grad`, and frees the original (or, where the transport
 leaves it in place, once the mean is there). Accumulating into a
 zeroed bucket instead would read and write every line once more. Where somebody else holds a gradient, it has memory
-of its own, and the mean is copied there: [Note: kept gradients] in `views.py`.
+of its own, and the mean is copied there: [Note: kept gradients] in `gradient_memory.py`.
 
 [Note: sentinels] A Python hook for each parameter costs more than the reduction of a thin layer.
 So only one parameter of each bucket has one, its sentinel: the one whose gradient came last. When
@@ -46,12 +46,11 @@ from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.grad_bucket import GradBucket
-from lockstep.parallel.graph import accumulating_node
+from lockstep.parallel.gradient_memory import GradientViews, find_held
+from lockstep.parallel.graph import accumulating_node, without_way_back
 from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words
-from lockstep.parallel.second_order import without_way_back
 from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
-from lockstep.parallel.views import GradientViews, find_held
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.tensors import foreach_copy_
 
@@ -258,7 +257,7 @@ class Reducer:
         return indices, offsets, views, gradients
 
     def _let_go(self, bucket: int) -> None:
-        """Give the bucket new memory if references to gradients of an earlier pass exist. See `views.py`."""
+        """Give the bucket new memory if references to gradients of an earlier pass exist. See `gradient_memory.py`."""
         if self._always_views:
             return
         held = self._gradient_views.held(bucket)
