@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from failing import attempt, expect, group_works
+from lockstep.comm.work import PendingWork, Runner
 from lockstep.errors import CollectiveMismatch
 from lockstep.testing import run_ranks
 
@@ -162,3 +163,22 @@ def take_turns_in_one_group() -> bool:
 
 def test_threads_take_turns_in_one_group() -> None:
     assert run_ranks(take_turns_in_one_group, 2) == [True] * 2
+
+
+def test_group_takes_no_intra_op_threads_from_those_who_compute() -> None:
+    """Its thread computes alone. With a team of its own, a rank of eight threads would have sixteen on eight cores."""
+    counts: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    runner = Runner("test")
+    try:
+        work = PendingWork(lambda: counts.append(torch.get_num_threads()), [], lambda: "a call", runner)
+        runner.submit(work)
+        work.wait()
+        thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert [*counts, torch.get_num_threads()] == [1, 3, 3]
+    finally:
+        runner.close()
+        torch.set_num_threads(before)

@@ -28,6 +28,7 @@ from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site, describe_exception, site_text
 from lockstep.comm.contract import Team
 from lockstep.comm.flight_recorder import FlightRecorder
+from lockstep.comm.intra_op import compute_alone
 from lockstep.comm.message_work import DoneMessage, MessageWork, source_of
 from lockstep.comm.tensors import FlatTensor, check_memory, check_output, check_tensor, settled
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
@@ -261,6 +262,7 @@ class PointToPoint:
         needed_at = moved_at = look_at = time.monotonic()
         num_alarms = self._team.num_alarms
         seen: int | None = None
+        compute_alone()
         while not self._closed:
             now = time.monotonic()
             if self._is_needed():

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from lockstep.comm import staging
 from lockstep.comm.callback_watch import CallbackWatch
+from lockstep.comm.intra_op import compute_alone
 from lockstep.comm.torch_version import drops_python_work
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from lockstep.torch_private.stores import Work as _TorchWork
@@ -279,6 +280,7 @@ class Runner:
             work.run()
 
     def _loop(self) -> None:
+        compute_alone()
         while True:
             work = self._queue.get()
             if work is None:
