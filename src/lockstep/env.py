@@ -200,7 +200,6 @@ NCCL_SOCKET_IFNAME = Variable(
     "Network interface for NCCL, and for Lockstep between hosts unless GLOO_SOCKET_IFNAME is set.",
 )
 PYTHONHASHSEED = Variable("PYTHONHASHSEED", str, "In which order a set of texts is walked; the same on all ranks.")
-TORCHDYNAMO_DISABLE = Variable("TORCHDYNAMO_DISABLE", _flag, "1: torch.compile leaves functions as they are.")
 PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
 PATH = Variable("PATH", str, "Folders in which programs are looked for.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from another_answers import ANOTHER_ANSWERS
-from forking import run_forked
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.verification import Verification, verify
 
@@ -16,11 +15,11 @@ SCRIPT = str(Path(__file__).with_name("run_row.py"))
 
 @pytest.mark.parametrize("name", ANOTHER_ANSWERS)
 def test_is_found(name: str) -> None:
-    verdicts = verify(Verification(SCRIPT, (name,), nproc=(3,), steps=3), run_forked)
+    verdicts = verify(Verification(SCRIPT, (name,), nproc=(3,), steps=3))
     assert [each.stage for each in verdicts[0].differences] == [ANOTHER_ANSWERS[name][1]], format_text(name, verdicts)
 
 
 @pytest.mark.parametrize("name", ANOTHER_ANSWERS)
 def test_is_one_process_where_the_row_is_heeded(name: str) -> None:
-    verdicts = verify(Verification(SCRIPT, (name, "heeded"), nproc=(3,), steps=3), run_forked)
+    verdicts = verify(Verification(SCRIPT, (name, "heeded"), nproc=(3,), steps=3))
     assert verdicts[0].code == 0, format_text(name, verdicts)

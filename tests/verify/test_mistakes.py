@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from forking import run_forked
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import Verification, verify
@@ -48,7 +47,7 @@ CORE = {"sum", "mask", "no_sampler", "inner"}
 
 
 def verdict_on(kind: str, folder: Path) -> tuple[Verdict, str]:
-    (verdict,) = verify(Verification(SCRIPT, (kind, str(folder)), steps=3), run_forked)
+    (verdict,) = verify(Verification(SCRIPT, (kind, str(folder)), steps=3))
     return verdict, format_text(kind, [verdict])
 
 

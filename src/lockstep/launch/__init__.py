@@ -14,6 +14,7 @@ General layout:
 * `logs`, `local_workers`: the ranks of one attempt on this host, with their output and how they end.
 * `config`, `supervisor`: a job, which is one attempt or several; `launch_job` runs it.
 * `worker`: what runs inside a rank before the user's script does; `program`: a rank that is no Python script.
+* `forked`: such a rank, forked from a launcher that has imported what it needs.
 * `payload`, `spawn`: the same for a Python function.
 * `hosts`: a job on several hosts. A package with a map of its own; parts of it import torch, when they are called.
 * `slurm`: the same script as a job of a cluster; `mpi`: ranks that mpirun has started.

@@ -43,6 +43,7 @@ class LaunchConfig:
             `args`. None for no such option.
         on_end: called with an attempt's private folder when its ranks are gone, before the folder is removed.
         explained_code: exit code of ranks that have told the user what is wrong: no failure summary follows.
+        forks: fork the ranks from this process, which has imported what they need; see `forked.py`.
         warns_unjoined: warn at a good end if several ranks imported torch and none of them joined a process group.
     """
 
@@ -64,6 +65,7 @@ class LaunchConfig:
     local_rank_option: str | None = None
     on_end: Callable[[Path], None] | None = None
     explained_code: int | None = None
+    forks: bool = False
     warns_unjoined: bool = True
 
     @property

@@ -170,7 +170,9 @@ class LocalWorkers:
                 stdout, stderr = None, None
             argv = (*worker_command_line(), *target, *config.args_of(rank - environment.first_rank))
             stdin = None if rank == 0 and _may_read_stdin() else subprocess.DEVNULL
-            commands.append(RankCommand(rank, argv, environment.of_rank(rank), stdin, stdout, stderr))
+            commands.append(
+                RankCommand(rank, argv, environment.of_rank(rank), stdin, stdout, stderr, forks=config.forks)
+            )
         return commands
 
     def _on_signals(self) -> None:

@@ -20,11 +20,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import LaunchError
 from lockstep.launch.environment import reaper_environment
 from lockstep.launch.reaper import Reaper
 from lockstep.rank_status import EXIT_STOPPED
+
+if TYPE_CHECKING:
+    from lockstep.launch.forked import ForkedProcess
 
 __all__ = ["RankCommand", "RankExit", "RankProcess", "start_reaper", "worker_command_line"]
 
@@ -71,6 +75,7 @@ class RankCommand:
         stdout: where its output goes: a file descriptor, or None to inherit.
         stderr: where its errors go: a file descriptor, or None to inherit.
         pass_fds: file descriptors that it gets under the same numbers.
+        forks: `argv` starts worker.py, and this process is forked for it; see `forked.py`.
     """
 
     rank: int
@@ -80,6 +85,7 @@ class RankCommand:
     stdout: int | None = None
     stderr: int | None = None
     pass_fds: tuple[int, ...] = ()
+    forks: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,25 @@ def _sigint_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _start(command: RankCommand) -> subprocess.Popen[bytes] | ForkedProcess:
+    if command.forks:
+        from lockstep.launch.forked import ForkedProcess
+
+        arguments = [*command.argv[len(worker_command_line()) :]]
+        return ForkedProcess(arguments, command.environment, (command.stdin, command.stdout, command.stderr))
+    return subprocess.Popen(
+        command.argv,
+        env=command.environment,
+        stdin=command.stdin,
+        stdout=command.stdout,
+        stderr=command.stderr,
+        pass_fds=command.pass_fds,
+        # A session rather than just a group: reading the terminal stays allowed, as job control concerns only the
+        # terminal's own session.
+        start_new_session=True,
+    )
+
+
 class RankProcess:
     """A running rank, leader of its own session and process group.
 
@@ -142,17 +167,7 @@ class RankProcess:
         self.was_signalled = False
         try:
             with _sigint_held_back():
-                self._popen = subprocess.Popen(
-                    command.argv,
-                    env=command.environment,
-                    stdin=command.stdin,
-                    stdout=command.stdout,
-                    stderr=command.stderr,
-                    pass_fds=command.pass_fds,
-                    # A session rather than just a group: reading the terminal stays allowed, as
-                    # job control concerns only the terminal's own session.
-                    start_new_session=True,
-                )
+                self._popen = _start(command)
         except OSError as error:
             raise LaunchError(f"rank {command.rank}: cannot start {command.argv[0]}: {error}") from error
         self.pid = self._popen.pid

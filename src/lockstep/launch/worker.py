@@ -54,7 +54,7 @@ from lockstep.launch.attempt_folder import announce_failure
 from lockstep.launch.report import capture, error_behind, is_expected, is_own, without_leading_frames
 from lockstep.rank_status import EXIT_STOPPED
 
-__all__ = ["run_module", "run_rank", "run_script", "run_target"]
+__all__ = ["main", "run_module", "run_rank", "run_script", "run_target"]
 
 # By name, as it stands above this package.
 _SHIMS, _WORLD = "lockstep.compat.install", "lockstep.world"
@@ -298,7 +298,12 @@ def run_target(target: str, args: list[str], *, is_module: bool) -> None:
         run_rank(lambda: run_script(target, args))
 
 
-def _main(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    """Be a rank from here on.
+
+    Args:
+        argv: a script and its arguments, `-m` before a module and its, or `--call` and the descriptors of a function.
+    """
     _die_with_launcher()
     with contextlib.suppress(Exception):  # Without a stderr there is nowhere to say it.
         faulthandler.enable()  # A crash in native code then at least says where Python was.
@@ -316,4 +321,4 @@ def _main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -32,6 +32,8 @@ def install(settings: VerifySettings) -> StepRecorder:
     from lockstep.tools.verify.recorder import StepRecorder
 
     rank = env.RANK.get() or 0
+    torch.set_num_threads(int(env.OMP_NUM_THREADS.get() or 1))
+    torch.compiler.set_stance("force_eager")
     if settings.double:
         torch.set_default_dtype(torch.float64)
     if settings.devices:

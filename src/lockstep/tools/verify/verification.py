@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,36 +20,14 @@ from lockstep.launch.config import LaunchConfig, check_target
 from lockstep.launch.supervisor import launch_job
 from lockstep.tools.verify.settings import HALVES, ONE, RANKS, VerifySettings
 
-__all__ = ["JobOfRanks", "Verification", "run_on_launcher", "verify"]
+__all__ = ["Verification", "verify"]
 
+# The first optimizer and the first DDP of a process import torch._dynamo.
+_PRELOADED = ("torch._dynamo", "torch.nn.parallel", "lockstep.tools.verify.gradients", "lockstep.tools.verify.loaders")
 _RANK_MODULE = "lockstep.tools.verify.rank"
 # What a script says that cannot do without a GPU.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Mismatch|Parameters|Lost|Timeout|Exit)\b.*: ")
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
-
-
-@dataclass(frozen=True)
-class JobOfRanks:
-    """Processes to start, and what they shall do.
-
-    Attributes:
-        target: path of a script, or name of a module.
-        args: of the script.
-        is_module: `target` is a module.
-        nproc: how many.
-        variables: environment of each.
-        log_dir: where each leaves what it printed, as rank<r>.log.
-    """
-
-    target: str
-    args: tuple[str, ...]
-    is_module: bool
-    nproc: int
-    variables: Mapping[str, str]
-    log_dir: str
-
-
-Runner = Callable[[JobOfRanks], int]
 
 
 @dataclass(frozen=True)
@@ -76,23 +55,6 @@ class Verification:
     devices: str = "auto"
 
 
-def run_on_launcher(job: JobOfRanks) -> int:
-    """Start the processes as `lockstep run` does, quietly; returns the exit code."""
-    with _quiet():
-        return launch_job(
-            LaunchConfig(
-                target=_RANK_MODULE,
-                args=(*(("-m",) if job.is_module else ()), job.target, *job.args),
-                nproc=job.nproc,
-                is_module=True,
-                log_dir=job.log_dir,
-                environment=job.variables,
-                on_end=lambda folder: None,
-                warns_unjoined=False,
-            )
-        )
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """A context: what the launcher says goes nowhere; the report says what matters of it."""
@@ -114,14 +76,12 @@ class _Session:
         what: to verify.
         world_size: that number.
         folder: for records and logs.
-        run: starts processes.
     """
 
-    def __init__(self, what: Verification, world_size: int, folder: Path, run: Runner) -> None:
+    def __init__(self, what: Verification, world_size: int, folder: Path) -> None:
         self._what = what
         self._world_size = world_size
         self._folder = folder
-        self._run = run
         self._devices = 0
         if what.devices == "gpu":
             self._devices = world_size
@@ -141,11 +101,20 @@ class _Session:
         variables = env.snapshot()
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
         env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(self._devices))), variables)
-        variables[env.TORCHDYNAMO_DISABLE.name] = "1"  # torch takes no other word for it
         tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
-        nproc = self._world_size if role == RANKS else 1
-        job = JobOfRanks(what.target, what.args, what.is_module, nproc, variables, str(self._folder / f"log-{role}"))
-        return self._run(job), settings
+        config = LaunchConfig(
+            target=_RANK_MODULE,
+            args=(*(("-m",) if what.is_module else ()), what.target, *what.args),
+            nproc=self._world_size if role == RANKS else 1,
+            is_module=True,
+            log_dir=str(self._folder / f"log-{role}"),
+            environment=variables,
+            on_end=lambda folder: None,
+            warns_unjoined=False,
+            forks=True,
+        )
+        with _quiet():
+            return launch_job(config), settings
 
     def reference(self, role: str, batch_sizes: tuple[int | None, ...]) -> tuple[int, Any]:
         """Run the script on one process: the exit code, and its record or None."""
@@ -179,11 +148,11 @@ class _Session:
         return code, settings
 
 
-def _verify_at(what: Verification, world_size: int, folder: Path, run: Runner) -> Any:
+def _verify_at(what: Verification, world_size: int, folder: Path) -> Any:
     """The verdict at one number of ranks."""
     from lockstep.tools.verify.verdict import Verdict, judge, needed_batch_sizes, read_records
 
-    session = _Session(what, world_size, folder, run)
+    session = _Session(what, world_size, folder)
     code, settings = session.ranks()
     ranks = read_records(settings, RANKS, world_size)
     verdict = Verdict(world_size)
@@ -223,12 +192,20 @@ def _write_keys(settings: VerifySettings, ranks: Sequence[Mapping[str, Any]]) ->
     torch.save(keys, settings.keys_file())
 
 
-def verify(what: Verification, run: Runner = run_on_launcher) -> list[Any]:
+def _import_for_ranks() -> None:
+    """Import what every rank needs, which is forked from this process; see `launch/forked.py`."""
+    import torch
+
+    torch.set_num_threads(1)  # those of OpenMP do not outlive a fork
+    for name in _PRELOADED:
+        importlib.import_module(name)
+
+
+def verify(what: Verification) -> list[Any]:
     """Verify a script at each number of ranks. Local.
 
     Args:
         what: to verify.
-        run: starts processes and waits for them.
 
     Returns:
         A `verdict.Verdict` for each number of ranks.
@@ -241,11 +218,12 @@ def verify(what: Verification, run: Runner = run_on_launcher) -> list[Any]:
         raise LaunchError(
             f"nproc is {list(what.nproc)} and steps {what.steps}; expected numbers of ranks from 2 on, and a step"
         )
+    _import_for_ranks()
     verdicts = []
     for world_size in what.nproc:
         folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
         try:
-            verdicts.append(_verify_at(what, world_size, folder, run))
+            verdicts.append(_verify_at(what, world_size, folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return verdicts

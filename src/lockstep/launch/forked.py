@@ -1,0 +1,109 @@
+"""Ranks that are forked from the launcher, which has imported what they need, instead of started anew.
+
+Importing torch takes seconds, and a fork milliseconds. A forked rank then does what `worker.py` does, with the
+launcher's modules and interpreter, in an environment and with streams of its own. It is for launchers that have no
+thread and have computed nothing: neither OpenMP nor CUDA outlives a fork. `lockstep verify` is one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from typing import NoReturn
+
+from lockstep import env
+from lockstep.launch import worker
+
+__all__ = ["ForkedProcess"]
+
+_MOST_DESCRIPTORS = 1 << 16
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGCHLD)
+
+
+class ForkedProcess:
+    """A child of this process, as far as `RankProcess` uses `subprocess.Popen`.
+
+    Args:
+        arguments: of `worker.py`.
+        environment: all of its variables.
+        streams: descriptors for its stdin, stdout and stderr; None for this process's own.
+
+    Attributes:
+        pid: of the child, which leads a session of its own.
+
+    Raises:
+        OSError: no process can be made.
+    """
+
+    def __init__(self, arguments: list[str], environment: Mapping[str, str], streams: tuple[int | None, ...]) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_rank(arguments, environment, streams)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Reap it, if it has exited."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0 if timeout is None else os.WNOHANG)
+
+
+def _become_rank(arguments: list[str], environment: Mapping[str, str], streams: tuple[int | None, ...]) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        _take(environment, streams)
+        worker.main(arguments)
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _end(code)
+
+
+def _take(environment: Mapping[str, str], streams: tuple[int | None, ...]) -> None:
+    """Leave what is the launcher's: its handlers, descriptors, streams and variables, and what it does at its exit."""
+    signal.set_wakeup_fd(-1)
+    for number in _HEARD:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for target, source in enumerate(streams):
+        if source == subprocess.DEVNULL:
+            os.dup2(os.open(os.devnull, os.O_RDWR), target)
+        elif source is not None:
+            os.dup2(source, target)
+    # Nobody in this process closes these once more: their owners are on the stack, and never run again.
+    os.closerange(3, _MOST_DESCRIPTORS)
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(number, mode, closefd=False, errors="replace") for number, mode in ((0, "r"), (1, "w"), (2, "w"))
+    )
+    atexit._clear()
+    multiprocessing = sys.modules.get("multiprocessing.util")
+    if multiprocessing is not None:
+        atexit.register(multiprocessing._exit_function)
+    env.replace(environment)
+
+
+def _end(code: int) -> NoReturn:
+    """As the interpreter ends, without what has been there before the fork."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
