@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -85,11 +86,31 @@ class Launches:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def pids(self, *names: str) -> list[int]:
-        """Pids that ranks wrote into files of these names, waited for."""
-        for name in names:
-            path = self.folder / name
-            wait_until(lambda path=path: path.exists() and path.read_text().endswith("\n"), f"{name} is written")
-        return [int((self.folder / name).read_text()) for name in names]
+        """Pids that ranks wrote into files of these names, waited for while anything that was started runs."""
+        paths = [self.folder / name for name in names]
+
+        def are_written() -> bool:
+            return all(path.exists() and path.read_text().endswith("\n") for path in paths)
+
+        try:
+            wait_until(lambda: are_written() or self._is_over(), f"{', '.join(names)} is written")
+            assert are_written(), f"all has ended, and not all of {', '.join(names)} is written"
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._last_words()}") from None
+        return [int(path.read_text()) for path in paths]
+
+    def _is_over(self) -> bool:
+        return bool(self._running) and all(process.poll() is not None for process in self._running)
+
+    def _last_words(self) -> str:
+        """End what runs by SIGABRT to the ranks, which makes them write their stacks; what was written to stderr."""
+        for process in self._running:
+            for pid in children_of(process.pid) if process.poll() is None else []:
+                os.kill(pid, signal.SIGABRT)
+        try:
+            return "\n".join(process.communicate(timeout=limit_s(DEADLINE_S))[1] or "" for process in self._running)
+        except subprocess.TimeoutExpired as error:
+            return f"and it does not end: {error}"
 
     def leftovers(self) -> list[str]:
         """What is left of private folders."""

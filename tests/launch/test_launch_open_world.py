@@ -23,7 +23,13 @@ worlds.check_at_shutdown(check)
 world = lockstep.init()
 atexit.register(print, "tidy", flush=True)
 """
-THREAD = "threading.Thread(target=lambda: print(world.process_group.size(), flush=True)).start()"
+# Ends after the script. A line in one piece: exit handlers print, too.
+THREAD = """
+def work():
+    threading.main_thread().join()
+    os.write(1, b"%d\\n" % world.process_group.size())
+threading.Thread(target=work).start()
+"""
 
 
 @pytest.mark.parametrize(
@@ -44,9 +50,10 @@ def test_alone(launches: Launches, end: str, code: int) -> None:
 
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", THREAD])
 def test_under_the_launcher(launches: Launches, end: str) -> None:
+    """The launcher says which error it was, also where a thread that still uses the world makes it wait."""
     done = launches.run("--nproc", "2", launches.script(OPEN + end))
-    # Whether the thread has ended when the script has is chance.
     assert done.returncode in ((1, 120) if end == THREAD else (1,)), done.stderr
     assert "failed with lockstep.errors.ModelError at script.py" in done.stderr
+    assert done.stderr.count("Traceback") == 1
     assert done.stdout.count("tidy") == 4
     assert done.stdout.count("2\n") == (2 if end == THREAD else 0)

@@ -330,8 +330,9 @@ def test_ranks_that_left_early_are_named_once_and_the_one_that_missed_them_says_
     exits = {0: left(0), **{rank: left(rank, 0) for rank in (1, 2, 3)}}
     lines = format_summary(find_first_failure(exits, {0: report}, set()), 4).splitlines()
     assert lines[1].startswith("lockstep: rank 1 (pid 1001) ended (exit code 0) while other ranks still needed it")
-    assert "all ranks must decide alike" in lines[1]
-    assert lines[2:-1] == ["lockstep: the same end on ranks 2, 3", "", "rank 0:", "Traceback: in checkpoint.save"]
+    assert lines[2] == "lockstep: the same end on ranks 2, 3"
+    assert "all ranks must decide alike" in lines[3]
+    assert lines[4:-1] == ["", "rank 0:", "Traceback: in checkpoint.save"]
 
 
 def test_place_is_relative_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TextIO
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.deadlock import threads_in_users_code
 
-__all__ = ["call_at_exit", "register"]
+__all__ = ["call_at_exit", "register", "shown_by"]
 
 
 class _Group(Protocol):
@@ -44,6 +44,8 @@ _groups: weakref.WeakSet[_Group] = weakref.WeakSet()
 _installed = False
 _leaves: dict[Callable[[], None], int] = {}  # and the process that has asked for it
 _child_pid = 0  # of the process that has the finalizer
+shown_by: Callable[[Exception], bool] | None = None
+"""How the launcher hears of what `call_at_exit` raises; whether it shows the error, so that this process need not."""
 _FIRST = 100  # priority of the finalizer: before those that wait for processes or threads
 
 
@@ -99,7 +101,8 @@ def _call_in_order(leave: Callable[[], None]) -> None:
     try:
         leave()
     except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
+        if shown_by is None or not shown_by(error):
+            sys.excepthook(type(error), error, error.__traceback__)
         if sys.stderr is not None:
             sys.stderr = _FailsAtTheEnd(sys.stderr)
 

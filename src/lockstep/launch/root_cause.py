@@ -102,8 +102,7 @@ class RankFailure:
         known = self.statuses.get(self.rank)
         where = f" {known.describe()}" if known is not None and known.latest is not None else ""
         if self.is_blamed:
-            needed = f"{who} ended (exit code {self.ended.code}){where} while other ranks still needed it"
-            return f"{needed} (if it stopped by a value of its own, such as its loss: all ranks must decide alike)"
+            return f"{who} ended (exit code {self.ended.code}){where} while other ranks still needed it"
         if self.ended.signal is not None:
             return f"{who} was killed by signal {_describe_signal(self.ended.signal)}{where}"
         return f"{who} exited with code {self.ended.code}{where}"
@@ -316,6 +315,11 @@ def _without_what_was_said(failure: RankFailure) -> str:
 
 def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]:
     """What to do instead, for errors that have a known way out."""
+    if first.is_blamed:
+        return [
+            "lockstep: nothing failed there: if it stopped by a value of its own, such as its loss, all ranks must "
+            "decide alike, by lockstep.any(…)"
+        ]
     if first.report is not None and gave_accelerate_a_backend(first.report.message):
         return [
             "lockstep: Accelerate takes a group that is there, and no backend of this name: call `lockstep.init()` "

@@ -57,10 +57,10 @@ from lockstep.rank_status import EXIT_STOPPED
 __all__ = ["main", "run_module", "run_rank", "run_script", "run_target"]
 
 # By name, as it stands above this package.
-_SHIMS, _WORLD = "lockstep.compat.install", "lockstep.world"
+_SHIMS, _WORLD, _EXIT_HOOKS = "lockstep.compat.install", "lockstep.world", "lockstep.comm.exit_hooks"
 _INTERRUPTED_CODE = 128 + signal.SIGINT
 # Modules whose hooks for uncaught exceptions hand on to the one before.
-_KNOWN_HOOKS = ("torch.distributed.distributed_c10d", "lockstep.comm.exit_hooks")
+_KNOWN_HOOKS = ("torch.distributed.distributed_c10d", _EXIT_HOOKS)
 # Frames that stand between the interpreter and the user's code, and say nothing.
 _LIBRARY = Path(os.__file__).parent
 _OWN_FILES = frozenset(
@@ -242,19 +242,32 @@ def _report_cause_of(end: SystemExit) -> None:
 
 def _run_to_end(body: Callable[[], None]) -> None:
     """Run the program; at its good end leave the world that it has left open, whose errors are the program's own."""
+    good_end: SystemExit | None = None
     try:
         body()
     except SystemExit as end:
-        if end.code in (None, 0, EXIT_STOPPED):
-            _leave_world()
-        raise
-    _leave_world()
+        if end.code not in (None, 0, EXIT_STOPPED):
+            raise
+        good_end = end
+    _leave_world()  # not while the exit is handled, of which an error would speak first
+    if good_end is not None:
+        raise good_end
 
 
 def _leave_world() -> None:
     world = sys.modules.get(_WORLD)  # torch may not be imported for this
     if world is not None:
         world.leave_open_world()
+        # Where threads still use it, it is left when they have ended.
+        sys.modules[_EXIT_HOOKS].__dict__["shown_by"] = _report_at_exit
+
+
+def _report_at_exit(error: Exception) -> bool:
+    """Tell the launcher of an error in an exit handler; whether it shows it."""
+    rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
+    if rank is None or folder is None or not _report(error, _trace_to_show(error), rank, Path(folder)):
+        return False
+    return env.LOCKSTEP_SHOWS_ERRORS.get() is True and env.LOCKSTEP_DEBUG.get() is not True
 
 
 def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
