@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.parallel.losses import mean as mean
     from lockstep.parallel.losses import sum as sum
     from lockstep.parallel.replicas.data_parallel import DataParallel as DataParallel
+    from lockstep.parallel.sharded.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from lockstep.rank_status import EXIT_STOPPED as EXIT_STOPPED
     from lockstep.rank_zero import get_logger as get_logger
     from lockstep.rank_zero import rank_zero_first as rank_zero_first
@@ -70,6 +71,7 @@ _PUBLIC = {
     "LockstepError": "lockstep.errors",
     "SyncBatchNorm": "lockstep.parallel.batchnorm",
     "World": "lockstep.world",
+    "ZeroRedundancyOptimizer": "lockstep.parallel.sharded.optimizer",
     "all": "lockstep.agreement",
     "all_gather": "lockstep.parallel.losses",
     "any": "lockstep.agreement",

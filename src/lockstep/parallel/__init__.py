@@ -7,6 +7,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `buckets`, `gradient_memory`: where each gradient lies; `grad_bucket`: what a communication hook sees of it;
   `sparse_gradients`: those that lie in no bucket.
 * `transports`, `symmetric`: how a full bucket is averaged.
+* `sharded`: a share of each parameter on each rank; a package with a map of its own.
 * `reducer`: when: once for each backward pass.
 * `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches; `backward_pass`: how far it
   is, a drawing.

@@ -20,6 +20,7 @@ __all__ = ["BucketPlan", "Placement", "copy_all", "plan_buckets", "view_like"]
 
 # Gradients start at whole cache lines, so that no two ranks ever write one line.
 _ALIGNMENT_BYTES = 64
+_Kind = tuple[torch.dtype, torch.device, bool]  # of parameters that may share a bucket
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,11 @@ class BucketPlan:
 
 
 def plan_buckets(
-    parameters: Sequence[torch.Tensor], cap_bytes: int, first_cap_bytes: int, left_out: Collection[int] = ()
+    parameters: Sequence[torch.Tensor],
+    cap_bytes: int,
+    first_cap_bytes: int,
+    left_out: Collection[int] = (),
+    apart: Collection[int] = (),
 ) -> list[BucketPlan]:
     """Share out parameters to buckets.
 
@@ -69,6 +74,7 @@ def plan_buckets(
         cap_bytes: a bucket is closed when it holds at least this much; one larger gradient has a bucket alone.
         first_cap_bytes: the same for the first bucket of each dtype, smaller so that the first reduction starts early.
         left_out: indices of parameters that go into none.
+        apart: indices of parameters that share no bucket with the others.
 
     Returns:
         Buckets in the order in which they are expected to be complete.
@@ -79,20 +85,21 @@ def plan_buckets(
     """
     if cap_bytes < 1 or first_cap_bytes < 1:
         raise InputError(f"bucket sizes must be at least one byte, got {cap_bytes} and {first_cap_bytes}")
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[Placement]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_buckets: dict[_Kind, list[Placement]] = {}
+    sizes: dict[_Kind, int] = {}
     closed: list[BucketPlan] = []
-    seen: set[tuple[torch.dtype, torch.device]] = set()
+    seen: set[_Kind] = set()
 
-    def close(key: tuple[torch.dtype, torch.device]) -> None:
-        closed.append(BucketPlan(tuple(open_buckets.pop(key)), sizes.pop(key), *key))
+    def close(key: _Kind) -> None:
+        dtype, device, _ = key
+        closed.append(BucketPlan(tuple(open_buckets.pop(key)), sizes.pop(key), dtype, device))
         seen.add(key)
 
     for index in reversed(range(len(parameters))):
         if index in left_out:
             continue
         parameter = parameters[index]
-        key = (parameter.dtype, parameter.device)
+        key = (parameter.dtype, parameter.device, index in apart)
         alignment = max(1, _ALIGNMENT_BYTES // parameter.dtype.itemsize)
         offset = sizes.get(key, 0)
         open_buckets.setdefault(key, []).append(Placement(index, offset, parameter.numel()))

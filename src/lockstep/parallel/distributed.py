@@ -65,6 +65,7 @@ from lockstep.parallel.missing_gradients import MissingGradients
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.parallel.reducer import CommHook, Reducer
+from lockstep.parallel.sharded.gradients import ShardedGradient, find_stand_ins
 from lockstep.parallel.transports import make_transport
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out, untraced
@@ -187,6 +188,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self.require_backward_grad_sync = True
         self._world_size = group.size()
         self._ignored = ignored = frozenset(getattr(module, _IGNORED, ()))
+        self._sharded: dict[int, ShardedGradient] = {}  # by `id` of the parameter
         self._backward = BackwardPass()
         self._register()
         check_renormalised(module, self._world_size)
@@ -200,10 +202,9 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
         self._buffers_of_ranks = find_buffers(module, ignored)
         self._feeding = Feeding(group, collective_device(group, self.device), module)
-        self._num_hooks = 0
         self._reached = weakref.WeakMethod(self._backward_reaches)
         self._joined = Steps(group, self.device)
-        self.number = -1  # of a copy
+        self._num_hooks, self.number = 0, -1  # the number of a copy
         if self._averages_at_once:
             self.number = next(_numbers_of(group))
             self._reducer  # noqa: B018  made now, while all ranks are here
@@ -235,13 +236,14 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     @functools.cached_property
     def _reducer(self) -> Reducer:
         """Collective when it is made: with the engine; of a copy, or when it is made anew, in a backward pass."""
-        cap_bytes = max(int(self._cap_mib * _MIB), 1)
-        plans = plan_buckets(self._parameters_to_reduce, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES), self._sparse)
+        parameters, cap_bytes = self._parameters_to_reduce, max(int(self._cap_mib * _MIB), 1)
+        stand_ins = find_stand_ins(parameters, self._sharded)
+        plans = plan_buckets(parameters, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES), self._sparse, stand_ins)
         reducer = Reducer(
-            self._parameters_to_reduce,
+            parameters,
             self._names,
             plans,
-            make_transport(plans, self.process_group, self._agreement, self.device),
+            make_transport(plans, self.process_group, self._agreement, self.device, stand_ins),
             self.process_group,
             self._backward,
             self._agreement,

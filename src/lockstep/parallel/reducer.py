@@ -274,7 +274,8 @@ class Reducer:
         kept = [
             position
             for position, (index, gradient) in enumerate(zip(indices, gradients, strict=True))
-            if self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad)
+            if index not in self._transport.stand_ins
+            and (self._given.get(index) is gradient or (index in self._own_memory and not gradient.requires_grad))
         ]
         self._copied_back.update(indices[position] for position in kept)
         return kept
@@ -430,6 +431,9 @@ class Reducer:
         for index in self._with_graph:
             self._parameters[index].grad = without_way_back(self._views[index])
         self._with_graph.clear()
+        for index, stand_in in self._transport.stand_ins.items():
+            if parameters[index].grad is not None:
+                parameters[index].grad = stand_in
         self._backward.finish()
         self._agreement.compare(by_rank, words, is_first_only=some_have_joined or self._hook is not None)
 
@@ -460,6 +464,11 @@ class Reducer:
         """Have `hook(state, bucket)` reduce the buckets instead. Local, the same on all ranks."""
         if self._hook is not None:
             raise ModelError("a communication hook is registered already; there can be only one")
+        if self._transport.stand_ins:
+            raise ModelError(
+                "a communication hook would see gradients that ZeroRedundancyOptimizer has sharded: register it first, "
+                "or take a plain optimizer"
+            )
         self._hook = (state, hook)
 
     def _run_hook(self, bucket: int) -> None:

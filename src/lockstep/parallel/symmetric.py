@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -63,6 +63,9 @@ class SymmetricTransport:
     Args:
         plans: which parameters lie in each bucket, and where.
         engine: of a group whose ranks share memory.
+
+    Attributes:
+        stand_ins: none here; see `Transport`.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], engine: Engine) -> None:
@@ -97,6 +100,7 @@ class SymmetricTransport:
         self._kept: list[list[tuple[int, int, torch.Tensor]]] = [[] for _ in plans]
         self._reduced: set[int] = set()
         self._mail: _BufferMail | None = None
+        self.stand_ins: Mapping[int, torch.Tensor] = {}
         self._description = self._describe()
 
     def _bucket_parts(self, bucket: int) -> list[torch.Tensor]:

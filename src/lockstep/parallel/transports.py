@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,8 @@ from lockstep.comm.engine import Engine
 from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
 from lockstep.parallel.rank_agreement import RankAgreement, Words, all_reduce_options
+from lockstep.parallel.sharded.gradients import ShardedGradient
+from lockstep.parallel.sharded.transport import ShardedTransport
 from lockstep.parallel.symmetric import SymmetricTransport
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
@@ -33,6 +35,10 @@ class Transport(Protocol):
     @property
     def can_renew(self) -> bool:
         """Whether `renew` works."""
+
+    @property
+    def stand_ins(self) -> Mapping[int, torch.Tensor]:
+        """What `.grad` becomes with `finish`, by parameter, where it is no view of a bucket."""
 
     def buffer(self, bucket: int) -> torch.Tensor:
         """The flat tensor of a bucket."""
@@ -112,6 +118,7 @@ class GroupTransport:
         self._next = 0
         self._agreement = agreement
         agreement.sends_samples = False
+        self.stand_ins: Mapping[int, torch.Tensor] = {}
 
     @property
     def can_renew(self) -> bool:
@@ -192,7 +199,11 @@ def _symmetric_engine(group: dist.ProcessGroup) -> Engine | None:
 
 
 def make_transport(
-    plans: Sequence[BucketPlan], group: dist.ProcessGroup, agreement: RankAgreement, device: torch.device = _CPU
+    plans: Sequence[BucketPlan],
+    group: dist.ProcessGroup,
+    agreement: RankAgreement,
+    device: torch.device = _CPU,
+    stand_ins: Mapping[int, ShardedGradient] | None = None,
 ) -> Transport:
     """The transport for these buckets over that group. Collective.
 
@@ -201,10 +212,11 @@ def make_transport(
         group: the ranks that average.
         agreement: what is compared with each averaging.
         device: of the parameters; counts where there are no buckets.
+        stand_ins: of sharded parameters, by index; only where ranks share memory.
     """
     devices = [plan.device for plan in plans] or [device]
     engine = _symmetric_engine(group)
     on_cpu = all(each.type == "cpu" for each in devices)
     if engine is not None and engine.team.shares_memory and on_cpu and group.size() > 1:
-        return SymmetricTransport(plans, engine)
+        return ShardedTransport(plans, engine, stand_ins) if stand_ins else SymmetricTransport(plans, engine)
     return GroupTransport(plans, group, agreement, devices[0])

@@ -59,6 +59,12 @@ class Region:
         self.own = self.parts[rank]
         self._segment = segment
 
+    @property
+    def whole(self) -> torch.Tensor:
+        """The parts of all ranks, one after the other; what lies between them too, unless they are whole huge pages."""
+        stride, start = self._layout(self.part_bytes, len(self.parts))
+        return self._segment.tensor(start, stride * len(self.parts))
+
     @classmethod
     def _layout(cls, part_bytes: int, world_size: int) -> tuple[int, int]:
         unit = HUGE_PAGE_BYTES if part_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES

@@ -10,6 +10,8 @@ _DDP = "lockstep.DistributedDataParallel"
 _NO_DDP = "the engine refuses; torch's DistributedDataParallel works on Lockstep's group"
 _REPLICAS = "lockstep.DataParallel"
 _NO_REPLICAS = "lockstep.DataParallel refuses; use DistributedDataParallel"
+_ZERO = "lockstep.ZeroRedundancyOptimizer"
+_NO_ZERO = "the optimizer refuses; torch's ZeroRedundancyOptimizer works on Lockstep's group"
 _SPARSE = "sparse gradients"
 _NO_SPARSE = "sparse tensors are refused; sparse_as_dense=True, or Embedding(sparse=False)"
 _COPIES = "every gradient is copied out of its bucket: slower"
@@ -91,6 +93,20 @@ _TENSORS = (
         "divides gradients and finds overflow in one pass, as torch's GradScaler",
         "apex.amp with a loss scale refuses; use torch.amp.GradScaler",
         "apex.amp",
+    ),
+    NameRecord(
+        "torch.Tensor._make_wrapper_subclass",
+        Use.READ,
+        "a tensor that stands for a gradient of which each rank has a share",
+        _NO_ZERO,
+        _ZERO,
+    ),
+    NameRecord(
+        "torch._C._disabled_torch_function_impl",
+        Use.READ,
+        "operations on such a tensor return plain tensors",
+        _NO_ZERO,
+        _ZERO,
     ),
     NameRecord(
         "torch._debug_has_internal_overlap",

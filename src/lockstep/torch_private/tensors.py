@@ -18,8 +18,10 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "indices_of",
+    "make_wrapper",
     "may_overlap",
     "num_specified",
+    "plain_torch_function",
     "storage_key",
     "storage_use_count",
     "use_count",
@@ -72,6 +74,12 @@ foreach_norm: Callable[..., Any] = find("torch._foreach_norm") or _norm_one_by_o
 
 amp_unscale_: Callable[..., Any] = need("torch._amp_foreach_non_finite_check_and_unscale_")
 """`amp_unscale_(tensors, flag, factor)`: multiply in place, and set the flag if something is not finite."""
+
+make_wrapper: Callable[..., Any] = need("torch.Tensor._make_wrapper_subclass")
+"""`make_wrapper(class, size, strides=, dtype=, device=)`: a tensor without memory, whose operations the class runs."""
+
+plain_torch_function: Any = need("torch._C._disabled_torch_function_impl")
+"""The `__torch_function__` of a class whose results are what its operations return, not made instances of the class."""
 
 byte_prepack: Callable[[torch.Tensor], torch.Tensor] = (
     find("torch.ops.quantized.embedding_bag_byte_prepack") or _prepack_by_operators

@@ -1,0 +1,26 @@
+"""`lockstep.ZeroRedundancyOptimizer`: every rank steps a share of each parameter, and keeps the state of that alone.
+
+General layout, from the bottom up:
+
+* `shares`: which elements of each parameter are whose, and the mean of this rank's.
+* `gradients`: what `.grad` is between backward pass and step: a tensor that knows its own share.
+* `transport`: buckets whose gradients nobody reduces before the step.
+* `engines`: what `DistributedDataParallel` does for them.
+* `memory`: parameters once per host.
+* `inner`: the user's optimizer over the own shares, in pieces that a cache holds.
+* `states`: its state in the form of one process, and back.
+* `backings`: parameters once per host, or on every rank.
+* `optimizer`: what users see.
+
+[Note: a sharded step] On one host a step moves memory, and a sharded one a third of what an unsharded one does. Each
+rank copies out of its gradients what others sum, as they come; the rest stays where autograd wrote it. When the
+backward pass is over the ranks have met, and that is all. `step()` then goes through this rank's share in pieces that
+fit a cache: the peers' elements are added to the own, the sum is divided, and the optimizer updates that piece of the
+parameters where all ranks of the host read them. At the end the ranks meet again. Nobody copies parameters back, and
+nobody writes a mean that nobody reads.
+
+[Note: shared parameters of a host] The parameters of all ranks of the host are one memory. So nobody may write them
+but `step()`: a write of one rank would be one of all, in the middle of what they compute. `changing_parameters` says
+when a script wants to; `load_state_dict` of the model asks the others by itself. What was written otherwise is found
+in the next step, by some values of each parameter.
+"""

@@ -1,0 +1,59 @@
+"""What `DistributedDataParallel` does for a sharded optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.drift.engines import engines
+from lockstep.errors import InputError
+from lockstep.parallel.distributed import DistributedDataParallel
+from lockstep.parallel.sharded.gradients import ShardedGradient
+
+__all__ = ["find_models", "shard"]
+
+
+def find_models(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[DistributedDataParallel]:
+    """The engines whose parameters these are; none if one of them is in no engine that can shard over the group.
+
+    Raises:
+        InputError: an engine leaves one alone, or its gradient is sparse; names it.
+    """
+    found: list[DistributedDataParallel] = []
+    left = {id(each) for each in parameters}
+    for engine in engines():
+        named = {id(each): name for name, each in engine.module.named_parameters()} if engine.number >= 0 else {}
+        if not isinstance(engine, DistributedDataParallel) or left.isdisjoint(named):
+            continue
+        if engine.process_group is not group or engine._hook is not None:
+            return []
+        _check(engine, {named[key] for key in left.intersection(named)})
+        left.difference_update(named)
+        found.append(engine)
+    is_on_cpu = all(each.device.type == "cpu" for each in parameters)
+    return found if is_on_cpu and not left else []
+
+
+def _check(engine: DistributedDataParallel, names: set[str]) -> None:
+    ignored = names & engine._ignored
+    sparse = names & {engine._names[index] for index in engine._sparse}
+    for found, why in (
+        (ignored, "is each rank's own (_ddp_params_and_buffers_to_ignore)"),
+        (sparse, "has sparse gradients"),
+    ):
+        if found:
+            raise InputError(f"{min(found)} {why}, which cannot be sharded: give it an optimizer of its own")
+
+
+def shard(engine: DistributedDataParallel, stand_ins: Mapping[int, ShardedGradient]) -> None:
+    """Leave the gradients of these parameters to those who have shares of them. Collective.
+
+    Args:
+        engine: that averages them.
+        stand_ins: what `.grad` becomes, by `id` of the parameter.
+    """
+    engine._sharded.update(stand_ins)
+    vars(engine).pop("_reducer", None)
+    engine._reducer  # noqa: B018  made anew, while all ranks are here

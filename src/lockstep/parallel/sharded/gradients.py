@@ -1,0 +1,205 @@
+"""What `.grad` is between backward pass and step: a tensor that stands for a gradient of which each rank has a share.
+
+It has shape, dtype and device of the gradient, and does what training loops do with gradients: norms (collective),
+scaling, clipping, zeroing, unscaling by a GradScaler. What needs all elements on one rank is an error that says how to
+get them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import ModelError
+from lockstep.parallel.sharded.shares import Share
+from lockstep.torch_private.autograd import current_graph_task_id
+from lockstep.torch_private.tensors import amp_unscale_, make_wrapper, plain_torch_function
+
+__all__ = ["ShardedGradient", "find_stand_ins"]
+
+_Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+
+class ShardedGradient(torch.Tensor):
+    """Stands for the mean gradient of one parameter, of which this rank has a share.
+
+    Args:
+        share: of the parameter.
+        mates: those of all parameters whose norms are computed together, this one's too; a list that may grow.
+        group: the ranks that have the other shares.
+
+    Attributes:
+        share: what this rank has.
+        added: what backward passes have added since, this rank's alone; None for nothing.
+    """
+
+    share: Share
+    mates: Sequence[ShardedGradient]
+    group: dist.ProcessGroup
+    added: torch.Tensor | None
+
+    __torch_function__ = plain_torch_function
+
+    @staticmethod
+    def __new__(cls, share: Share, mates: Sequence[ShardedGradient], group: dist.ProcessGroup) -> ShardedGradient:
+        parameter = share.parameter
+        strides = torch.empty_like(parameter, device="meta").stride()
+        return make_wrapper(cls, parameter.shape, strides=strides, dtype=parameter.dtype, device=parameter.device)  # type: ignore[no-any-return]
+
+    def __init__(self, share: Share, mates: Sequence[ShardedGradient], group: dist.ProcessGroup) -> None:
+        self.share, self.mates, self.group = share, mates, group
+        self.added = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is the parameter's `.grad`."""
+        return self.share.parameter.grad is self
+
+    def take_added(self) -> torch.Tensor | None:
+        """What backward passes have added, which is from now on the caller's."""
+        added, self.added = self.added, None
+        return added
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        share = self.share
+        return (
+            f"ShardedGradient({list(self.shape)}, {self.dtype}, elements {share.first} to {share.last} of "
+            f"{self.numel()} are on this rank; optimizer.full_gradients() has all)"
+        )
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        _refuse("pickle")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = _HANDLERS.get(function.overloadpacket.__name__)
+        if handler is None:
+            _refuse(function.overloadpacket.__name__)
+        return handler(function, args, kwargs or {})
+
+
+def find_stand_ins(
+    parameters: Sequence[torch.Tensor], known: Mapping[int, ShardedGradient]
+) -> dict[int, ShardedGradient]:
+    """Those of these parameters, by index; `known` has them by `id` of the parameter."""
+    return {index: known[id(each)] for index, each in enumerate(parameters) if id(each) in known}
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ModelError(
+        f"{name} of a gradient of which each rank has a share (ZeroRedundancyOptimizer). norm(), clip_grad_norm_, "
+        "clip_grad_value_, mul_, div_, zero_ and GradScaler work; optimizer.full_gradients() returns all gradients "
+        "whole (collective: on every rank)"
+    )
+
+
+def _itself(_: Any, args: Sequence[Any], __: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _change(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Change each element by itself, in place: every rank does so to its share."""
+    gradient, *others = args
+    if not isinstance(gradient, ShardedGradient):
+        _refuse(function.overloadpacket.__name__)
+    share = gradient.share
+    mean = share.mean()
+    function(mean, *(_own(share, each) for each in others), **{key: _own(share, each) for key, each in kwargs.items()})
+    share.norms.clear()
+    return gradient
+
+
+def _own(share: Share, value: Any) -> Any:
+    if isinstance(value, ShardedGradient):
+        if value.share.bounds != share.bounds:
+            _refuse("an operation with the gradient of another parameter")
+        return value.share.mean()
+    is_whole = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == share.parameter.shape
+    return share.own(value) if is_whole else value
+
+
+def _add(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    gradient = args[0]
+    if current_graph_task_id() == -1 or not isinstance(gradient, ShardedGradient):
+        return _change(function, args, kwargs)
+    with torch.no_grad():  # autograd accumulates
+        gradient.added = args[1].clone() if gradient.added is None else gradient.added.add_(args[1])
+    return gradient
+
+
+def _norm(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    gradient = args[0]
+    order = float(args[1]) if len(args) > 1 and args[1] is not None else float(kwargs.get("ord", kwargs.get("p", 2)))
+    if any(each not in (None, False, []) for each in args[2:4]) or kwargs.get("dim"):
+        _refuse("norm over one dimension")
+    if order not in gradient.share.norms:
+        held = [each for each in gradient.mates if each.is_held or each is gradient]
+        _compute_norms([each for each in held if order not in each.share.norms], order, gradient.group)
+    dtype = kwargs.get("dtype") or gradient.dtype
+    norm: torch.Tensor = gradient.share.norms[order]
+    return norm.to(dtype)
+
+
+def _compute_norms(gradients: Sequence[ShardedGradient], order: float, group: dist.ProcessGroup) -> None:
+    """The norms of whole gradients, of the parts on each rank. Collective."""
+    parts = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")
+    if order == -math.inf:
+        parts.fill_(math.inf)
+    for position, gradient in enumerate(gradients):
+        own = gradient.share.mean()
+        if own.numel():
+            wide = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else None
+            parts[position] = torch.linalg.vector_norm(own, order, dtype=wide).real
+    op = {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
+    is_sum_of_powers = not math.isinf(order) and order != 0
+    parts = parts**order if is_sum_of_powers else parts
+    dist.all_reduce(parts, op, group=group)
+    norms = parts ** (1 / order) if is_sum_of_powers else parts
+    for gradient, norm in zip(gradients, norms, strict=True):
+        gradient.share.norms[order] = norm
+
+
+def _norms(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(each, *args[1:], **kwargs) for each in args[0]]
+
+
+def _change_each(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """`_foreach_mul_` and the like: tensor by tensor."""
+    name = function.overloadpacket.__name__.removeprefix("_foreach_")
+    operation = getattr(torch.ops.aten, name)
+    others = args[1:]
+    for position, tensor in enumerate(args[0]):
+        operation(tensor, *(each[position] if isinstance(each, (list, tuple)) else each for each in others), **kwargs)
+
+
+def _unscale(_: Any, args: Sequence[Any], __: dict[str, Any]) -> None:
+    """GradScaler's: what is not finite on one rank counts for all. Collective."""
+    tensors, found, factor = args
+    sharded = [each for each in tensors if isinstance(each, ShardedGradient)]
+    means = [each.share.mean() if isinstance(each, ShardedGradient) else each for each in tensors]
+    means = [each for each in means if each.numel()]
+    if means:
+        amp_unscale_(means, found, factor)
+    for each in sharded:
+        each.share.norms.clear()
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=sharded[0].group)
+
+
+_HANDLERS: dict[str, _Handler] = {
+    **dict.fromkeys(("detach", "alias"), _itself),
+    **dict.fromkeys(("mul_", "div_", "sub_", "addcmul_", "neg_", "sign_", "nan_to_num_"), _change),
+    **dict.fromkeys(("clamp_", "clamp_min_", "clamp_max_", "copy_", "zero_", "fill_"), _change),
+    "add_": _add,
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
+    "_foreach_norm": _norms,
+    **dict.fromkeys(("_foreach_mul_", "_foreach_div_", "_foreach_neg_", "_foreach_zero_"), _change_each),
+    **dict.fromkeys(("_foreach_copy_", "_foreach_clamp_min_", "_foreach_clamp_max_"), _change_each),
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}
+"""By the operator's name."""

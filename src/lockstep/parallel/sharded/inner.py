@@ -1,0 +1,208 @@
+"""The user's optimizer over this rank's shares, in pieces that a cache holds.
+
+[Note: pieces] An optimizer whose arithmetic is that of each element by itself steps any part of a parameter as it
+would the whole. So each share is cut into pieces, which are the parameters of an inner optimizer of the user's class,
+and a few of them are stepped at a time, right after their gradients have been added up. Which classes are of this
+kind is known of torch's own; of others only the user knows (`elementwise=True`). The rest (LARS, Muon, Shampoo) steps
+whole parameters, each on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from lockstep.errors import InputError, InputTypeError
+from lockstep.parallel.sharded.shares import Share, shaped_like
+
+__all__ = ["InnerOptimizer", "ShardPiece", "check_class", "is_elementwise"]
+
+# Elements of a piece at most, and of the pieces that are stepped at a time.
+_PIECE = 512 << 10
+
+_ELEMENTWISE = frozenset(
+    (
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
+        *(torch.optim.Rprop, torch.optim.ASGD),
+    )
+)
+_REFUSED: Mapping[type, str] = {
+    torch.optim.LBFGS: "it looks at all parameters together, several times in a step; use it as it is, unsharded",
+    torch.optim.SparseAdam: "gradients that are sparse are not sharded; use it as it is",
+}
+
+
+def check_class(optimizer_class: Any) -> type[Optimizer]:
+    """The class that was given, if it can be sharded.
+
+    Raises:
+        InputTypeError: it is no class of optimizers.
+        InputError: it is one that cannot be.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        what = optimizer_class.__name__ if isinstance(optimizer_class, type) else type(optimizer_class).__name__
+        raise InputTypeError(f"optimizer_class must be a class, such as torch.optim.AdamW, got {what}")
+    for refused, why in _REFUSED.items():
+        if issubclass(optimizer_class, refused):
+            raise InputError(f"ZeroRedundancyOptimizer cannot shard {optimizer_class.__name__}: {why}")
+    return optimizer_class
+
+
+def is_elementwise(optimizer_class: type[Optimizer], said: bool | None) -> bool:
+    """Whether it steps each element by itself: what the user says, else what is known of torch's own classes."""
+    return optimizer_class in _ELEMENTWISE if said is None else said
+
+
+class ShardPiece:
+    """A part of this rank's share of a parameter, as a parameter of the inner optimizer.
+
+    Args:
+        share: of the parameter.
+        flat: the memory of the whole parameter.
+        start: first element, of the share.
+        stop: one past the last.
+        is_whole: in the shape of the parameter, of which it is all.
+
+    Attributes:
+        parameter: shape (stop - start,), or the parameter's own.
+    """
+
+    def __init__(self, share: Share, flat: torch.Tensor, start: int, stop: int, is_whole: bool) -> None:
+        self.share, self.start, self.stop, self.is_whole = share, start, stop, is_whole
+        self.parameter = torch.nn.Parameter(self._memory(flat))
+
+    def _memory(self, flat: torch.Tensor) -> torch.Tensor:
+        part = flat[self.share.first + self.start : self.share.first + self.stop]
+        return shaped_like(part, self.share.parameter) if self.is_whole else part
+
+    def move(self, flat: torch.Tensor) -> None:
+        """The parameter has other memory now."""
+        self.parameter.data = self._memory(flat)
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """Its gradient, flat, is this."""
+        self.parameter.grad = shaped_like(gradient, self.share.parameter) if self.is_whole else gradient
+
+
+class InnerOptimizer:
+    """An optimizer of the user's class over the pieces of this rank.
+
+    Args:
+        optimizer_class: the user's.
+        defaults: what it is made with.
+        elementwise: whether shares may be cut. See [Note: pieces].
+
+    Attributes:
+        optimizer: that one; made with the first groups.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any], elementwise: bool) -> None:
+        self._class, self._defaults, self._is_elementwise = optimizer_class, dict(defaults), elementwise
+        self.pieces: list[list[ShardPiece]] = []  # by group
+
+    def add_groups(
+        self, groups: Sequence[dict[str, Any]], shares: Sequence[Sequence[tuple[Share, torch.Tensor]]]
+    ) -> None:
+        """Further groups of parameters. Local.
+
+        Args:
+            groups: of the outer optimizer; they get the options that the class has besides those that were given.
+            shares: for each group, the shares of its parameters, and the memory of each whole parameter, flat.
+        """
+        made = []
+        for group, members in zip(groups, shares, strict=True):
+            pieces = [piece for share, flat in members for piece in self._cut(share, flat)]
+            self.pieces.append(pieces)
+            made.append({**_options_of(group), "params": [piece.parameter for piece in pieces]})
+        if not hasattr(self, "optimizer"):
+            self.optimizer = self._class(made, **self._defaults)
+        else:
+            for each in made:
+                self.optimizer.add_param_group(each)
+        for group, inner in zip(groups, self.optimizer.param_groups[-len(made) :], strict=True):
+            group.update({key: value for key, value in inner.items() if key not in group})
+        self._step = _plain_step(self.optimizer)
+
+    def _cut(self, share: Share, flat: torch.Tensor) -> Iterator[ShardPiece]:
+        if not self._is_elementwise or share.parameter.dim() == 0:
+            if share.numel or (share.parameter.numel() == 0 and share.rank == 0):
+                yield ShardPiece(share, flat, 0, share.numel, is_whole=True)
+            return
+        for start in range(0, share.numel, _PIECE):
+            yield ShardPiece(share, flat, start, min(start + _PIECE, share.numel), is_whole=False)
+
+    def step(self, groups: Sequence[dict[str, Any]], gradient_of: Callable[[ShardPiece], torch.Tensor | None]) -> None:
+        """Step all pieces that have a gradient, by the options of the outer groups. Local.
+
+        Args:
+            groups: of the outer optimizer.
+            gradient_of: the gradient of a piece, flat; None where there is none.
+        """
+        inner = self.optimizer
+        whole = inner.param_groups
+        try:
+            if self._is_elementwise:
+                for group, pieces in zip(groups, self.pieces, strict=True):
+                    for batch in _batches(pieces):
+                        self._step_some([(group, batch)], gradient_of)
+            else:  # at once, as without sharding: it may compute something over its parameters
+                self._step_some(list(zip(groups, self.pieces, strict=True)), gradient_of)
+        finally:
+            inner.param_groups = whole
+
+    def _step_some(
+        self,
+        some: Sequence[tuple[dict[str, Any], Sequence[ShardPiece]]],
+        gradient_of: Callable[[ShardPiece], torch.Tensor | None],
+    ) -> None:
+        made = []
+        for group, pieces in some:
+            parameters = []
+            for piece in pieces:
+                gradient = gradient_of(piece)
+                if gradient is not None:
+                    piece.take(gradient)
+                    parameters.append(piece.parameter)
+            made.append({**_options_of(group), "params": parameters})
+        if any(each["params"] for each in made):
+            self.optimizer.param_groups = made
+            self._step(self.optimizer)
+            for each in made:
+                for parameter in each["params"]:
+                    parameter.grad = None
+        if not self._is_elementwise:
+            for (group, _), each in zip(some, made, strict=True):
+                group.update(_options_of(each))
+
+    def __iter__(self) -> Iterator[ShardPiece]:
+        return (piece for pieces in self.pieces for piece in pieces)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _batches(pieces: Sequence[ShardPiece]) -> Iterator[list[ShardPiece]]:
+    """Pieces that are stepped at a time: one call for several small ones."""
+    batch: list[ShardPiece] = []
+    numel = 0
+    for piece in pieces:
+        if batch and numel + piece.stop - piece.start > _PIECE:
+            yield batch
+            batch, numel = [], 0
+        batch.append(piece)
+        numel += piece.stop - piece.start
+    if batch:
+        yield batch
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """Its `step` without the hooks that torch puts around it: these are for the optimizer that users see."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

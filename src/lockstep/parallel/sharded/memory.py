@@ -1,0 +1,129 @@
+"""Parameters once per host: one memory that all of its ranks read, and that each of them writes its share of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.comm.engine import Engine
+from lockstep.errors import InputError, ModelError
+from lockstep.parallel.buckets import view_like
+from lockstep.parallel.sharded.shares import flat_of
+
+__all__ = ["HostMemory"]
+
+_ALIGNMENT_BYTES = 128
+_PAGE_BYTES, _HUGE_PAGE_BYTES = 4096, 2 << 20
+_PURPOSE = "ZeroRedundancyOptimizer's memory for parameters"
+# Of each parameter, as far apart as it takes: whoever writes to one mostly writes to all of it.
+_SAMPLES = 4
+
+
+class HostMemory:
+    """The memory of some parameters, and whether they are still what the last step left there.
+
+    Collective to make: the parameters of the group's first rank are those of all from now on.
+
+    Args:
+        engine: of a group whose ranks share memory.
+        parameters: the same on all ranks; their `data` are views of the memory from now on.
+        names: of the parameters, for errors.
+    """
+
+    def __init__(self, engine: Engine, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        _check_apart(parameters, names)
+        self._parameters, self._names = list(parameters), list(names)
+        world_size, self._rank = engine.team.world_size, engine.team.rank
+        starts, total = [], 0
+        for parameter in parameters:
+            starts.append(total)
+            num_bytes = parameter.numel() * parameter.element_size()
+            total += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        whole = engine.allocate(_part_bytes(total, world_size), _PURPOSE).whole
+        self.flats = [
+            whole[start : start + parameter.numel() * parameter.element_size()].view(parameter.dtype)
+            for start, parameter in zip(starts, parameters, strict=True)
+        ]
+        if self._rank == 0:
+            for flat, parameter in zip(self.flats, parameters, strict=True):
+                flat.copy_(flat_of(parameter.data, parameter))
+        engine.run_steps(_PURPOSE, lambda: _PURPOSE, lambda: None)
+        for flat, parameter in zip(self.flats, parameters, strict=True):
+            parameter.data = view_like(flat, parameter.data)
+        self._addresses = [flat.data_ptr() for flat in self.flats]
+        self._bytes = whole
+        self._places = torch.tensor(list(_places(starts, parameters)), dtype=torch.int64, device="cpu")
+        self._owners = [index for index, each in enumerate(parameters) for _ in range(_num_places(each))]
+        self._left = self._sample()
+
+    def _sample(self) -> torch.Tensor:
+        return self._bytes.index_select(0, self._places)
+
+    def note(self) -> None:
+        """What the parameters hold now is right. Local, while nobody writes."""
+        self._left = self._sample()
+
+    def check(self) -> None:
+        """Whether the parameters are what `note` saw, and where they were. Local, while nobody writes.
+
+        Raises:
+            ModelError: one of them has been written to, or has other memory; names it.
+        """
+        for index, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
+            if parameter.data_ptr() != address:
+                raise ModelError(
+                    f"parameter {self._names[index]} has other memory than ZeroRedundancyOptimizer gave it, which all "
+                    "ranks of this host share (p.data = ..., model.to(...), model.half()). Move and convert the model "
+                    "before the optimizer is made; copy values with p.data.copy_(...) inside of `with "
+                    "optimizer.changing_parameters():`"
+                )
+        now = self._sample()
+        if torch.equal(now, self._left):
+            return
+        changed = sorted({self._owners[place] for place in (now != self._left).nonzero().flatten().tolist()})
+        raise ModelError(
+            f"{len(changed)} parameter(s), such as {self._names[changed[0]]}, were written to outside of "
+            "ZeroRedundancyOptimizer.step(). All ranks of this host share them: a write of one is one of all, while "
+            "they compute. Write inside of `with optimizer.changing_parameters():`, on all ranks"
+        )
+
+
+def _part_bytes(total: int, world_size: int) -> int:
+    """Of each rank, so that the parts of all lie side by side: some pages, or some huge ones."""
+    part_bytes = -(-max(total, 1) // world_size)
+    unit = _HUGE_PAGE_BYTES if part_bytes >= _HUGE_PAGE_BYTES else _PAGE_BYTES
+    return -(-part_bytes // unit) * unit
+
+
+def _check_apart(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Whether no two parameters are views of one memory. Local.
+
+    Raises:
+        InputError: some are; names two.
+    """
+    seen: dict[int, str] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.numel() == 0:
+            continue
+        other = seen.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise InputError(
+                f"parameters {other} and {name} are two views of one memory: make them one parameter (b.weight = "
+                "a.weight) before the model is wrapped"
+            )
+
+
+def _num_places(parameter: torch.Tensor) -> int:
+    return min(_SAMPLES, parameter.numel()) * parameter.element_size()
+
+
+def _places(starts: Sequence[int], parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Indices of bytes: all bytes of some elements of each parameter."""
+    found: list[int] = []
+    for start, parameter in zip(starts, parameters, strict=True):
+        numel, size = parameter.numel(), parameter.element_size()
+        for sample in range(min(_SAMPLES, numel)):
+            element = start + (sample * (numel - 1) // max(1, min(_SAMPLES, numel) - 1)) * size
+            found += range(element, element + size)
+    return found

@@ -1,0 +1,294 @@
+"""`lockstep.ZeroRedundancyOptimizer`: any optimizer, of which each rank has a share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
+
+from lockstep.agreement import collective_device
+from lockstep.comm.backend import engine_of
+from lockstep.drift.comparison import digest
+from lockstep.drift.engines import engines
+from lockstep.errors import CheckpointError, InputError, ModelError
+from lockstep.parallel.agreement import check_same_model
+from lockstep.parallel.checks import check_group
+from lockstep.parallel.sharded.backings import Backing, EveryRanksBacking, HostBacking
+from lockstep.parallel.sharded.engines import find_models
+from lockstep.parallel.sharded.inner import InnerOptimizer, check_class, is_elementwise
+from lockstep.parallel.sharded.states import collect_states, cut_state
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """Any optimizer, of which each rank steps a share, and keeps the state of that alone.
+
+    The training is that of the optimizer itself. Where the ranks share a host, and `DistributedDataParallel` averages
+    over a lockstep group, the parameters are in memory once per host, a gradient is summed by the rank that steps it,
+    and a step costs little more than computing. Over other groups, with other engines, and without one, gradients are
+    whole and averaged when `step` comes, as with torch's optimizer of this name; after it each rank gets what the
+    others have stepped.
+
+        model = lockstep.DistributedDataParallel(model)
+        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    Schedulers, parameter groups, `clip_grad_norm_`, `clip_grad_value_`, GradScaler and accumulation under `no_sync()`
+    work as with a plain optimizer. After `backward()` each rank has the mean of its own share alone, and `p.grad` is a
+    tensor that stands for all of it: `full_gradients` returns what it stands for. Parameters are written by `step`,
+    by `load_state_dict` of the model on all ranks, and inside of `changing_parameters`, and nowhere else.
+
+    Collective: every rank constructs it, with the same arguments, after the model was wrapped.
+
+    Args:
+        params: parameters, or groups of them, on all ranks the same.
+        optimizer_class: such as `torch.optim.AdamW`. Those of torch.optim that step each element by itself step any
+            share of a parameter; others, and classes of users, whole parameters, each on one rank.
+        process_group: the ranks that share; default that of the engine, else the default group.
+        parameters_as_bucket_view: accepted for torch's signature.
+        overlap_with_ddp: accepted for torch's signature; the gradients of a step go out during the backward pass.
+        elementwise: whether a class of the user's steps each element by itself, and knows no shapes; None means no.
+        **defaults: for `optimizer_class`.
+
+    Attributes:
+        optim: the optimizer of this rank's share, as torch calls it.
+        process_group: the ranks that share; None without any.
+
+    Raises:
+        InputError: no parameters, or the class cannot be sharded (`LBFGS`, `SparseAdam`), or a gradient is sparse.
+        ModelMismatch: on every rank; classes, groups, options or parameters differ between ranks.
+        ModelError: from `step`, if a parameter has a gradient that was not averaged, or was written to elsewhere.
+        CollectiveMismatch: from `step`, if ranks step by other options, or come without a gradient that others have.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        elementwise: bool | None = None,
+        **defaults: Any,
+    ) -> None:
+        self._class = check_class(optimizer_class)
+        self._backing: Backing | None = None
+        self._num_steps = 0
+        self._collected: tuple[int, int, dict[int, dict[str, Any]] | None] | None = None
+        super().__init__(params, dict(defaults))
+        parameters = self._parameters
+        if not parameters:
+            raise InputError("ZeroRedundancyOptimizer got no parameters")
+        is_cut = is_elementwise(self._class, elementwise)
+        self._inner = InnerOptimizer(self._class, defaults, is_cut)
+        self.process_group = _choose_group(parameters, process_group)
+        self._backing = self._choose_backing(is_cut)
+        self._take_in(self.param_groups)
+        self.defaults.update(self._inner.optimizer.defaults)
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [each for group in self.param_groups for each in group["params"]]
+
+    @property
+    def optim(self) -> Optimizer:
+        """The optimizer of this rank's share. Its parameters are pieces of the model's."""
+        return self._inner.optimizer
+
+    # ---- parameters ----------------------------------------------------------------------------------
+
+    def _choose_backing(self, is_cut: bool) -> Backing:
+        group = self.process_group
+        if group is None or group.size() == 1:
+            return EveryRanksBacking(group, is_cut)
+        models = find_models(self._parameters, group)
+        engine = engine_of(group)
+        if not models or engine is None or not engine.team.shares_memory:
+            return EveryRanksBacking(group, is_cut)
+        return HostBacking(self, engine, group, models, is_cut)
+
+    def _take_in(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Share the parameters of these groups. Collective."""
+        assert self._backing is not None
+        parameters = [each for group in groups for each in group["params"]]
+        first = len(self._parameters) - len(parameters)
+        names = [f"number {first + position}" for position in range(len(parameters))]
+        for group in groups:
+            if "param_names" in group:
+                names = [name for each in groups for name in each["param_names"]]
+        self._check_alike(groups, parameters)
+        members = iter(self._backing.add(parameters, names))
+        self._inner.add_groups(groups, [[next(members) for _ in group["params"]] for group in groups])
+
+    def _check_alike(self, groups: Sequence[dict[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
+        for each in parameters:
+            if each.layout != torch.strided:
+                raise InputError("ZeroRedundancyOptimizer: a parameter is sparse; use a dense one")
+        group = self.process_group
+        if group is None or group.size() == 1:
+            return
+        settings: dict[str, object] = {"optimizer_class": f"{self._class.__module__}.{self._class.__qualname__}"}
+        for number, options in enumerate(groups):
+            settings[f"options of group {number}"] = _describe_options(options)
+        for number, parameter in enumerate(parameters):
+            settings[f"parameter {number}"] = f"{list(parameter.shape)} {parameter.dtype} {digest([parameter])}"
+        check_same_model({}, settings, group, collective_device(group, parameters[0].device))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters. Collective, once the optimizer is made.
+
+        Args:
+            param_group: `params` and options, as for a plain optimizer.
+        """
+        super().add_param_group(param_group)
+        if self._backing is not None:
+            self._take_in(self.param_groups[-1:])
+
+    # ---- a step --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's share; all ranks have the new parameters when it returns. Collective.
+
+        Args:
+            closure: called once before it, as plain optimizers do.
+
+        Returns:
+            What the closure returned.
+        """
+        assert self._backing is not None
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        backing = self._backing
+        self._num_steps += 1
+        self._collected = None
+        backing.step(self._describe_step(), lambda: self._inner.step(self.param_groups, backing.gradient_of))
+        return result
+
+    def _describe_step(self) -> str:
+        group = self.process_group
+        if group is None or group.size() == 1:
+            return ""
+        parameters = self._parameters
+        used = sum(each.grad is not None for each in parameters)
+        options = "; ".join(map(_describe_options, self.param_groups))
+        which = "all"
+        if used < len(parameters):
+            which = str([number for number, each in enumerate(parameters) if each.grad is not None])
+        return f"ZeroRedundancyOptimizer({self._class.__name__}).step(gradients of {which} parameters; {options})"
+
+    def full_gradients(self) -> list[torch.Tensor | None]:
+        """The mean gradients, whole, of all parameters in the order of the groups; None where there is none.
+
+        Collective, between `backward` and the next. They are copies: to change gradients, change `p.grad` in place.
+        """
+        assert self._backing is not None
+        return self._backing.full_gradients()
+
+    @contextlib.contextmanager
+    def changing_parameters(self) -> Iterator[None]:
+        """Parameters may be written to inside, on all ranks alike: clipped, averaged, drawn anew. Collective.
+
+        Where a host's ranks share them, what the first rank writes counts.
+        """
+        assert self._backing is not None
+        with self._backing.changing():
+            yield
+
+    # ---- state ---------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the whole state to one rank, for `state_dict` on that rank alone. Collective.
+
+        Args:
+            to: rank in the group.
+        """
+        states = collect_states(self._inner, self.optim.state, self._parameters, self.process_group, only=to)
+        self._collected = (self._num_steps, to, states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the form of the plain optimizer, whole, which it can load; so can this one, at any world size.
+
+        Collective; behind `consolidate_state_dict`, until the next step, local on the rank that has it.
+
+        Raises:
+            CheckpointError: `consolidate_state_dict` brought it to another rank.
+        """
+        if self._collected is None:
+            states = collect_states(self._inner, self.optim.state, self._parameters, self.process_group)
+        else:
+            _, to, states = self._collected
+            if states is None:
+                raise CheckpointError(
+                    f"consolidate_state_dict(to={to}) brought the state to rank {to} alone: call state_dict() there, "
+                    "or on all ranks without consolidate_state_dict()"
+                )
+        parameters = self._parameters
+        self.state.update((parameters[number], state) for number, state in (states or {}).items())
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the whole state, of this optimizer or of a plain one. Local, the same on all ranks."""
+        try:
+            super().load_state_dict(state_dict)
+            states = dict(self.state)
+        finally:
+            self.state.clear()
+        self._collected = None
+        for piece in self._inner:
+            state = states.get(piece.share.parameter)
+            if state is None:
+                self.optim.state.pop(piece.parameter, None)
+            else:
+                self.optim.state[piece.parameter] = cut_state(piece, state)
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError(
+            "ZeroRedundancyOptimizer cannot be copied or pickled: its shares are tied to this process and its group. "
+            "Take state_dict(), on all ranks"
+        )
+
+    # ---- names of torch's ----------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share."""
+        return 1 if self.process_group is None else self.process_group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return 0 if self.process_group is None else self.process_group.rank()
+
+
+def _describe_options(group: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={_text(value)}" for key, value in group.items() if key not in _NOT_OPTIONS)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.item()) if value.numel() == 1 else f"tensor{list(value.shape)}"
+    is_plain = isinstance(value, (bool, int, float, str, type(None), tuple, list))
+    return str(value) if is_plain else type(value).__name__
+
+
+def _choose_group(parameters: Sequence[torch.Tensor], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if given is not None:
+        return check_group(given)
+    own = {id(each) for each in parameters}
+    for engine in engines():
+        if any(id(each) in own for each in engine.module.parameters()):
+            return engine.process_group  # type: ignore[no-any-return]
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

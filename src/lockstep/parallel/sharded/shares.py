@@ -1,0 +1,183 @@
+"""Which elements of each parameter are whose, and the mean gradient of this rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.shm.kernels import Kernel
+
+__all__ = ["Share", "flat_of", "shaped_like", "share_out"]
+
+# Elements, so that shares begin at whole cache lines, for 16-bit numbers too.
+_ALIGNMENT = 64
+# A parameter with fewer elements for each rank than this goes to one rank as a whole.
+_WORTH_CUTTING = 8 << 10
+# Elements that are added up at once: what is read and written stays in a core's own cache.
+_PIECE = 64 << 10
+
+
+def share_out(numels: Sequence[int], world_size: int, loads: list[int], is_cut: bool = True) -> list[list[int]]:
+    """Share parameters among ranks: large ones in equal parts, each small one to the rank that has least.
+
+    Args:
+        numels: elements of each parameter.
+        world_size: how many ranks.
+        loads: elements that each rank has already; brought up to date.
+        is_cut: False gives every parameter to one rank as a whole.
+
+    Returns:
+        For each parameter world_size + 1 bounds: rank r has elements bounds[r] … bounds[r + 1].
+
+    >>> share_out([65536, 10, 20], 2, [0, 0])
+    [[0, 32768, 65536], [0, 0, 10], [0, 20, 20]]
+    """
+    found: dict[int, list[int]] = {}
+    for index in sorted(range(len(numels)), key=lambda each: -numels[each]):
+        numel = numels[index]
+        if is_cut and numel // world_size >= _WORTH_CUTTING:
+            bounds = [numel * rank // world_size // _ALIGNMENT * _ALIGNMENT for rank in range(world_size)] + [numel]
+        else:
+            owner = min(range(world_size), key=loads.__getitem__)
+            bounds = [0 if rank <= owner else numel for rank in range(world_size + 1)]
+        for rank in range(world_size):
+            loads[rank] += bounds[rank + 1] - bounds[rank]
+        found[index] = bounds
+    return [found[index] for index in range(len(numels))]
+
+
+def flat_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in the order in which `like`, of its shape, has them in memory; a view if it can be."""
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor.detach().view(-1)
+    dense = torch.empty_like(like, device="meta")
+    if tensor.stride() != dense.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def shaped_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What `flat_of` has made flat, in the shape and strides of `like`."""
+    dense = torch.empty_like(like, device="meta")
+    return flat.as_strided(like.shape, dense.stride(), flat.storage_offset())
+
+
+class Share:
+    """This rank's share of one parameter.
+
+    Its gradient is that of one backward pass: `bind` says where the ranks put theirs, `expect` and `arrive` where this
+    rank's own elements lie. The mean is made where they lie, once: when it is asked for.
+
+    Args:
+        parameter: shape and strides as they stay.
+        bounds: of all ranks' shares, in elements of the flat parameter.
+        rank: this rank.
+
+    Attributes:
+        first: of the own elements.
+        last: one past the last of them.
+        norms: that all ranks have computed together, by order; void once the gradient changes.
+        carried: the mean of earlier backward passes that nobody has set to zero, to be added.
+    """
+
+    def __init__(self, parameter: torch.Tensor, bounds: Sequence[int], rank: int) -> None:
+        self.parameter = parameter
+        self.bounds = bounds
+        self.rank = rank
+        self.first, self.last = bounds[rank], bounds[rank + 1]
+        self.norms: dict[float, torch.Tensor] = {}
+        self.carried: torch.Tensor | None = None
+        self._wholes: list[torch.Tensor] = []  # of each rank, where it puts its gradient
+        self._parts: list[torch.Tensor] = []  # of those, what this rank has a share of
+        self._kernel: Kernel | None = None
+        self._source: torch.Tensor | None = None
+        self._is_mean = False
+
+    @property
+    def numel(self) -> int:
+        """How many elements are this rank's."""
+        return self.last - self.first
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward pass has gone out, and its gradient was not dropped."""
+        return self._source is not None
+
+    def bind(self, parts: Sequence[torch.Tensor], kernel: Kernel) -> None:
+        """Where each rank puts its gradient of the whole parameter, flat, and how they are averaged, from now on."""
+        if self._source is not None:
+            self._source = self.mean()
+        self._wholes = list(parts)
+        self._parts = [part[self.first : self.last] for part in parts]
+        self._kernel = kernel
+
+    def expect(self) -> None:
+        """A backward pass goes out: the own elements lie with the others, unless `arrive` says otherwise."""
+        self._source, self._is_mean = self._parts[self.rank], False
+        self.norms.clear()
+
+    def arrive(self, source: torch.Tensor) -> None:
+        """The own elements lie there."""
+        self._source = source
+
+    def drop(self) -> None:
+        """Nobody will ask for the gradient of the last pass any more."""
+        self._source = self.carried = None
+
+    def carry(self) -> None:
+        """Keep the mean of the last pass, to be added to that of the next. Before a peer overwrites its elements."""
+        mean = self.mean()
+        self.carried = mean.clone() if mean.data_ptr() == self._parts[self.rank].data_ptr() else mean
+
+    def settle(self) -> None:
+        """All elements of the mean have been made, by `mean_of`."""
+        self._is_mean, self.carried = True, None
+
+    def mean(self) -> torch.Tensor:
+        """The mean over all ranks of the own elements, flat. Local; the ranks have met since the backward pass."""
+        assert self._source is not None
+        if not self._is_mean:
+            for start in range(0, self.numel, _PIECE):
+                self.mean_of(start, min(start + _PIECE, self.numel))
+            self.settle()
+        return self._source
+
+    def mean_of(self, start: int, stop: int) -> torch.Tensor:
+        """A part of it, in elements of the own share; each part once, and then `settle`."""
+        source = self._source
+        assert source is not None
+        assert self._kernel is not None
+        if self._is_mean:
+            return source[start:stop]
+        for low in range(start, stop, _PIECE):
+            high = min(low + _PIECE, stop)
+            own = source[low:high]
+            parts = [own if peer == self.rank else part[low:high] for peer, part in enumerate(self._parts)]
+            if len(parts) <= 2:
+                self._kernel.reduce(parts, own)
+            else:
+                total = torch.empty_like(own)
+                self._kernel.reduce(parts, total)
+                own.copy_(total)
+            if self.carried is not None:
+                own.add_(self.carried[low:high])
+        return source[start:stop]
+
+    def show(self) -> None:
+        """Put the mean of the own elements where the other ranks find it. Local; nobody reads there meanwhile."""
+        mean = self.mean()
+        shown = self._parts[self.rank]
+        if mean.data_ptr() != shown.data_ptr():
+            shown.copy_(mean)
+
+    def whole(self) -> torch.Tensor:
+        """The mean gradient of the parameter, of what all ranks have shown. Local."""
+        flat = torch.empty(self.parameter.numel(), dtype=self.parameter.dtype, device=self.parameter.device)
+        for rank, part in enumerate(self._wholes):
+            flat[self.bounds[rank] : self.bounds[rank + 1]] = part[self.bounds[rank] : self.bounds[rank + 1]]
+        return shaped_like(flat, self.parameter)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The own elements of a tensor of the parameter's shape, flat."""
+        return flat_of(tensor, self.parameter)[self.first : self.last]

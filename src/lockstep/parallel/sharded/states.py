@@ -1,0 +1,148 @@
+"""The state of a sharded optimizer in the form of one process, and back.
+
+Every rank says what it has of each parameter: what has the shape of a piece is a part of a tensor of the parameter's
+shape; anything else (`step`) is the same for all pieces of a parameter. Values travel as bytes, with a description
+in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.agreement import collective_device
+from lockstep.errors import CheckpointError
+from lockstep.parallel.sharded.inner import ShardPiece
+from lockstep.parallel.sharded.shares import flat_of, shaped_like
+
+__all__ = ["collect_states", "cut_state"]
+
+_PLAIN = (bool, int, float, str, type(None))
+_Entry = dict[str, Any]
+_States = dict[int, dict[str, Any]]
+
+
+def collect_states(
+    pieces: Iterable[ShardPiece],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    parameters: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    only: int | None = None,
+) -> _States | None:
+    """The state of each parameter, whole, on the CPU for those on the CPU. Collective.
+
+    Args:
+        pieces: of this rank.
+        state: of the inner optimizer.
+        parameters: of all groups, in order.
+        group: the ranks that have the other pieces; None without one.
+        only: rank in the group that gets it; None for all.
+
+    Returns:
+        By index, for those that have a state; None on a rank that does not get it.
+
+    Raises:
+        CheckpointError: it holds something else than tensors and plain values; names it.
+    """
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    entries: list[_Entry] = []
+    values: list[torch.Tensor] = []
+    for piece in pieces:
+        for key, value in state.get(piece.parameter, {}).items():
+            entry, flat = _describe(piece, key, value)
+            entries.append({"parameter": numbers[id(piece.share.parameter)], "key": key, **entry})
+            if flat is not None:
+                values.append(flat.view(torch.uint8).to(parameters[0].device))
+    device = parameters[0].device
+    own = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8, device=device)
+    if group is None or group.size() == 1:
+        found: _States = {}
+        _put(found, entries, own, parameters)
+        return found
+    return _gather(entries, own, parameters, group, only)
+
+
+def _describe(piece: ShardPiece, key: str, value: Any) -> tuple[_Entry, torch.Tensor | None]:
+    """What is said of one value of a piece, and its elements."""
+    if not isinstance(value, torch.Tensor):
+        if isinstance(value, _PLAIN):
+            return {"value": value}, None
+        raise CheckpointError(
+            f"the optimizer's state {key!r} of a parameter is a {type(value).__name__}; only tensors, numbers, strings "
+            "and None can be collected from the ranks"
+        )
+    value = value.detach()
+    entry: _Entry = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if value.dim() == 0 or value.shape != piece.parameter.shape:
+        return entry | {"on_host": value.device.type == "cpu"}, value.contiguous().view(-1)
+    first = piece.share.first + piece.start
+    flat = flat_of(value, piece.share.parameter) if piece.is_whole else value.contiguous()
+    return entry | {"first": first, "last": first + flat.numel()}, flat
+
+
+def _gather(
+    entries: Sequence[_Entry],
+    own: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    only: int | None,
+) -> _States | None:
+    """What all ranks have, one after the other, so that no rank holds the parts of all twice. Collective."""
+    device = collective_device(group, own.device)
+    text = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([text.numel(), own.numel()], dtype=torch.int64, device=device), group=group)
+    is_wanted = only is None or only == group.rank()
+    found: _States = {}
+    for rank, (num_text, num_bytes) in enumerate(torch.stack(sizes).tolist()):
+        is_own = rank == group.rank()
+        source = dist.get_global_rank(group, rank)
+        said = text if is_own else torch.empty(num_text, dtype=torch.uint8, device=device)
+        dist.broadcast(said, source, group=group)
+        values = own.to(device) if is_own else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if num_bytes:
+            dist.broadcast(values, source, group=group)
+        if is_wanted:
+            _put(found, json.loads(said.cpu().numpy().tobytes()), values, parameters)
+    return dict(sorted(found.items())) if is_wanted else None
+
+
+def _put(found: _States, entries: Sequence[_Entry], values: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    """Put what one rank has said where it belongs. Local."""
+    position = 0
+    for entry in entries:
+        parameter = parameters[entry["parameter"]]
+        state = found.setdefault(entry["parameter"], {})
+        key = entry["key"]
+        if "dtype" not in entry:
+            state[key] = entry["value"]
+            continue
+        dtype, shape = getattr(torch, entry["dtype"]), torch.Size(entry["shape"])
+        num_bytes = shape.numel() * dtype.itemsize
+        value = values[position : position + num_bytes].clone().view(dtype)
+        position += num_bytes
+        if "first" in entry:
+            if key not in state:
+                flat = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
+                state[key] = shaped_like(flat, parameter)
+            flat_of(state[key], parameter)[entry["first"] : entry["last"]] = value.to(parameter.device)
+        else:
+            state[key] = value.view(shape).to("cpu" if entry["on_host"] else parameter.device)
+
+
+def cut_state(piece: ShardPiece, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a piece has of the state of its parameter, whole. Local."""
+    parameter = piece.share.parameter
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if piece.is_whole or value.shape != parameter.shape:
+            return value.clone()
+        return piece.share.own(value)[piece.start : piece.stop].clone()
+
+    return {key: cut(value) for key, value in state.items()}

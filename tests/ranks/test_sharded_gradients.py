@@ -1,0 +1,120 @@
+"""Gradients of which each rank has a share: what loops do with `.grad` between backward pass and step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_checks import error_of
+from lockstep import DistributedDataParallel, ZeroRedundancyOptimizer
+from lockstep.errors import ModelError
+from lockstep.testing import run_ranks
+from test_sharded import backward, distance, net
+
+
+def models(kind: Any = torch.optim.SGD, **options: Any) -> tuple[list[Any], list[Any]]:
+    """A sharded one and a plain one, with their optimizers."""
+    options = options or {"lr": 0.1}
+    made = [DistributedDataParallel(net()) for _ in range(2)]
+    return made, [
+        ZeroRedundancyOptimizer(made[0].parameters(), kind, **options),
+        kind(made[1].parameters(), **options),
+    ]
+
+
+def clip(norm_type: float) -> tuple[float, float, float]:
+    """Norm and parameters: how far from those of the plain optimizer."""
+    (ours, plain), optimizers = models()
+    norms = []
+    for seed in range(2):
+        norms = []
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, seed)
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=norm_type)))
+            nn.utils.clip_grad_value_(model.parameters(), 0.005)
+            optimizer.step()
+    each = float(ours.module[2].weight.grad.norm()) - float(plain.module[2].weight.grad.norm())
+    return abs(norms[0] / norms[1] - 1), distance(ours, plain), each
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_goes_by_the_whole_norm(norm_type: float, world_size: int) -> None:
+    for norm, far, each in run_ranks(clip, world_size, norm_type):
+        assert norm <= 1e-12
+        assert far <= 1e-12
+        assert abs(each) <= 1e-14
+
+
+def scale(bad_rank: int) -> tuple[float, float, list[bool]]:
+    """GradScaler: one step that overflows on one rank, and others."""
+    (ours, plain), optimizers = models(torch.optim.Adam, lr=0.01)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    moved = []
+    for seed in range(4):
+        before = [each.clone() for each in ours.parameters()]
+        for model, optimizer, scaler in zip((ours, plain), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            inputs = torch.randn(3, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            if seed == 1 and torch.distributed.get_rank() == bad_rank:
+                inputs[0, 0, 0, 0] = math.inf
+            scaler.scale(model(inputs).square().mean()).backward()
+            if seed == 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        moved.append(not all(torch.equal(a, b) for a, b in zip(before, ours.parameters(), strict=True)))
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    return distance(ours, plain), scalers[0].get_scale(), moved
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_grad_scaler(bad_rank: int) -> None:
+    for far, _, moved in run_ranks(scale, 2, bad_rank):
+        assert far <= 1e-12
+        assert moved == [True, False, True, True]
+
+
+def change() -> tuple[float, float, list[str]]:
+    """Scale, zero, read and copy gradients."""
+    (ours, plain), optimizers = models()
+    for seed in range(3):
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=False)
+            backward(model, seed)
+            for position, parameter in enumerate(model.parameters()):
+                assert parameter.grad is not None
+                assert parameter.grad.shape == parameter.shape
+                parameter.grad.mul_(0.5).div_(torch.tensor(3.0))
+                if position == 1:
+                    parameter.grad.zero_()
+                if position == 2:
+                    parameter.grad.add_(parameter.detach(), alpha=0.1)
+                if position == 3:
+                    parameter.grad.copy_(torch.ones_like(parameter))
+            if seed == 1:
+                torch._foreach_mul_([each.grad for each in model.parameters()], 2.0)
+            optimizer.step()
+    full = optimizers[0].full_gradients()
+    apart = max(float((a - b.grad).abs().max()) for a, b in zip(full, plain.parameters(), strict=True))
+    weight = ours.module[2].weight
+    errors = [error_of(read) for read in (weight.grad.sum, weight.grad.clone, lambda: weight.grad + 1)]
+    assert "ShardedGradient" in repr(weight.grad)
+    assert all(isinstance(error, ModelError) for error in errors)
+    return distance(ours, plain), apart, [str(error) for error in errors]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_can_be_changed_and_not_read(world_size: int) -> None:
+    for far, apart, errors in run_ranks(change, world_size):
+        assert far <= 1e-12
+        assert apart <= 1e-13
+        for name, error in zip(("sum", "clone", "add"), errors, strict=True):
+            assert error.startswith(f"{name} of a gradient of which each rank has a share")
+            assert "optimizer.full_gradients()" in error

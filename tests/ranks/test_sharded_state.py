@@ -1,0 +1,223 @@
+"""The state of a sharded optimizer: that of the plain one, at any world size; and parameters that are written to."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_checks import error_of
+from lockstep import ZeroRedundancyOptimizer, checkpoint
+from lockstep.errors import CheckpointError, CollectiveMismatch, ModelError
+from lockstep.testing import run_ranks
+from test_sharded import OPTIMIZERS, backward, distance, pair
+
+State = dict[str, Any]
+
+
+def compare(one: Any, other: Any, place: str = "state") -> None:
+    """Of the same form, with the same numbers."""
+    if isinstance(one, dict):
+        assert sorted(map(str, one)) == sorted(map(str, other)), place
+        for key, value in one.items():
+            compare(value, other[key], f"{place}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), place
+        for position, (a, b) in enumerate(zip(one, other, strict=True)):
+            compare(a, b, f"{place}[{position}]")
+    elif isinstance(one, Tensor):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype), place
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+    else:
+        assert one == other, place
+
+
+def exchange_states(kind: str) -> None:
+    """Into the plain optimizer and back, in the middle of a training."""
+    sharded, optimizer, plain, plain_optimizer = pair(kind)
+    for seed in range(3):
+        for model, each in ((sharded, optimizer), (plain, plain_optimizer)):
+            each.zero_grad()
+            backward(model, seed)
+            each.step()
+    ours, theirs = optimizer.state_dict(), plain_optimizer.state_dict()
+    compare(ours, theirs)
+    ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs)
+    assert not optimizer.state
+    # A schedule that somebody changed, and other numbers: all of it comes with the state.
+    theirs["param_groups"][0]["lr"] = ours["param_groups"][0]["lr"] = 0.003
+    optimizer.load_state_dict(theirs)
+    plain_optimizer.load_state_dict(ours)
+    for model, each in ((sharded, optimizer), (plain, plain_optimizer)):
+        each.zero_grad()
+        backward(model, 7)
+        each.step()
+    assert distance(sharded, plain) <= 1e-10
+    compare(optimizer.state_dict(), plain_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS])
+def test_states_are_those_of_the_plain_optimizer(kind: str) -> None:
+    run_ranks(exchange_states, 2, kind)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
+def test_states_at_other_sizes(world_size: int, backend: str) -> None:
+    run_ranks(exchange_states, world_size, "fused adamw", backend=backend)
+
+
+def save(folder: str) -> None:
+    sharded, optimizer, _, _ = pair("adam")
+    backward(sharded, 0)
+    optimizer.step()
+    state = {"model": sharded.module.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint.save(folder, state, step=1)
+
+
+def resume(folder: str) -> list[Tensor]:
+    """Loaded by other numbers of ranks; each rank of which sees the same batch."""
+    sharded, optimizer, _, _ = pair("adam")
+    state = checkpoint.load(folder)
+    sharded.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    for seed in range(2):
+        optimizer.zero_grad()
+        inputs = torch.randn(3, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        sharded(inputs).square().mean().backward()
+        optimizer.step()
+    return [each.detach().clone() for each in sharded.parameters()]
+
+
+def test_checkpoints_go_to_other_world_sizes(tmp_path: Path) -> None:
+    run_ranks(save, 3, str(tmp_path))
+    alone = run_ranks(resume, 1, str(tmp_path))[0]
+    for found in run_ranks(resume, 2, str(tmp_path)):
+        for ours, theirs in zip(found, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def consolidate() -> tuple[bool, bool]:
+    sharded, optimizer, plain, plain_optimizer = pair("adam")
+    for model, each in ((sharded, optimizer), (plain, plain_optimizer)):
+        backward(model, 0)
+        each.step()
+    optimizer.consolidate_state_dict(to=1)
+    if dist.get_rank() == 1:
+        compare(optimizer.state_dict(), plain_optimizer.state_dict())  # on this rank alone
+        return True, True
+    error = error_of(optimizer.state_dict)
+    return isinstance(error, CheckpointError), "to rank 1 alone" in str(error)
+
+
+def test_consolidate_state_dict() -> None:
+    assert run_ranks(consolidate, 2) == [(True, True)] * 2
+
+
+# ---- who writes parameters -------------------------------------------------------------------------------
+
+
+def write() -> tuple[list[str], float]:
+    """In place, by a context, by load_state_dict."""
+    (sharded, optimizer, plain, plain_optimizer), errors = pair("adam"), []
+    for step in range(4):
+        for model, each in ((sharded, optimizer), (plain, plain_optimizer)):
+            each.zero_grad()
+            backward(model, step)
+            each.step()
+        if step == 0:
+            saved = copy.deepcopy(plain.module.state_dict())
+        if step == 1:
+            with optimizer.changing_parameters(), torch.no_grad():
+                for parameter in sharded.parameters():
+                    parameter.data.mul_(0.5).add_(0.01)
+            for parameter in plain.parameters():
+                parameter.data.mul_(0.5).add_(0.01)
+        if step == 2:
+            sharded.module.load_state_dict(saved)
+            plain.module.load_state_dict(saved)
+    far = distance(sharded, plain)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        sharded.module[4].bias.data.add_(1.0)
+    dist.barrier()
+    backward(sharded, 5)
+    errors.append(str(error_of(optimizer.step)))
+    return errors, far
+
+
+def test_parameters_are_written_by_all_ranks_or_none() -> None:
+    for errors, far in run_ranks(write, 2):
+        assert far <= 1e-10
+        assert errors[0].startswith("1 parameter(s), such as number 5, were written to outside of")
+        assert "changing_parameters" in errors[0]
+
+
+def replace() -> str:
+    sharded, optimizer, _, _ = pair("sgd")
+    sharded.module[2].weight.data = sharded.module[2].weight.data.clone()
+    backward(sharded, 0)
+    return str(error_of(optimizer.step))
+
+
+def load_others() -> str:
+    sharded, optimizer, _, _ = pair("sgd")
+    state = {name: value + dist.get_rank() for name, value in sharded.module.state_dict().items()}
+    error = error_of(sharded.module.load_state_dict, state)
+    assert isinstance(error, CollectiveMismatch)
+    del optimizer
+    return str(error)
+
+
+def test_other_memory_and_other_states_are_errors() -> None:
+    for text in run_ranks(replace, 2):
+        assert text.startswith("parameter number 2 has other memory than ZeroRedundancyOptimizer gave it")
+    for text in run_ranks(load_others, 2):
+        assert "load_state_dict into parameters that the ranks share" in text
+
+
+def step_by_others() -> tuple[str, str, str, float]:
+    """A plain optimizer over shared parameters, one that was replaced, and the one that replaced it."""
+    sharded, optimizer, plain, plain_optimizer = pair("sgd")
+    newer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
+    for model, each in ((sharded, newer), (plain, plain_optimizer)):
+        backward(model, 0)
+        each.step()
+    far = distance(sharded, plain)
+    other = error_of(torch.optim.SGD(sharded.parameters(), lr=0.1).step)
+    late = error_of(optimizer.step)
+    gone = error_of(copy.deepcopy, optimizer)
+    assert all(isinstance(error, ModelError) for error in (other, late, gone))
+    return str(other), str(late), str(gone), far
+
+
+def test_one_optimizer_steps_what_ranks_share() -> None:
+    for other, late, gone, far in run_ranks(step_by_others, 2):
+        assert far <= 1e-12
+        assert other.startswith("SGD.step(): some of its parameters are those of a ZeroRedundancyOptimizer")
+        assert late.startswith("ZeroRedundancyOptimizer.step(): some of its parameters are those of a Zero")
+        assert "cannot be copied or pickled" in gone
+
+
+def load_a_copy() -> float:
+    """What is copied, or pickled, is nobody's business but its owner's."""
+    sharded, optimizer, _, _ = pair("sgd")
+    assert optimizer.world_size == 2
+    twin = copy.deepcopy(sharded.module)
+    if dist.get_rank() == 0:
+        twin.load_state_dict(nn.Module.state_dict(sharded.module))
+        import pickle
+
+        again = pickle.loads(pickle.dumps(sharded.module))
+        again.load_state_dict(twin.state_dict())
+        return distance(again, twin)
+    return 0.0
+
+
+def test_copies_load_alone() -> None:
+    assert run_ranks(load_a_copy, 2) == [0.0, 0.0]
