@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -197,6 +198,18 @@ def step_by_hand(averages: bool = False) -> nn.Module:
     return policy
 
 
+def step_by_optimizer() -> nn.Module:
+    """Gradients past the engine, stepped by torch's optimizer."""
+    model = lockstep.DistributedDataParallel(make_model())
+    parameters, optimizer = list(model.parameters()), sgd(model)
+    for inputs in own_batches():
+        gradients = torch.autograd.grad(model(inputs).square().mean(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return model
+
+
 def reptile() -> nn.Module:
     """Steps towards what an inner loop has made of a copy; no forward pass goes through the engine."""
     model = lockstep.DistributedDataParallel(make_model())
@@ -257,6 +270,72 @@ def test_ranks_that_end_with_different_models_are_an_error(body: Callable[[], nn
         assert error.startswith("ModelError: the 3 ranks end with different models: ")
         assert f"{num} of the {of} tensors of Linear, which DistributedDataParallel wraps, differ" in error
         assert ("such as scale" in error) == (body is own_buffer)
+
+
+def freed(body: Callable[[], nn.Module]) -> None:
+    """The model is local to a function, which has returned when the world is left."""
+    body()
+
+
+def freed_at_other_times(body: Callable[[], nn.Module]) -> None:
+    """The model is part of a cycle, which the garbage collector comes to at another moment on each rank, or never."""
+    model = body()
+    model.itself = [model]  # type: ignore[assignment]
+    del model
+    for step in range(2):
+        if step == dist.get_rank():
+            gc.collect()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("way", [freed, freed_at_other_times])
+@pytest.mark.parametrize("body", [step_by_optimizer, reptile, evolve, call_inner, under_no_sync])
+def test_models_that_are_gone_are_compared(body: Callable[[], nn.Module], way: Callable[..., None]) -> None:
+    for _, error in run_ranks(outcome_of, 3, way, body, init=False):
+        assert "the 3 ranks end with different models: 2 of the 2 tensors of Linear" in error
+
+
+def trained_on() -> nn.Module:
+    """What the engine has trained is trained on, alike, while the engine is garbage: collected soon, late, or never."""
+    net = make_model()
+
+    def first() -> None:
+        model = lockstep.DistributedDataParallel(net)
+        train(model, sgd(model))
+        model.itself = [model]  # type: ignore[assignment]
+
+    first()
+    for step in range(2):
+        if step == dist.get_rank():
+            gc.collect()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(0.5)
+    return net
+
+
+def two_worlds_with_garbage() -> str:
+    """A model of the first world is collected in the second, whose engines have the same numbers."""
+    engines._engines = []
+    gc.disable()
+    with lockstep.init():
+        model = with_lockstep()
+        model.itself = [model]
+    del model
+    with lockstep.init() as world:
+        model = with_lockstep()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+        del model
+        if world.rank == 1:
+            gc.collect()
+    gc.enable()
+    return "no error"
+
+
+def test_garbage_of_an_earlier_world_is_none_of_this_one() -> None:
+    assert run_ranks(two_worlds_with_garbage, 2, init=False) == ["no error"] * 2
 
 
 class WithParts(nn.Module):
@@ -332,7 +411,7 @@ def one_that_is_gone() -> nn.Module | None:
     "body",
     [
         *(parts_of_ranks, own_buffers_on_purpose, models_of_each_rank, rounded, a_copy_on_one_rank, one_that_is_gone),
-        *(attacks, with_lockstep),
+        *(attacks, with_lockstep, trained_on),
     ],
 )
 def test_what_differs_on_purpose_is_no_error(body: Callable[[], Any]) -> None:

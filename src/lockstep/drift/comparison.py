@@ -6,8 +6,13 @@ its own validation found best, that steps past its engine (`torch.autograd.grad`
 ranks that leave say a hash of each engine's model, and raise ModelError if these differ.
 
 [Note: comparison at the end] They meet in the store, not in a collective: a rank that has left already, or has failed,
-must neither hang the others nor make their call a mismatch. Who waits for it in vain says nothing. An engine that is
-not there on a rank any more does not count for it.
+must neither hang the others nor make their call a mismatch. Who waits for it in vain says nothing.
+
+[Note: models of the past] A model that is local to a function is freed when that returns, or when the garbage collector
+comes, which is another moment on each rank. Its engine then keeps the hash, not the model, and how often each parameter
+had been written to: ranks are compared that have written equally often, since whatever holds the same parameters
+may have trained them on. Where no write was counted (`parameter.data.sub_`) nobody knows, and nothing is said. Nor of
+an engine that one rank has never made.
 
 [Note: rounding at the end] On processors of different kinds, or with other numbers of threads, ranks may end with
 values that differ in the last bits. So ranks whose hashes differ also say, for each tensor, the sum of its values with
@@ -20,7 +25,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +37,12 @@ from lockstep.comm.backend import nonce_of
 from lockstep.comm.group_nonce import agree_on_nonce
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.group_stores import store_of
-from lockstep.drift.engines import engines
+from lockstep.drift.engines import AveragingModule, engines, num_writes
 from lockstep.errors import ModelError
-from lockstep.world import World
+from lockstep.torch_private.groups import is_registered
+from lockstep.world import World, current_world
 
-__all__ = ["compare_engines", "digest"]
+__all__ = ["compare_engines", "digest", "note_end"]
 
 # How long a rank waits at its end for what the others have to say; the last one may still be saving what it has.
 _PATIENCE_S = 30.0
@@ -49,7 +58,36 @@ _ADVICE = (
     "module._ddp_params_and_buffers_to_ignore, broadcast_buffers=False; or is not wrapped in DistributedDataParallel"
 )
 
+_CHUNK = 1 << 18  # values that get signs at a time
+
 Summary = dict[str, Any]  # of each engine, by its group and number
+Projection = dict[str, list[float]]  # of each tensor: the sum of its values with signs, how far rounding may take it
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What this rank knows of an engine's model.
+
+    Attributes:
+        kind: its class.
+        hash: of all tensors that ranks have alike.
+        num_writes: to its parameters since the engine was made, summed.
+        is_there: whether it still exists.
+        projection: of one that does not.
+    """
+
+    kind: str
+    hash: str
+    num_writes: int
+    is_there: bool
+    projection: Projection | None
+
+    def said(self) -> list[object]:
+        """What other ranks are told."""
+        return [self.is_there, self.num_writes, self.hash]
+
+
+_past: weakref.WeakKeyDictionary[World, dict[str, _Model]] = weakref.WeakKeyDictionary()
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -65,6 +103,21 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return state.hexdigest()
 
 
+def note_end(engine: AveragingModule) -> None:
+    """An engine is about to be freed: keep what its model is compared by. Local; see [Note: models of the past].
+
+    Args:
+        engine: may be one whose construction has failed.
+    """
+    world = None if sys.is_finalizing() else current_world()
+    if world is None or not _is_compared(engine) or num_writes(engine) == 0:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # a copy to the host would break the capture
+    past = _past.setdefault(world, {})
+    past[_key_of(engine)] = _describe(engine, is_there=False, projection=_project(engine.tensors_alike()))
+
+
 def compare_engines(world: World) -> None:
     """Raise if the ranks hold different models in one of their engines. See [Note: comparison at the end].
 
@@ -74,52 +127,90 @@ def compare_engines(world: World) -> None:
     Raises:
         ModelError: they do; names a tensor that differs.
     """
-    own = {f"{each.process_group.group_name}/{each.number}": each for each in engines() if each.number >= 0}
-    models = {key: each.tensors_alike() for key, each in own.items() if each.process_group.size() > 1}
-    if world.world_size == 1 or not models:
+    there = {_key_of(each): each for each in engines() if _is_compared(each)}
+    own = _past.pop(world, {}) | {key: _describe(each, is_there=True) for key, each in there.items()}
+    if world.world_size == 1 or not own:
         return
     store = _Meeting(world)
-    hashes = store.exchange("hashes", {key: digest(tensors.values()) for key, tensors in models.items()}, str)
-    differing = sorted({key for one in hashes for key in one if len({each[key] for each in hashes if key in each}) > 1})
+    said = store.exchange("models", {key: each.said() for key, each in own.items()}, _is_said)
+    # All of those that have said something come to the same; one that lacks an engine says nothing of it.
+    differing = {key: teams for key in sorted(set().union(*said)) if (teams := _find_differing(key, said))}
+    found: dict[str, list[str]] = {}
     if differing:
-        # All of those that have said something come to the same; one that lacks an engine says nothing of it.
-        about = store.exchange("values", {key: _about(models[key]) for key in differing if key in models}, dict)
-        for key in differing:
-            found = _find_apart([one[key] for one in about if key in one])
-            if found and key in models:
-                store.leave()
-                raise ModelError(
-                    f"the {world.world_size} ranks end with different models: {len(found)} of the {len(models[key])} "
-                    f"tensors of {type(own[key].module).__name__}, which DistributedDataParallel wraps, differ between "
-                    f"ranks, such as {found[0]}. {_ADVICE}"
-                )
+        values = {key: own[key].projection or _project(there[key].tensors_alike()) for key in differing if key in own}
+        about = store.exchange("values", values, _is_projection)
+        found = {key: _find_apart(differing[key], [one.get(key, {}) for one in about]) for key in values if about}
     store.leave()
+    for key, names in found.items():
+        if names:
+            raise ModelError(
+                f"the {world.world_size} ranks end with different models: {len(names)} of the {len(values[key])} "
+                f"tensors of {own[key].kind}, which DistributedDataParallel wraps, differ between ranks, such as "
+                f"{names[0]}. {_ADVICE}"
+            )
 
 
-def _about(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+def _is_compared(engine: AveragingModule) -> bool:
+    """Whether other ranks of this world have made the same engine."""
+    if vars(engine).get("number", -1) < 0 or engine.process_group.size() == 1:
+        return False
+    return is_registered(engine.process_group)  # else it is of an earlier world
+
+
+def _key_of(engine: AveragingModule) -> str:
+    return f"{engine.process_group.group_name}/{engine.number}"
+
+
+def _describe(engine: AveragingModule, is_there: bool, projection: Projection | None = None) -> _Model:
+    hash_ = digest(engine.tensors_alike().values())
+    return _Model(type(engine.module).__name__, hash_, num_writes(engine), is_there, projection)
+
+
+def _find_differing(key: str, said: Sequence[Summary]) -> list[list[int]]:
+    """The ranks that are compared with each other, and whose hashes differ. See [Note: models of the past].
+
+    Args:
+        key: of an engine.
+        said: by each rank, of its engines.
+    """
+    teams: dict[object, list[int]] = {}
+    are_there = all(one[key][0] for one in said if key in one)
+    for rank, one in enumerate(said):
+        if key in one:
+            teams.setdefault(None if are_there else one[key][1], []).append(rank)
+    return [team for team in teams.values() if len({said[rank][key][2] for rank in team}) > 1]
+
+
+def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
     """Of each tensor the sum of its values with signs at random, and how far rounding may take it. Local."""
     generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(2, (_CHUNK,), generator=generator, device="cpu").double() * 2 - 1
     found = {}
     for name, tensor in tensors.items():
         values = tensor.detach()
-        values = (values.coalesce().to_dense() if values.is_sparse else values).reshape(-1).cpu()
+        values = (values.coalesce().to_dense() if values.is_sparse else values).reshape(-1)
         eps = torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0.0
-        values = (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).double()
-        signs = torch.randint(2, values.shape, generator=generator, device="cpu") * 2 - 1
-        share = min(_ROUNDING * eps, _MOST_ROUNDING)
-        found[name] = [float((values * signs).sum()), float(values.norm()) * share]
+        values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
+        total = square = 0.0
+        for chunk in torch.split(values, _CHUNK):  # so that a large tensor is never there a second time
+            part = chunk.cpu().double()
+            sign = int(torch.randint(2, (), generator=generator, device="cpu")) * 2 - 1
+            total += sign * float(part @ signs[: len(part)])
+            square += float(part @ part)
+        found[name] = [total, square**0.5 * min(_ROUNDING * eps, _MOST_ROUNDING)]
     return found
 
 
-def _find_apart(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> list[str]:
+def _find_apart(teams: Sequence[Sequence[int]], by_rank: Sequence[Projection]) -> list[str]:
     """The tensors that are farther apart than rounding, the farthest first. Those of a name of all ranks count."""
-    distances = {}
-    for name in by_rank[0] if by_rank else ():
-        entries = [one[name] for one in by_rank if name in one]
-        sums = [total for total, _ in entries]
-        distance, bound = max(sums) - min(sums), max(bound for _, bound in entries)
-        if not distance <= bound:  # nor where it is nan
-            distances[name] = distance / bound if bound else float("inf")
+    distances: dict[str, float] = {}
+    for team in teams:
+        for name in by_rank[team[0]]:
+            entries = [by_rank[rank][name] for rank in team if name in by_rank[rank]]
+            sums = [total for total, _ in entries]
+            distance, bound = max(sums) - min(sums), max(bound for _, bound in entries)
+            if not distance <= bound:  # nor where it is nan
+                distances[name] = max(distance / bound if bound else float("inf"), distances.get(name, 0.0))
     return sorted(distances, key=lambda name: -distances[name])
 
 
@@ -141,14 +232,14 @@ class _Meeting:
                 store = store_of(group, "drift", nonce)
             self._store = store
 
-    def exchange(self, topic: str, own: Summary, kind: type) -> list[Summary]:
+    def exchange(self, topic: str, own: Summary, is_known: Callable[[Any], bool]) -> list[Summary]:
         """What each rank says; nothing where one of them says nothing soon, or what no rank says. Collective."""
         if self._store is None:
             return []
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
             said = self._store.share(topic, self._rank, self._world_size, json.dumps(own), _PATIENCE_S)
             if said is not None:
-                return [_read_summary(one, kind) for one in said]
+                return [_read_summary(one, is_known) for one in said]
         self._store = None  # a rank is not there any more, or has taken the store with it
         return []
 
@@ -163,7 +254,7 @@ class _Meeting:
                 self._store.set(f"has read {self._rank}", "")
 
 
-def _read_summary(text: str, kind: type) -> Summary:
+def _read_summary(text: str, is_known: Callable[[Any], bool]) -> Summary:
     """What a rank said, if it has the form that `compare_engines` gives it.
 
     Raises:
@@ -173,10 +264,15 @@ def _read_summary(text: str, kind: type) -> Summary:
         summary = json.loads(text)
     except RecursionError:
         raise ValueError("no summary") from None
-    is_known = isinstance(summary, dict) and all(isinstance(each, kind) for each in summary.values())
-    if is_known and kind is dict:
-        pairs = [pair for each in summary.values() for pair in each.values()]
-        is_known = all(isinstance(pair, list) and list(map(type, pair)) == [float, float] for pair in pairs)
-    if not is_known:
+    if not isinstance(summary, dict) or not all(map(is_known, summary.values())):
         raise ValueError("no summary")
-    return dict(summary)
+    return summary
+
+
+def _is_said(value: Any) -> bool:
+    return isinstance(value, list) and list(map(type, value)) == [bool, int, str]
+
+
+def _is_projection(value: Any) -> bool:
+    pairs = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(pair, list) and list(map(type, pair)) == [float, float] for pair in pairs)

@@ -2,7 +2,7 @@
 
 [Note: engines that are gone] An engine that is part of a reference cycle lives until the garbage collector comes, which
 is another moment on each rank. So nobody may make a collective because of an engine that is merely still there: only
-its own passes do, and what ranks say of it when the world is left counts for those that have it.
+its own passes do. What ranks say of it when the world is left is said in `comparison.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["AveragingModule", "engines", "is_engine", "note_engine", "parameters_of"]
+from lockstep.torch_private.autograd import version_of
+
+__all__ = ["AveragingModule", "engines", "is_engine", "note_engine", "num_writes", "parameters_of"]
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -46,6 +48,7 @@ class AveragingModule(Protocol):
         """What must be the same on all ranks when training is over, by name. Local."""
 
 
+_WRITES_BEFORE = "_writes_before"  # to the parameters, before the engine was made: an attribute of it
 # A new list with each engine, in which the dead ones stay until the next: every step reads it, sooner than a WeakSet.
 _engines: list[weakref.ref[Any]] = []
 _engines_lock = threading.Lock()  # ranks may be threads
@@ -54,6 +57,8 @@ _engines_lock = threading.Lock()  # ranks may be threads
 def note_engine(engine: AveragingModule) -> None:
     """This engine averages the gradients of its module's parameters. Local."""
     global _engines
+    vars(engine)[_WRITES_BEFORE] = 0
+    vars(engine)[_WRITES_BEFORE] = num_writes(engine)
     with _engines_lock:
         _engines = [*(each for each in _engines if each() not in (None, engine)), weakref.ref(engine)]
 
@@ -66,6 +71,12 @@ def is_engine(module: torch.nn.Module) -> bool:
 def engines() -> list[Any]:
     """All engines of this process. Local."""
     return [engine for each in _engines if (engine := each()) is not None]
+
+
+def num_writes(engine: AveragingModule) -> int:
+    """How often parameters of its model were written to in place since the engine was made, summed. Local."""
+    parameters = (each for each in engine.module.parameters() if not each.is_inference())
+    return sum(map(version_of, parameters)) - int(vars(engine).get(_WRITES_BEFORE, 0))
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
+from lockstep.drift.comparison import note_end
 from lockstep.drift.engines import is_engine
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
 from lockstep.log import get_logger, warn_once
@@ -345,5 +346,6 @@ class PassesForTorchs(nn.Module):
         reducer: refuses what they ask of it.
     """
 
+    __del__ = note_end  # an engine's model is compared with those of other ranks
     require_forward_param_sync = True
     reducer = _Reducer()
