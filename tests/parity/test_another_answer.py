@@ -211,21 +211,45 @@ def test_hooks_that_are_not_linear() -> None:
     assert_same(another_answers.clamped)
 
 
-def penalised(site: Site, drop_last: bool) -> None:
-    model = site.wrap(Net())
-    optimizer = sgd(model)
-    for x, y in site.loader(pairs(23), 6, drop_last=drop_last):
-        optimizer.zero_grad()
-        x.requires_grad_()
-        output = model(x)
+class Penalised(nn.Module):
+    """Returns a penalty of each sample beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        output = self.net(x)
         (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        (loss_of(output, y) + gradient.square().sum(1).mean()).backward()
+        return output, (gradient.norm(dim=1) - 1) ** 2
+
+
+def penalised(site: Site, in_forward: bool) -> None:
+    model = site.wrap(Penalised() if in_forward else Net())
+    optimizer = sgd(model)
+    for x, y in site.loader(pairs(23), 6):
+        optimizer.zero_grad()
+        if in_forward:
+            output, penalty = model(x)
+        else:
+            x.requires_grad_()
+            output = model(x)
+            (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            penalty = (gradient.norm(dim=1) - 1) ** 2
+        (loss_of(output, y) + penalty.mean()).backward()
         optimizer.step()
 
 
 def test_terms_that_do_not_come_by_the_outputs() -> None:
-    assert_refused(functools.partial(penalised, drop_last=False), "create_graph=True")
-    assert_same(functools.partial(penalised, drop_last=True))
+    assert_refused(functools.partial(penalised, in_forward=False), "create_graph=True")
+    for world_size in (2, 3):
+        assert_same(functools.partial(penalised, in_forward=True), world_size)
+
+
+def test_mixup() -> None:
+    for world_size in (2, 3):
+        assert_same(another_answers.mixed_up, world_size)
 
 
 # ---- layers -------------------------------------------------------------------------------------------

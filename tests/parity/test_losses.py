@@ -529,7 +529,7 @@ def test_a_global_loss_with_a_filler_is_an_error() -> None:
     outcomes = run_ranks(hand_over_a_filler, 2, expect_errors=True)
     assert outcomes[0] is None
     assert "holds a filler" in str(outcomes[1])
-    assert "drop_last=True" in str(outcomes[1])
+    assert "lockstep.is_filler" in str(outcomes[1])
 
 
 @pytest.mark.parametrize("function", [lambda x: lockstep.mean(x, 1), lockstep.sum, lockstep.global_loss])

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
+from torch.utils.data import Dataset
 
 import lockstep
 
@@ -68,7 +69,7 @@ class Net(nn.Module):
         return self.out(torch.tanh(self.hidden(inputs)))
 
 
-class Rows(torch.utils.data.Dataset[Any]):
+class Rows(Dataset[Any]):
     """Samples in the form that `shape` gives them, of (x, y, index)."""
 
     def __init__(self, count: int, shape: Callable[[Tensor, Tensor, int], Any], seed: int = 0) -> None:
@@ -239,6 +240,33 @@ def drawn(site: Site) -> None:
     train(site.loader(dataset, 6, collate_fn=collate), site.wrap(Net()))
 
 
+class Mixup(Dataset[Any]):
+    """As docs/same-answer.md prints it."""
+
+    def __init__(self, dataset: Dataset[Any], alpha: float) -> None:
+        self.dataset, self.beta = dataset, torch.distributions.Beta(alpha, alpha)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        share = self.beta.sample()
+        (x, y), (x2, y2) = self.dataset[index], self.dataset[int(torch.randint(len(self), ()))]
+        return share * x + (1 - share) * x2, share * y + (1 - share) * y2
+
+
+def mixed_up(site: Site) -> None:
+    """Mixup of the samples of a rank, by a share that each rank draws; heeded, of each sample, in the dataset."""
+    dataset: Dataset[Any] = pairs(23)
+    batches = site.loader(Mixup(dataset, 0.4) if site.heeds else dataset, 6)
+
+    def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        share, order = torch.rand(()), torch.randperm(len(x))
+        return share * x + (1 - share) * x[order], share * y + (1 - share) * y[order]
+
+    train(batches if site.heeds else (mixed(x, y) for x, y in batches), site.wrap(Net()))
+
+
 # ---- the loop -----------------------------------------------------------------------------------------
 
 
@@ -367,6 +395,7 @@ ANOTHER_ANSWERS: dict[str, tuple[Row, str]] = {
     "ready_made": (ready_made, "gradients"),
     "padded": (padded, "outputs"),
     "drawn": (drawn, "samples"),
+    "mixed_up": (mixed_up, "inputs"),
     "by_hand": (by_hand, "gradients"),
     "cut_short": (cut_short, "gradients"),
     "beside": (beside, "gradients"),

@@ -20,6 +20,7 @@ they take off this rank's gradient by w_r again.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -309,8 +310,7 @@ def _rows_of(values: Tensor) -> _Rows:
     if fillers and len(fillers) < len(found):
         raise InputError(
             "SyncBatchNorm: cannot tell whether this rank's rows are a filler, which must not count: the loop fetches "
-            "batches ahead, or has several loaders at work. Wrap the network by lockstep.DistributedDataParallel, or "
-            "pass drop_last=True to the loaders"
+            "batches ahead, or has several loaders at work. Wrap the network by lockstep.DistributedDataParallel"
         )
     return _Rows(not fillers, None)
 
@@ -445,20 +445,28 @@ def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, varianc
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words
 
 
-def explain_forward_error(error: ValueError, world_size: int, share: BatchShare | None) -> ValueError:
-    """The error to raise in place of one that the model raised: with a remedy, or itself. Local.
+def explain_forward_error(error: Exception, world_size: int, share: BatchShare | None) -> Exception:
+    """The error to raise in place of one that the model raised: with a remedy, or itself, maybe with a note. Local.
 
     Args:
         error: what the forward pass raised.
         world_size: ranks of the engine.
         share: what this rank holds of the batch; None where nobody knows.
     """
-    if world_size == 1 or _ONE_VALUE not in str(error):
+    if world_size == 1:
         return error
-    held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
-    return InputError(
-        f"rank {dist.get_rank()} had {held} of this batch, and batch normalization needs more than one value per "
-        f"channel on each of the {world_size} ranks: {error}. Normalize over the batch of all ranks, with model = "
-        "lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model), or leave small last batches out "
-        "(drop_last=True in the loader)"
-    )
+    if _ONE_VALUE in str(error):
+        held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
+        return InputError(
+            f"rank {dist.get_rank()} had {held} of this batch, and batch normalization needs more than one value per "
+            f"channel on each of the {world_size} ranks: {error}. Normalize over the batch of all ranks, with model = "
+            "lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model)"
+        )
+    # Where torch names the size of the global batch, the script may have made a tensor of it: zeros(1, BATCH, hidden).
+    if share is not None and str(share.global_samples) in re.findall(r"\d+", str(error)):
+        note = (
+            f"rank {dist.get_rank()} holds {share.local_samples} of the {share.global_samples} samples of this batch. "
+            f"If that is the {share.global_samples} above, make the tensor for as many rows as the input has: x.size(0)"
+        )
+        error.__notes__ = [*getattr(error, "__notes__", []), note]
+    return error

@@ -312,7 +312,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         with profiler_range("lockstep.DistributedDataParallel.forward"), batch.active(forward.feed.share, forward):
             try:
                 output = self.module(*inputs, **kwargs)
-            except ValueError as error:
+            except (RuntimeError, ValueError) as error:
                 explained = explain_forward_error(error, self._world_size, forward.feed.share)
                 if explained is error:
                     raise

@@ -145,7 +145,7 @@ class ForwardPass:
             raise ModelError(
                 "a gradient with a graph of its own (create_graph=True, as for a gradient penalty), of a batch that "
                 "the ranks do not divide: what a loss makes of it would count once for each rank, not for each "
-                "sample. Give the loader drop_last=True and a batch size that the ranks divide"
+                "sample. Compute the gradient in forward(), and return the term for each sample"
             )
 
     def enter(self, inputs: Any) -> Any:

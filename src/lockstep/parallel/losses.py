@@ -167,7 +167,7 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     if origin.is_filler:
         raise InputError(
             "global_loss: this rank holds a filler, which repeats a sample of another rank, and was counted with the "
-            "others. Pass drop_last=True to the DataLoader, or leave fillers out of the count (lockstep.is_filler)"
+            "others. Leave fillers out of the count (lockstep.is_filler)"
         )
     return _Rescale.of(loss, loss.detach(), None, origin.factor / origin.world_size, False)
 
@@ -288,8 +288,7 @@ def _is_filler(name: str, loss: Tensor) -> bool:
     if fillers and len(fillers) < len(found):
         raise InputError(
             f"{name}: cannot tell whether this is of a filler, which must not count: the loop fetches batches ahead, "
-            "or has several loaders at work. Hand it a tensor with a graph from lockstep.DistributedDataParallel, or "
-            "pass drop_last=True"
+            "or has several loaders at work. Hand it a tensor with a graph from lockstep.DistributedDataParallel"
         )
     return bool(fillers)
 

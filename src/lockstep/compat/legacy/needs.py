@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-import traceback
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from lockstep.compat.legacy.signs import OLD_FILE_URL, has_untyped_full, signs_in
+from lockstep.compat.legacy.signs import OLD_FILE_URL, signs_in
 from lockstep.compat.legacy.sources import locate_target, nearest_first, parse
-from lockstep.frames import is_library_file, library_folders
 
 __all__ = ["CHANGES", "HINTS", "SAID_AT_USE", "find_needs", "hint_for"]
 
@@ -41,8 +39,8 @@ CHANGES: Mapping[str, str] = MappingProxyType(
         "load": "torch.load takes argparse.Namespace and numpy's numbers",
     }
 )
-"""Every change, by the name under which launchers hand it to ranks, and what it does, for messages. No text asks for
-"full", which changes calls that torch takes too."""
+"""Every change, by the name under which launchers hand it to ranks, and what it does, for messages. No text and no
+error asks for "full", which changes calls that torch takes too: where integers came from, no error tells."""
 
 SAID_AT_USE = frozenset({"init_process_group", "batch_size", "sampler", "verbose", "load"})
 """Changes of which the text shows only that a call may need them; whether it did, the call shows."""
@@ -63,7 +61,6 @@ HINTS: tuple[tuple[str, str, str], ...] = (
     ("sampler", "TypeError", r"object\.__init__\(\) takes exactly one argument|Sampler\.__init__\(\) takes 1 pos"),
     ("eq", "RuntimeError", r"view size is not compatible with input tensor's size and stride"),
     ("verbose", "TypeError", r"__init__\(\) got an unexpected keyword argument 'verbose'"),
-    ("full", "RuntimeError", r"dtype Long but expected|desired output type Long|Long and Float|Float and Long"),
     ("load", r".*UnpicklingError", r"(?s)Weights only load failed.*(argparse\.Namespace|numpy)"),
     ("init_process_group", "ValueError|RuntimeError", r"[Bb]ackend\W.*\btcp\b"),
 )
@@ -113,13 +110,5 @@ def hint_for(error: BaseException) -> str | None:
     text = str(error)
     for name, kind, pattern in HINTS:
         if any(re.fullmatch(kind, each) for each in kinds) and re.search(pattern, text):
-            return name if name != "full" or _fills_with_whole_numbers(error) else None
+            return name
     return None
-
-
-def _fills_with_whole_numbers(error: BaseException) -> bool:
-    """Whether a file that the error came through may have made its integers by `torch.full`."""
-    folders = library_folders()
-    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
-    trees = [parse(file) for file in files if not is_library_file(file, folders)]
-    return any(tree is not None and has_untyped_full(tree) for tree in trees)

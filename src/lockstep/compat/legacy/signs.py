@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lockstep.compat.legacy.sources import docstrings, dotted_name, keyword_of, name_of
 
-__all__ = ["OLD_FILE_URL", "Signs", "has_untyped_full", "signs_in"]
+__all__ = ["OLD_FILE_URL", "Signs", "signs_in"]
 
 OLD_FILE_URL = re.compile(r"file://[^/?]+(\?.*)?")
 """A place to meet that names no folder."""
@@ -221,14 +221,6 @@ def _bare_loads(_: list[ast.AST], calls: list[ast.Call]) -> _Found:
     for call in calls:
         if dotted_name(call.func) == "torch.load" and keyword_of(call, "weights_only") is None:
             yield "load", call.lineno
-
-
-def has_untyped_full(tree: ast.Module) -> bool:
-    """Whether a file calls `torch.full` so that the value alone decides whether the result is of floats. Pure."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and dotted_name(node.func) == "torch.full"]
-    untyped = [call for call in calls if keyword_of(call, "dtype") is None and keyword_of(call, "out") is None]
-    fills = [call.args[1] if len(call.args) > 1 else keyword_of(call, "fill_value") for call in untyped]
-    return any(fill is not None and not _is_float(fill) for fill in fills)
 
 
 def _samplers_with_data(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:

@@ -241,7 +241,7 @@ def _padded(step: StepOfJob, samples: Samples, measured: str) -> Difference:
         "padded",
         measured,
         f"{_of(samples.extra, 'sample')} came twice: the last batch was filled up so that all ranks get equally many",
-        "leave the last batch out (drop_last=True), or use lockstep.DataLoader, which splits it without filling up",
+        "use lockstep.DataLoader, which splits the last batch without filling it up",
     )
 
 
