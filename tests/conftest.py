@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from warm_launcher import WarmLauncher
 
 from lockstep.testing import limit_s
 
@@ -34,6 +35,14 @@ def signals_are_not_ignored() -> Iterator[None]:
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmLauncher]:
+    """Starts commands in processes that are forked from one that has imported torch."""
+    launcher = WarmLauncher()
+    yield launcher
+    launcher.close()
 
 
 @pytest.fixture

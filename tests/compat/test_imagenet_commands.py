@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_launcher import WarmLauncher
 
 from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
 from lockstep.testing import limit_s
@@ -60,6 +61,13 @@ def end(*started: subprocess.Popen[str]) -> list[str]:
     return written
 
 
+def run_warm(warm: WarmLauncher, folder: Path, *words: str) -> str:
+    """What a command wrote, whose processes are forked, once it has ended well. Others here start anew."""
+    done = warm.run(*words, folder=folder, timeout_s=limit_s(150))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def result(folder: Path) -> dict[str, Any]:
     (metrics,) = (folder / "runs").glob("imagenet*/metrics.jsonl")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -100,12 +108,12 @@ REFERENCE = (
 
 
 @pytest.mark.parametrize("rehearses", [False, True])
-def test_all_options_of_the_reference_example_in_one_run(folder: Path, rehearses: bool) -> None:
+def test_all_options_of_the_reference_example_in_one_run(warm: WarmLauncher, folder: Path, rehearses: bool) -> None:
     """Those that a training run takes together; `--resume ''` is the default there."""
     words = [*REFERENCE.split(), "--resume", "", "--size", "32", "--out", "runs", "images"]
     if rehearses:
         command = ["rehearse", "--nproc", "2", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet"]
-        (text,) = end(start(folder, *command, *words))
+        text = run_warm(warm, folder, *command, *words)
         assert "nothing found in lockstep.recipes.imagenet on 2 ranks" in text
     else:
         (text,) = end(start(folder, *PROGRAM, "--nproc", "2", "--no-accel", *words))
@@ -144,10 +152,10 @@ def test_two_nodes_rehearsed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["horovod", "apex"])
-def test_by_the_shims(folder: Path, strategy: str) -> None:
+def test_by_the_shims(warm: WarmLauncher, folder: Path, strategy: str) -> None:
     """The ranks that `lockstep train` starts import Horovod and Apex by their own names."""
     words = ("--nproc", "2", "--strategy", strategy, "-a", "tiny", "images", *LITTLE)
-    (text,) = end(start(folder, *PROGRAM, *words))
+    text = run_warm(warm, folder, *PROGRAM, *words)
     assert result(folder)["strategy"] == strategy
     assert f"import {strategy}" in text, "the notice of the shim"
 
@@ -199,12 +207,12 @@ def test_ranks_that_are_told_who_they_are(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "start_as"), [("dp", "once"), ("horovod", "ranks"), ("apex", "ranks")])
-def test_rehearsed_strategies(folder: Path, strategy: str, start_as: str) -> None:
+def test_rehearsed_strategies(warm: WarmLauncher, folder: Path, strategy: str, start_as: str) -> None:
     """What would stay in host memory on a machine with GPUs is an error in a rehearsal."""
     words = ("rehearse", "--nproc", "2", "--start", start_as, "--strict", "-m", "lockstep.recipes.imagenet")
     options = ("-a", "tiny-bn", "--skip-broken", "--channels-last", "--strategy", strategy)
     sync = () if strategy == "dp" else ("--sync-bn",)
-    (text,) = end(start(folder, *words, *options, *sync, "images", *LITTLE))
+    text = run_warm(warm, folder, *words, *options, *sync, "images", *LITTLE)
     assert "nothing found in lockstep.recipes.imagenet" in text
     assert (result(folder)["strategy"], result(folder)["backend"]) == (strategy, "nccl")
 

@@ -6,8 +6,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Sampler
+from warm_launcher import WarmLauncher
 
 from lockstep.testing import limit_s
 from lockstep.tools.rehearse.findings import KINDS
@@ -41,10 +40,11 @@ class Rehearsed:
         return {(one["id"], one["line"]) for one in self.report["findings"]}
 
 
-def rehearse(tmp_path: Path, *words: str) -> Rehearsed:
+def rehearse(warm: WarmLauncher, tmp_path: Path, *words: str) -> Rehearsed:
+    """Of processes that are forked; those of tests/compat/test_imagenet_commands.py start anew."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "lockstep", "rehearse", "--format", "json", "--output", str(report), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(120), cwd=tmp_path)
+    words = ("rehearse", "--format", "json", "--output", str(report), *words)
+    done = warm.run(*words, folder=tmp_path, timeout_s=limit_s(120))
     output = done.stdout + done.stderr
     assert report.exists(), output
     return Rehearsed(done.returncode, output, json.loads(report.read_text()))
@@ -68,9 +68,9 @@ def test_every_kind_has_a_program_and_a_row_in_the_manual() -> None:
     assert rows == [(kind.id, kind.title, kind.fix) for kind in KINDS.values()]
 
 
-def test_faults_of_training_are_found_at_their_lines(tmp_path: Path) -> None:
+def test_faults_of_training_are_found_at_their_lines(warm: WarmLauncher, tmp_path: Path) -> None:
     done = rehearse(
-        tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / "faulty_training.py"), "--checkpoint", "state.pt"
+        warm, tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / "faulty_training.py"), "--checkpoint", "state.pt"
     )
     assert done.found == marked("faulty_training.py"), done.output
     assert done.code == 1  # the script itself went well
@@ -80,23 +80,23 @@ def test_faults_of_training_are_found_at_their_lines(tmp_path: Path) -> None:
     assert unused["called_from"][0]["function"] == "main"  # who threw the value away
 
 
-def test_nothing_is_found_in_what_is_right(tmp_path: Path) -> None:
+def test_nothing_is_found_in_what_is_right(warm: WarmLauncher, tmp_path: Path) -> None:
     done = rehearse(
-        tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / "clean_training.py"), "--checkpoint", "state.pt"
+        warm, tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / "clean_training.py"), "--checkpoint", "state.pt"
     )
     assert done.report["findings"] == []
     assert done.code == 0, done.output
     assert "nothing found" in done.output
 
 
-def test_wrong_identities_are_found(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_identity.py"))
+def test_wrong_identities_are_found(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_identity.py"))
     assert done.found == marked("faulty_identity.py"), done.output
     assert done.code == 0  # not strict
 
 
-def test_a_second_node_shows_what_a_global_rank_does(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "faulty_identity.py"))
+def test_a_second_node_shows_what_a_global_rank_does(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "faulty_identity.py"))
     assert done.code == 1
     assert "cuda:1 is asked for, but this node has 1 device(s)" in done.output
     assert ("shared-gpu", 12) not in done.found  # one rank on each node
@@ -104,50 +104,50 @@ def test_a_second_node_shows_what_a_global_rank_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("which", "kind"), [("rank", "rank-only-collective"), ("data", "branch-dependent-collective")])
-def test_ranks_that_part_are_found_instead_of_a_hang(tmp_path: Path, which: str, kind: str) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_branches.py"), which)
+def test_ranks_that_part_are_found_instead_of_a_hang(warm: WarmLauncher, tmp_path: Path, which: str, kind: str) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_branches.py"), which)
     assert done.code == 1
     assert done.found == {(found, line) for found, line in marked("faulty_branches.py") if found == kind}, done.output
 
 
-def test_a_collective_that_one_rank_leaves_out_on_a_row_of_a_mesh_is_found(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "4", str(PROGRAMS / "faulty_mesh.py"))
+def test_a_collective_that_one_rank_leaves_out_on_a_row_of_a_mesh_is_found(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "4", str(PROGRAMS / "faulty_mesh.py"))
     assert done.code == 1
     assert done.found == marked("faulty_mesh.py"), done.output
     (finding,) = done.report["findings"]
     assert finding["what"] == "rank 2 called all_reduce(float32[1], SUM), but rank 3 came to no further collective"
 
 
-def test_the_number_of_slurm_tasks_is_not_the_number_of_ranks(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_slurm.py"))
+def test_the_number_of_slurm_tasks_is_not_the_number_of_ranks(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_slurm.py"))
     assert done.code == 1
     assert done.found == marked("faulty_slurm.py"), done.output
 
 
-def test_what_a_script_sees_of_cuda(tmp_path: Path) -> None:
+def test_what_a_script_sees_of_cuda(warm: WarmLauncher, tmp_path: Path) -> None:
     words = ("--nproc", "2", "--start", "once", "--memory", "64MiB")
-    done = rehearse(tmp_path, *words, str(PROGRAMS / "stand_ins.py"))
+    done = rehearse(warm, tmp_path, *words, str(PROGRAMS / "stand_ins.py"))
     assert done.code == 0, done.output
     assert "all of it holds" in done.output
     assert {one["id"] for one in done.report["findings"]} == set()
 
 
-def test_meshes_and_what_is_sharded_over_them(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "sharded.py"))
+def test_meshes_and_what_is_sharded_over_them(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", str(PROGRAMS / "sharded.py"))
     assert done.code == 0, done.output
     assert done.output.count("all of it holds") == 2
     assert (done.report["ranks"], done.report["findings"]) == (2, [])  # the mesh has joined the group
 
 
-def test_apex_casts_as_on_a_gpu(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "1", str(PROGRAMS / "apex_casts.py"))
+def test_apex_casts_as_on_a_gpu(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "1", str(PROGRAMS / "apex_casts.py"))
     assert done.code == 0, done.output
     assert "all of it holds" in done.output
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="a known gap with torch 2.6: docs/rehearse.md")
-def test_children_that_fail_are_found(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "1", str(PROGRAMS / "faulty_children.py"))
+def test_children_that_fail_are_found(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "1", str(PROGRAMS / "faulty_children.py"))
     assert done.found == marked("faulty_children.py"), done.output
     assert (done.code, done.report["exit_code"]) == (1, 0), done.output  # not strict
     assert "Process-2, which ran work, exited with code 1; Process-3" in done.report["findings"][0]["what"]
@@ -155,51 +155,51 @@ def test_children_that_fail_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["horovod_sgd.py", "distributed_sgd.py", "apex_amp.py"])
-def test_nothing_is_found_in_the_examples(tmp_path: Path, name: str) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", "--strict", str(ROOT / "examples" / name))
+def test_nothing_is_found_in_the_examples(warm: WarmLauncher, tmp_path: Path, name: str) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", "--strict", str(ROOT / "examples" / name))
     assert (done.report["findings"], done.code) == ([], 0), done.output
 
 
-def test_evaluation_that_no_rank_shares_and_values_that_no_caller_uses(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "faulty_evaluation.py"))
+def test_evaluation_that_no_rank_shares_and_values_that_no_caller_uses(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "faulty_evaluation.py"))
     assert done.found == marked("faulty_evaluation.py"), done.output
     # train() uses what the same line reduces.
     unused = [one for one in done.report["findings"] if one["id"] == "reduced-value-unused"]
     assert [one["called_from"][0]["function"] for one in unused] == ["validate", "count"]
 
 
-def test_gpus_of_a_node_taken_for_those_of_the_job(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_worlds.py"))
+def test_gpus_of_a_node_taken_for_those_of_the_job(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_worlds.py"))
     assert (done.found, done.code) == (marked("faulty_worlds.py"), 0), done.output
 
 
-def test_gpus_of_a_node_where_ranks_are_more(tmp_path: Path) -> None:
+def test_gpus_of_a_node_where_ranks_are_more(warm: WarmLauncher, tmp_path: Path) -> None:
     """The division by 2, which makes no mean of 4 ranks."""
-    done = rehearse(tmp_path, "--nproc", "4", "--gpus", "2", str(PROGRAMS / "faulty_divisor.py"))
+    done = rehearse(warm, tmp_path, "--nproc", "4", "--gpus", "2", str(PROGRAMS / "faulty_divisor.py"))
     assert (done.found, done.code) == (marked("faulty_divisor.py"), 0), done.output
 
 
-def test_ranks_that_two_nodes_start_for_one_group_are_judged_together(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nodes", "2", "--nproc", "2", str(PROGRAMS / "faulty_spawn_nodes.py"))
+def test_ranks_that_two_nodes_start_for_one_group_are_judged_together(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "2", str(PROGRAMS / "faulty_spawn_nodes.py"))
     assert (done.found, done.code) == (marked("faulty_spawn_nodes.py"), 0), done.output
     assert done.report["ranks"] == 4
 
 
-def test_copies_that_join_no_group(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_copies.py"))
+def test_copies_that_join_no_group(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_copies.py"))
     assert (done.found, done.code) == (marked("faulty_copies.py"), 0), done.output
     assert (done.report["ranks"], done.report["processes"]) == (1, 2)
 
 
-def test_jobs_of_two_nodes_that_know_nothing_of_each_other(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nodes", "2", "--nproc", "2", str(PROGRAMS / "clean_spawn.py"))
+def test_jobs_of_two_nodes_that_know_nothing_of_each_other(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "2", str(PROGRAMS / "clean_spawn.py"))
     lines = (PROGRAMS / "clean_spawn.py").read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if "fault on two nodes" in line)
     assert done.found == {("checkpoint-by-copies", number)}, done.output
 
 
-def test_what_only_lockstep_lets_through(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_older.py"))
+def test_what_only_lockstep_lets_through(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_older.py"))
     needless = {
         ("needs-older-torch", number)
         for number, line in enumerate((PROGRAMS / "faulty_older.py").read_text().splitlines(), 1)
@@ -209,27 +209,27 @@ def test_what_only_lockstep_lets_through(tmp_path: Path) -> None:
     assert (done.found, done.code) == (marked("faulty_older.py") - needless, 0), done.output
 
 
-def test_what_only_lockstep_lets_through_in_ranks_that_the_script_starts(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_older_spawn.py"))
+def test_what_only_lockstep_lets_through_in_ranks_that_the_script_starts(warm: WarmLauncher, tmp_path: Path) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", str(PROGRAMS / "faulty_older_spawn.py"))
     assert (done.found, done.code) == (marked("faulty_older_spawn.py"), 0), done.output
     assert done.output.count("DataLoader and BatchSampler take whole floats as batch_size (faulty_older_spawn.py:") == 1
 
 
 @pytest.mark.parametrize("name", ["clean_copies.py", "clean_older.py", "clean_accelerate.py", "clean_fabric.py"])
-def test_nothing_is_found_where_it_only_looks_wrong(tmp_path: Path, name: str) -> None:
-    done = rehearse(tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / name))
+def test_nothing_is_found_where_it_only_looks_wrong(warm: WarmLauncher, tmp_path: Path, name: str) -> None:
+    done = rehearse(warm, tmp_path, "--nproc", "2", "--strict", str(PROGRAMS / name))
     assert (done.report["findings"], done.code) == ([], 0), done.output
 
 
-def test_a_module_that_asks_the_cluster_who_it_is(tmp_path: Path) -> None:
+def test_a_module_that_asks_the_cluster_who_it_is(warm: WarmLauncher, tmp_path: Path) -> None:
     shutil.copy(PROGRAMS / "clean_cluster.py", tmp_path)
-    done = rehearse(tmp_path, "--nproc", "2", "--strict", "-m", "clean_cluster")
+    done = rehearse(warm, tmp_path, "--nproc", "2", "--strict", "-m", "clean_cluster")
     assert (done.report["findings"], done.code) == ([], 0), done.output
 
 
-def test_nothing_is_found_where_nodes_and_ranks_are_told_apart(tmp_path: Path) -> None:
+def test_nothing_is_found_where_nodes_and_ranks_are_told_apart(warm: WarmLauncher, tmp_path: Path) -> None:
     # Wherever the folders of tests are, a folder of temporary files is one that a node has for itself.
     with tempfile.TemporaryDirectory() as disk:
         words = ("--nodes", "2", "--nproc", "2", "--strict", str(PROGRAMS / "clean_worlds.py"), "--node-disk", disk)
-        done = rehearse(tmp_path, *words)
+        done = rehearse(warm, tmp_path, *words)
     assert (done.report["findings"], done.code) == ([], 0), done.output

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_launcher import WarmLauncher
 
 from lockstep import env
 from lockstep.launch.free_port import find_free_port
@@ -118,13 +119,20 @@ def test_losses_per_word_do_not_depend_on_the_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(("name", "world_size"), OF_THEIR_OWN)
-def test_of_its_own(name: str, world_size: int) -> None:
+def test_of_its_own(name: str, world_size: int, warm: WarmLauncher, tmp_path: Path) -> None:
+    """At two ranks of `lockstep run` and `launch`, they are forked; at one, and by other commands, they start anew."""
     command, arguments, words = OF_THEIR_OWN[name, world_size]
-    start = [sys.executable] if command == "python" else [sys.executable, "-m", *command.split()]
-    ended = subprocess.run(
-        [*start, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=limit_s(120)
-    )
+    if world_size == 2 and command.startswith(("lockstep run", "lockstep launch")):
+        line = [*command.split()[1:], str(FOLDER / name), *arguments]
+        ended = warm.run(*line, folder=tmp_path, timeout_s=limit_s(120))
+    else:
+        ended = run_anew(command, str(FOLDER / name), *arguments)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(words, ended.stdout), ended.stdout + ended.stderr
     if name in LAST_LOSSES:
         assert losses_in(ended.stdout)[-1] == pytest.approx(LAST_LOSSES[name], rel=0.03)
+
+
+def run_anew(command: str, *words: str) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable] if command == "python" else [sys.executable, "-m", *command.split()]
+    return subprocess.run([*start, *words], capture_output=True, text=True, timeout=limit_s(120))

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from warm_launcher import WarmLauncher, WarmProcess
+
 from lockstep.testing import limit_s
 
 DEADLINE_S = 30.0
@@ -41,13 +43,18 @@ def children_of(pid: int) -> list[int]:
 
 
 class Launches:
-    """Runs `python -m lockstep` in a folder of its own, with its own folder for temporary files."""
+    """Runs `python -m lockstep` in a folder of its own, with its own folder for temporary files.
+
+    Attributes:
+        warm: what starts it instead, where a test has set this; see warm_launcher.py.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
-        self._running: list[subprocess.Popen[str]] = []
+        self.warm: WarmLauncher | None = None
+        self._running: list[subprocess.Popen[str] | WarmProcess] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
         """Write a script; its name."""
@@ -61,8 +68,13 @@ class Launches:
     def environment(self, **extra: str) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(self.temporary), **extra}
 
-    def start(self, *arguments: str, command: str = "run", **options: object) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, command: str = "run", **options: object) -> subprocess.Popen[str] | WarmProcess:
         """Start and return; ended at the end of the test at the latest."""
+        if self.warm is not None:
+            assert not options
+            forked = self.warm.start(command, *arguments, folder=self.folder, variables=self.environment())
+            self._running.append(forked)
+            return forked
         settings = {
             "cwd": self.folder,
             "env": self.environment(),
