@@ -25,6 +25,7 @@ GUIDES = {
     for name, page in {
         "loop": "loop",
         "data": "data",
+        "sharded": "sharded",
         "evaluation": "evaluation",
         "checkpoints": "checkpoints",
         "coming": "coming-from",

@@ -59,6 +59,14 @@ class ShardedGradient(torch.Tensor):
         """Whether it is the parameter's `.grad`."""
         return self.share.parameter.grad is self
 
+    def whole(self) -> torch.Tensor:
+        """The mean gradient, all of it: a copy. Collective."""
+        self.share.show()
+        dist.barrier(group=self.group)
+        found = self.share.whole()
+        dist.barrier(group=self.group)  # nobody changes it before all have read it
+        return found
+
     def take_added(self) -> torch.Tensor | None:
         """What backward passes have added, which is from now on the caller's."""
         added, self.added = self.added, None

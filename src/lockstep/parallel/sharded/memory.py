@@ -8,6 +8,7 @@ import torch
 
 from lockstep.comm.engine import Engine
 from lockstep.errors import InputError, ModelError
+from lockstep.libc import function
 from lockstep.parallel.buckets import view_like
 from lockstep.parallel.sharded.shares import flat_of
 
@@ -51,6 +52,7 @@ class HostMemory:
         engine.run_steps(_PURPOSE, lambda: _PURPOSE, lambda: None)
         for flat, parameter in zip(self.flats, parameters, strict=True):
             parameter.data = view_like(flat, parameter.data)
+        _trim()
         self._addresses = [flat.data_ptr() for flat in self.flats]
         self._bytes = whole
         self._places = torch.tensor(list(_places(starts, parameters)), dtype=torch.int64, device="cpu")
@@ -87,6 +89,13 @@ class HostMemory:
             "ZeroRedundancyOptimizer.step(). All ranks of this host share them: a write of one is one of all, while "
             "they compute. Write inside of `with optimizer.changing_parameters():`, on all ranks"
         )
+
+
+def _trim() -> None:
+    """Give memory that parameters have left to the system, where the C library is glibc."""
+    trim = function("malloc_trim")
+    if trim is not None:
+        trim(0)
 
 
 def _part_bytes(total: int, world_size: int) -> int:

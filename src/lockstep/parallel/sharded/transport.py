@@ -13,11 +13,16 @@ from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.parallel.sharded.shares import Share
 from lockstep.parallel.symmetric import SymmetricTransport
 from lockstep.shm.kernels import find_kernel
+from lockstep.shm.segment import give_back
+from lockstep.shm.support import segment_folder
 
 __all__ = ["ShardedTransport"]
 
-# Elements of an own share from which on leaving it in place beats copying it with the rest.
+# Elements of an own share from which on leaving it in place beats copying it with the rest. It keeps the whole gradient
+# of autograd's alive until the step, so it is done where half of it is the own share: there it saves most.
 _WORTH_KEEPING = 8 << 10
+_WORLD_SIZE_KEPT = 2
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class ShardedTransport(SymmetricTransport):
@@ -43,12 +48,30 @@ class ShardedTransport(SymmetricTransport):
         self._is_new_pass = True
         for bucket in range(len(plans)):
             self._bind(bucket)
+        self._give_back()
 
     def _bind(self, bucket: int) -> None:
         for offset, share in self._sharded[bucket].items():
             numel = share.parameter.numel()
             kernel = find_kernel(dist.ReduceOp.AVG, self._plans[bucket].dtype)
             share.bind([part[offset : offset + numel] for part in self._parts[bucket]], kernel)
+
+    def _is_kept(self, share: Share) -> bool:
+        return self._world_size <= _WORLD_SIZE_KEPT and share.numel >= _WORTH_KEEPING
+
+    def _give_back(self) -> None:
+        """Memory of own shares that are not copied to their bucket: whole huge pages, so that their neighbours stay."""
+        if segment_folder() is not None:
+            return  # whoever touches them again may find that the folder is full
+        for bucket, shares in enumerate(self._sharded):
+            own = self._parts[bucket][self._rank].view(torch.uint8)
+            size = self._plans[bucket].dtype.itemsize
+            for offset, share in shares.items():
+                first = own.data_ptr() + (offset + share.first) * size
+                low = -(-first // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+                high = (first + share.numel * size) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+                if self._is_kept(share) and high > low:
+                    give_back(own[low - own.data_ptr() : high - own.data_ptr()])
 
     def renew(self, bucket: int) -> None:
         """The same shared memory at another address."""
@@ -80,7 +103,7 @@ class ShardedTransport(SymmetricTransport):
             share = shares[offset]
             if own is None:
                 view.zero_()
-            elif share.numel < _WORTH_KEEPING or own.stride() != view.stride():
+            elif not self._is_kept(share) or own.stride() != view.stride():
                 copied.append((view, own))
             else:
                 self._copy_out(bucket, offset, share, own)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
 __all__ = ["row_sketch", "sample_keys", "value_sample"]
@@ -40,7 +41,7 @@ def _digest(parts: Iterable[bytes]) -> int:
 
 def _array(tensor: Tensor) -> Array:
     """Its values, as numpy has them, which no watch of operators sees."""
-    tensor = tensor.detach()
+    tensor = tensor.whole() if isinstance(tensor, ShardedGradient) else tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_nested:
         tensor = tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor.to_dense()
     tensor = tensor.cpu()
