@@ -72,7 +72,7 @@ def ask_for_unused() -> tuple[list[bool], list[frozenset[int]]]:
     found = []
     for missing in ([], [dist.get_rank()]):
         with Operators() as operators:
-            found.append(engine._missing.on_all_ranks(missing, True))
+            found.append(engine._backward.used_nowhere(missing))
         reads.append("aten::nonzero" in operators.names)
     return reads, found
 

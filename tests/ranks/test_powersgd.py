@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import lockstep
 from lockstep.errors import InputError
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.comm_hooks import GradBucket
 from lockstep.parallel.powersgd import PowerSGDState, powersgd_hook
 from lockstep.testing import run_ranks
 

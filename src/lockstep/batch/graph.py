@@ -31,8 +31,8 @@ def _metadata(node: Node) -> dict[Any, Any]:
     return cast("dict[Any, Any]", node.metadata)  # typed as a method in torch's stubs, but a property
 
 
-def mark(output: torch.Tensor, forward: object, tells_share: bool) -> None:
-    """Mark an output of a forward pass. Local.
+def mark(output: torch.Tensor, forward: object, tells_share: bool) -> Node:
+    """Mark an output of a forward pass; returns its node. Local.
 
     Args:
         output: requires a gradient.
@@ -41,8 +41,10 @@ def mark(output: torch.Tensor, forward: object, tells_share: bool) -> None:
     """
     global _tells_shares
     _tells_shares = _tells_shares or tells_share
-    assert output.grad_fn is not None
-    _metadata(output.grad_fn)[_KEY] = forward
+    node = output.grad_fn
+    assert node is not None
+    _metadata(node)[_KEY] = forward
+    return node
 
 
 def marks_tell_shares() -> bool:

@@ -2,21 +2,18 @@
 
 General layout. `DistributedDataParallel`, one model on every rank:
 
-* `distributed`: what users see; construction, and what happens around a forward pass.
-* `checks`, `agreement`: what it can be given, and whether all ranks have the same model.
-* `buckets`, `gradient_memory`: where each gradient lies; `grad_bucket`: what a communication hook sees of it;
-  `sparse_gradients`: those that lie in no bucket.
-* `transports`, `symmetric`: how a full bucket is averaged.
-* `sharded`: a share of each parameter on each rank; a package with a map of its own.
-* `reducer`: when: once for each backward pass.
-* `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches; `backward_pass`: how far it
-  is, a drawing.
-* `missing_gradients`: parameters that a backward pass brought no gradient for.
+* `distributed`: what users see: construction, and what happens around a forward pass.
+* `backward_pass`: what happens from the first gradient to the means, by its moments; a drawing of its phases.
+* `reducer`: the gradients of a backward pass in their buckets.
+* `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches.
 * `feeding`, `rows`: how many samples of the global batch a forward pass holds.
+* `checks`, `agreement`: what an engine can be given, and whether all ranks have the same model.
+* `buckets`, `gradient_memory`: where each gradient lies; `sparse_gradients`: those that lie in no bucket.
+* `transports`, `symmetric`: how a full bucket is averaged; `comm_hooks`: by a hook of the user's.
+* `sharded`: a share of each parameter on each rank; a package with a map of its own.
 * `rank_agreement`: whether all ranks understood a step alike, and hold the same parameters.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `parameter_changes`: parameters that no engine averages.
-* `copying`: copies of an engine.
 * `powersgd`: a communication hook that sends fewer bytes.
 
 Losses and layers over all ranks:

@@ -1,6 +1,24 @@
-"""The backward pass of a model: which of autograd's tasks it is, where it began, how far it is, and what is pending.
+"""The backward pass of a model by its moments, from the first gradient to the means over the ranks.
 
-[Note: phases of a backward pass] Each arrow is a method of `BackwardPass`:
+    pre_forward      a forward pass with gradients begins
+    post_forward     its outputs are known, and watched
+    pre_backward     a gradient has come to one of them: is it of a pass that averages, and of which batch?
+    on_param_grad    a gradient has come to a parameter: one of each bucket, or all of them (`watch_all`)
+    post_backward    autograd's task is over: send what is left, and let the ranks meet
+
+[Note: backward passes] The engine learns that a backward pass runs from hooks on the outputs of the forward pass
+(`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back when the pass is over. A
+backward pass that reached only some parameters has one of three causes:
+
+- Other outputs, which no gradient has come to yet, reach the rest. The engine waits for their backward pass; the next
+  forward pass raises if it never came.
+- The user said that parameters may be unused. The engine sends zeros for them.
+- Otherwise it is a mistake, and raises in that step.
+
+The engine ignores a pass that reaches no parameter of the model at all (`torch.autograd.grad`, a model frozen for a
+while).
+
+[Note: phases of a backward pass] Each arrow is a method of `PassState`:
 
            ready: a forward pass begins whose backward pass averages
     ┌────► IDLE ───────────────────────────────────────────────► READY
@@ -24,102 +42,135 @@ next ready, accumulate or begin; from WAITING before the next ready. An accumula
 A task may run within another one (re-entrant checkpoints). The inner one abandons what the outer one began, and may
 have averaged when the outer one is over: so a wait comes in all phases but AVERAGING, and an average in all phases. A
 rank that has joined (`joined.py`) averages zeros, wherever it stands.
+
+[Note: shared parameters] Engines with parameters in common may average in one backward pass. What one has sent early
+is then a view of its bucket, into which its peers write the mean as soon as they are through; the other engine would
+send that, or keep it as the gradient of this rank. So neither sends anything before the pass is over. One engine
+is then through before the other sends, which averages what is equal on all ranks.
+
+[Note: watched parameters] A backward pass may go by the outputs and by all sentinels: through the graph of a
+gradient, or from a tensor that the model keeps as an attribute. So all parameters have hooks in the first passes,
+and keep them where such a pass is seen, or one that may lead to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Sequence
 from enum import Enum
+from itertools import repeat
+from operator import is_
+from typing import NoReturn, Protocol
 
+import torch
+import torch.distributed as dist
 from torch.autograd.graph import Node
 
-from lockstep.errors import ModelError
+from lockstep.drift.engines import engines
+from lockstep.errors import ModelError, UnusedParameters
+from lockstep.parallel.forward_pass import ForwardPass
+from lockstep.parallel.graph import begins_with_checkpoint, reachable_leaves, runs_backward_by, runs_backward_to
+from lockstep.parallel.joined import Steps
+from lockstep.parallel.parameter_changes import ParameterChanges
+from lockstep.parallel.rank_agreement import RankAgreement
+from lockstep.parallel.reducer import Reducer
+from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
+from lockstep.torch_private.profiling import profiler_range
 
-__all__ = ["BackwardPass", "Phase"]
+__all__ = ["AveragingEngine", "BackwardPass", "PassState", "Phase"]
+
+_NO_TASK = -1  # what torch says outside of backward passes
+_WATCHED_PASSES = 3
+_ADVICE = (
+    "Use them, freeze them (requires_grad_(False)), or pass find_unused_parameters=True if a step may leave some out. "
+    "If they have been replaced by others, wrap the model again: lockstep.DistributedDataParallel(model.module)"
+)
+_ADVICE_FOR_STATIC_GRAPH = "static_graph=True says that the same parameters are used in every step; they were not"
+_ADVICE_FOR_OUTPUTS = (
+    "They belong to outputs of the model that took no part in the loss, so that step was not averaged. Let the model "
+    "return only what the loss uses, call backward() on all of it before the optimizer steps (also where a loss "
+    "contains gradients, create_graph=True), or pass find_unused_parameters=True"
+)
 
 
 class Phase(Enum):
     """See [Note: phases of a backward pass]."""
 
     IDLE = "idle"  # gradients may accumulate
-    READY = "ready"  # a forward pass has been whose backward pass will average
+    READY = "ready"  # a forward pass has run, and its backward pass will average
     ARMED = "armed"  # in that backward pass; buckets may go out early
     DEFERRED = "deferred"  # in that backward pass; all buckets go out at its end
-    AVERAGING = "averaging"  # behind it; all buckets are out
-    WAITING = "waiting"  # behind a backward pass that was not all: another one brings the missing gradients
+    AVERAGING = "averaging"  # after it; all buckets are out
+    WAITING = "waiting"  # after a backward pass that was not all: another one brings the missing gradients
 
 
-_NO_TASK = -1  # what torch says outside of backward passes
-_UNDER_WAY = frozenset({Phase.ARMED, Phase.DEFERRED, Phase.AVERAGING})
+_IDLE, _READY, _ARMED, _DEFERRED, _AVERAGING, _WAITING = Phase  # a name of a module is found sooner than one of a class
 
 
-class BackwardPass:
-    """The backward pass that runs, or that ran last. An engine and its reducer share one. Local.
+class PassState:
+    """Where the backward pass is that runs, or that ran last. Written by its own methods alone.
 
-    ready, accumulate, begin, wait, average, finish and abandon move it, and raise ModelError where the note does not
-    draw that.
+    They raise ModelError where the note does not draw an arrow.
 
     Attributes:
-        phase: see [Note: phases of a backward pass]. No property, because hooks of parameters read it; set here alone.
+        phase: see [Note: phases of a backward pass].
         is_accumulating: gradients of the last forward pass are not to be averaged.
-        seen_task: the last of autograd's tasks that came to an output; -1 for none.
-        reaches: whether that task goes on to parameters of the model.
-        has_filler: it is of a forward pass whose samples count nothing, among others.
-        begun_task: the last task that averages.
-        roots: of the last forward pass that may have a backward pass, the outputs that none has come to yet, by
-            number. Nothing in the graph may hold this object: it would never be freed.
-        awaited: indices of parameters that a backward pass left to another one.
+        begun_task: the last of autograd's tasks that averages; -1 for none.
         num_begun: forward passes with gradients, and backward passes that average, that have begun so far.
-        steps_within: an optimizer has stepped within a backward pass, and may have taken the gradients away.
+        awaited: indices of parameters that a backward pass left to another one.
     """
 
     def __init__(self) -> None:
-        self.phase = Phase.IDLE
-        self.is_accumulating = self.reaches = self.has_filler = False
-        self.seen_task = self.begun_task = _NO_TASK
-        self.roots: dict[int, Node] = {}
-        self.awaited: list[int] = []
+        self.phase = _IDLE
+        self.is_accumulating = False
+        self.begun_task = _NO_TASK
         self.num_begun = 0
-        self.steps_within = False
+        self.awaited: list[int] = []
 
     @property
     def is_under_way(self) -> bool:
         """Whether a pass has begun that neither waits for another one nor is finished."""
-        return self.phase in _UNDER_WAY
+        phase = self.phase
+        return phase is _ARMED or phase is _DEFERRED or phase is _AVERAGING
 
     def ready(self) -> None:
         """A forward pass begins whose backward pass averages."""
-        self._go("ready", Phase.READY, self.phase in (Phase.IDLE, Phase.READY))
+        self._go("ready", _READY, self.phase is _IDLE or self.phase is _READY)
         self.is_accumulating = False
 
     def accumulate(self) -> None:
         """A forward pass begins whose backward pass does not average."""
-        self._go("accumulate", self.phase if self.phase is Phase.WAITING else Phase.IDLE, not self.is_under_way)
+        self._go("accumulate", self.phase if self.phase is _WAITING else _IDLE, not self.is_under_way)
         self.is_accumulating = True
 
     def begin(self, task: int, early: bool) -> None:
         """Gradients begin to come in a task that averages; `early`: buckets go out as they fill."""
         is_new = not self.is_under_way and task != self.begun_task
-        self._go("begin", Phase.ARMED if early else Phase.DEFERRED, is_new)
+        self._go("begin", _ARMED if early else _DEFERRED, is_new)
         self.begun_task = task
         self.num_begun += 1
 
     def wait(self, awaited: list[int]) -> None:
         """The task is over, and another one over the same outputs brings the gradients of these parameters."""
-        self._go("wait", Phase.WAITING, self.phase is not Phase.AVERAGING)
+        self._go("wait", _WAITING, self.phase is not _AVERAGING)
         self.awaited = awaited
+
+    def take_awaited(self) -> list[int]:
+        """What was awaited, and is not any more."""
+        awaited, self.awaited = self.awaited, []
+        return awaited
 
     def average(self) -> None:
         """The gradients of all parameters go out, and the ranks meet."""
-        self.phase = Phase.AVERAGING
+        self.phase = _AVERAGING
 
     def finish(self) -> None:
         """The means are there."""
-        self._go("finish", Phase.IDLE, self.phase is Phase.AVERAGING)
+        self._go("finish", _IDLE, self.phase is _AVERAGING)
 
     def abandon(self) -> None:
         """What the pass left is void."""
-        self._go("abandon", Phase.IDLE, self.is_under_way or self.phase is Phase.WAITING)
+        self._go("abandon", _IDLE, self.is_under_way or self.phase is _WAITING)
 
     def _go(self, name: str, phase: Phase, is_drawn: bool) -> None:
         if not is_drawn:
@@ -129,32 +180,383 @@ class BackwardPass:
             )
         self.phase = phase
 
-    def forward_begins(self) -> None:
-        """Another forward pass begins: the outputs of the last one do not matter any more."""
-        self.roots.clear()
-        self.num_begun += 1
 
-    def see(self, task: int, reaches: bool) -> None:
-        """A task has come to an output; whether it goes on to parameters of the model."""
-        self.seen_task, self.reaches, self.has_filler = task, reaches, False
+class AveragingEngine(Protocol):
+    """What a backward pass asks of its engine, which it does not keep alive."""
+
+    find_unused_parameters: bool
+    static_graph: bool
+
+    @property
+    def _reducer(self) -> Reducer:
+        """Collective where it has to be made: of a copy, or when parameters were unfrozen."""
+
+    @property
+    def steps_joined(self) -> Steps | None:
+        """Within `Join`, what the ranks agree on in its steps."""
+
+    def buffers_to_sync(self) -> list[torch.Tensor]:
+        """Buffers that all ranks shall have from the first rank when this step is over."""
+
+
+class BackwardPass(PassState):
+    """The moments of one engine's backward passes, see above. Nobody else writes their state.
+
+    Args:
+        engine: its; held weakly, because the graph of a forward pass leads here.
+        group: the ranks that average.
+        device: where the group takes small tensors from.
+        compares_rows: where no loader says what ranks hold, they must come with equally many rows.
+
+    Attributes:
+        is_paused: gradients accumulate for now (Apex's `disable_allreduce`).
+        has_filler: the pass is of a forward pass whose samples count nothing, among others.
+        roots: of the last forward pass that may have a backward pass, the outputs that none has come to yet, by
+            number.
+    """
+
+    def __init__(
+        self, engine: AveragingEngine, group: dist.ProcessGroup, device: torch.device, compares_rows: bool = True
+    ) -> None:
+        super().__init__()
+        self._engine = weakref.ref(engine)
+        self._group, self._world_size = group, group.size()
+        self._device = device
+        self._compares_rows = compares_rows
+        self.is_paused = self.has_filler = False
+        self._reducer: Reducer | None = None
+        self._seen_task = _NO_TASK  # the last one that came to an output
+        self._reaches = False  # that task goes on to parameters of the model
+        self._steps_within = False  # an optimizer has stepped in one, and may have taken the gradients away
+        self._passes_to_watch = 0  # after which the parameters are not watched any more
+        # Nothing in the graph may hold this object: it would never be freed.
+        self.roots: dict[int, Node] = {}
+        self._static_unused: frozenset[int] | None = None  # with a static graph, what its first step left out
+        self._static_any_unused = False  # on any rank; the same on all
+
+    def set_parameters(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        changes: ParameterChanges,
+        agreement: RankAgreement,
+    ) -> None:
+        """These are averaged from now on. Local; the reducer is then made anew.
+
+        Args:
+            parameters: those that require a gradient.
+            names: of the parameters, for errors.
+            changes: looks for others.
+            agreement: what is compared with each averaging.
+        """
+        self._parameters, self._names = parameters, names
+        self._changes, self._agreement = changes, agreement
+        self._own = changes.own
+        self._reducer = None
+        self._static_unused, self._static_any_unused = None, False
+
+    def set_reducer(self, reducer: Reducer) -> None:
+        """It averages the gradients from now on. Local."""
+        self._reducer = reducer
+        self._passes_to_watch = 0
+        if self._world_size > 1:
+            self._passes_to_watch = _WATCHED_PASSES
+            reducer.watch_all()
+
+    def pause(self, is_paused: bool) -> None:
+        """Whether gradients accumulate from now on, whatever the forward pass said. Local."""
+        self.is_paused = is_paused
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def pre_forward(self, syncs: bool) -> None:
+        """A forward pass with gradients begins; `syncs`: its backward pass averages. Local."""
+        self.roots.clear()  # the outputs of the last one do not matter any more
+        self.num_begun += 1
+        if self._reducer is None:
+            return
+        if not syncs:
+            if self.is_under_way:
+                self._abandon()
+            self.accumulate()
+            return
+        if self.phase is not _IDLE and self.phase is not _READY:
+            self._abandon()
+        self.ready()
+        if self._passes_to_watch:
+            self._passes_to_watch -= 1
+            if not self._passes_to_watch:
+                self._reducer.watch_no_more()
+
+    def post_forward(self, forward: ForwardPass, roots: dict[int, Node]) -> None:
+        """It has these outputs, by number: backward passes may come to them. Local."""
+        if forward.syncs:
+            self.roots.update(roots)
+        # The output shows no tensor that a gradient could come through: if one comes, parameters will tell.
+        if not roots and forward.trains and any(parameter.requires_grad for parameter in self._parameters):
+            self._watch_all()
+
+    def _watch_all(self) -> None:
+        """From now on notice a backward pass by any parameter. See [Note: watched parameters]."""
+        self._passes_to_watch = 0
+        self._made_reducer().watch_all()
+
+    def _made_reducer(self) -> Reducer:
+        if self._reducer is None:
+            engine = self._engine()
+            assert engine is not None  # its forward pass or backward pass runs
+            self._reducer = engine._reducer
+        return self._reducer
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def pre_backward(self, output: int, forward: ForwardPass) -> bool:
+        """A gradient has come to an output, by number. Collective where ranks must ask each other what they hold.
+
+        Returns:
+            Whether it goes on to parameters of the model.
+        """
+        task = current_graph_task_id()
+        if task != self._seen_task:
+            self._see(task, forward)
+        if not self._reaches:
+            self._reaches = begins_with_checkpoint(current_node(), self._own)
+            if not self._reaches:
+                return False
+        self.roots.pop(output, None)
+        if forward.feed.question is not None:
+            forward.settle()
+        if forward.is_filler:
+            self.has_filler = True
+        if forward.feed.claim and (self._compares_rows or forward.feed.share is not None):
+            self._claim(forward, task)
+        if forward.syncs and task != self.begun_task:
+            self._begin(task)
+        return True
+
+    def _see(self, task: int, forward: ForwardPass) -> None:
+        """A task has come to an output for the first time; whether it goes on to parameters of the model."""
+        reducer = self._reducer
+        self._seen_task, self.has_filler = task, False
+        self._reaches = reducer is not None and runs_backward_by(reducer.watched_nodes)
+        if self._reaches or runs_backward_to(self._parameters):
+            self._reaches = True
+        elif forward.syncs and torch.is_grad_enabled():
+            if forward.trains:
+                forward.check_penalty()
+            self._watch_all()  # a loss may come that contains these gradients, and none of the outputs
+        elif forward.syncs:
+            self._changes.suspect()  # they may be others by now
+
+    def _claim(self, forward: ForwardPass, task: int) -> None:
+        """Note, once for each task, what the gradients that come are of."""
+        if forward.claimed_task == task:
+            return
+        forward.claimed_task = task
+        agreement, feed = self._agreement, forward.feed
+        if agreement.has_claims and all(parameter.grad is None for parameter in self._parameters):
+            agreement.forget_claims()  # what came before was thrown away
+        share = feed.share
+        if share is not None and share.world_size == self._world_size:
+            agreement.claim(feed.claim, feed.is_certain, share.name, share.fingerprint)
+        else:
+            agreement.claim(feed.claim, feed.is_certain, "")
+
+    def _begin(self, task: int) -> None:
+        """A backward pass begins that averages: this task. Local."""
+        if self.is_paused:
+            self._agreement.gradient_accumulates()
+            return
+        engine = self._engine()
+        reducer = self._made_reducer()
+        if self.is_under_way:
+            self._abandon()
+        if self._averages_alone(reducer):
+            self.begin(task, early=False)
+        else:
+            self._agreement.pass_begins()
+            known = engines()
+            is_alone = len(known) < 2 or not any(e is not engine and e.may_average(self._own) for e in known)
+            may_go_early = reducer.begin(is_new=self.phase is not _WAITING)
+            self.begin(task, early=may_go_early and is_alone)
+        # The engine lives as long as its backward pass runs.
+        queue_callback(lambda: self.post_backward(engine))
+
+    def _averages_alone(self, reducer: Reducer) -> bool:
+        """Whether there is nobody to average with, and no hook that wants to see the gradients."""
+        return self._world_size == 1 and not reducer.has_hook
 
     def came_by(self, task: int) -> bool:
-        """Whether this task came to parameters by the outputs, or averages."""
-        return task in (self.seen_task if self.reaches else _NO_TASK, self.begun_task)
+        """Whether this task came to parameters by the outputs, or averages. Local."""
+        return task != _NO_TASK and task in (self._seen_task if self._reaches else _NO_TASK, self.begun_task)
 
-    def expect(self, roots: Mapping[int, Node]) -> None:
-        """A forward pass has these outputs, by number: backward passes may come to them."""
-        self.roots.update(roots)
+    def on_param_grad(self, index: int, bucket: int | None = None) -> None:
+        """A gradient has come to a parameter. Local.
 
-    def reach(self, output: int) -> None:
-        """A backward pass has come to that output."""
-        self.roots.pop(output, None)
+        Args:
+            index: of the parameter.
+            bucket: of which it is the sentinel; None if it is merely watched.
+        """
+        phase, reducer = self.phase, self._reducer
+        if phase is _ARMED:
+            if bucket is not None and reducer is not None:
+                reducer.try_bucket(bucket)
+        elif phase is _READY:
+            self._notice(index)
+            if bucket is None and self.phase is not _READY:
+                self._passes_to_watch = 0  # there is cause to go on
+        elif phase is _IDLE and bucket is not None and self._world_size > 1:
+            if self.is_accumulating:
+                self._agreement.gradient_accumulates()
+            else:
+                self._agreement.gradient_strays()
 
-    def forget_outputs(self) -> None:
-        """None of the outputs left matters."""
-        self.roots.clear()
+    def _notice(self, index: int) -> None:
+        """It came not by the outputs: the business of another engine whose pass it is, or of this one."""
+        engine, parameter = self._engine(), self._parameters[index]
+        if not any(other is not engine and other.brings_now(parameter) for other in engines()):
+            task = current_graph_task_id()
+            if task != self.begun_task:
+                self._begin(task)
 
-    def take_awaited(self) -> list[int]:
-        """What was awaited, and is not any more."""
-        awaited, self.awaited = self.awaited, []
-        return awaited
+    def step_comes_within(self) -> None:
+        """An optimizer steps within the backward pass, which is this rank's alone. Local."""
+        self._steps_within = True
+
+    # ---- after it ------------------------------------------------------------------------------
+
+    def post_backward(self, engine: AveragingEngine | None) -> None:
+        """Autograd's task is over. Collective, unless another task brings what is missing.
+
+        Raises:
+            UnusedParameters: a parameter has got no gradient, and nobody said that this may be.
+        """
+        assert engine is not None
+        reducer = self._made_reducer()
+        gradients = [parameter.grad for parameter in self._parameters]
+        none: list[int] = []
+        if any(map(is_, gradients, repeat(None))):
+            none = [index for index, gradient in enumerate(gradients) if gradient is None]
+        frozen = {index for index in none if not self._parameters[index].requires_grad}  # since wrapped
+        missing = [] if self._steps_within else [index for index in none if index not in frozen]
+        may_be_unused = engine.find_unused_parameters
+        if self._come_later(missing, may_be_unused):
+            return
+        if missing or engine.static_graph:
+            self._check_missing(missing, may_be_unused, engine.static_graph)
+        if self._averages_alone(reducer):
+            if self.is_under_way:
+                self.abandon()
+            self.accumulate()
+            self._agreement.forget_claims()
+            return
+        has_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            with profiler_range("lockstep.DistributedDataParallel.reduce"):
+                self.average()
+                reducer.send_rest()
+                unused = frozenset(frozen)
+                if may_be_unused or self._static_any_unused:
+                    unused |= self.used_nowhere(missing)
+                self._meet(engine, reducer, none, unused)
+        finally:
+            torch.set_grad_enabled(has_gradients)
+
+    def _meet(self, engine: AveragingEngine, reducer: Reducer, none: Sequence[int], unused: frozenset[int]) -> None:
+        """The ranks meet: gradients become means, and what each says of its step is compared."""
+        words = self._agreement.take_words()
+        steps, buffers = engine.steps_joined, engine.buffers_to_sync()
+        if steps is not None:  # ranks may differ
+            steps.sync_buffers(buffers, trains=True)
+            self._finish(reducer, none, unused, some_have_joined=True)
+            steps.rescale(self._parameters)
+        else:
+            by_rank = reducer.finish(none, unused, buffers, words)
+            self.finish()
+            self._agreement.compare(by_rank, words, is_first_only=reducer.has_hook)
+
+    def _finish(self, reducer: Reducer, none: Sequence[int], unused: frozenset[int], some_have_joined: bool) -> None:
+        by_rank = reducer.finish(none, unused)
+        self.finish()
+        self._agreement.compare(by_rank, is_first_only=some_have_joined)
+
+    def answer_step(self, engine: AveragingEngine, steps: Steps) -> None:
+        """Take part in the averaging of the ranks that still train, having joined. Collective."""
+        reducer = self._made_reducer()
+        if engine.static_graph and self._static_unused is None:
+            self._static_any_unused = self._any_rank(False)
+            self._static_unused = frozenset()
+        self.average()
+        reducer.send_zeros()
+        every = range(len(self._parameters))
+        is_asked = engine.find_unused_parameters or self._static_any_unused
+        unused = self.used_nowhere(every) if is_asked else frozenset[int]()
+        steps.sync_buffers(engine.buffers_to_sync(), trains=False)
+        self._finish(reducer, every, unused, some_have_joined=True)
+        steps.rescale(self._parameters)
+
+    def _abandon(self) -> None:
+        """The last backward pass failed, or never brought all gradients: what it left is void."""
+        if self._reducer is not None:
+            self._reducer.restart()
+        self.abandon()
+
+    # ---- parameters without a gradient ---------------------------------------------------------
+
+    def check_awaited(self, when: str = "in the step before this one") -> None:
+        """Another step begins, or an optimizer's. Local.
+
+        Args:
+            when: the awaited gradients are missing, for the error.
+
+        Raises:
+            UnusedParameters: a backward pass left gradients to another one, which did not come.
+        """
+        if self.awaited:
+            self._raise(self.take_awaited(), when, _ADVICE_FOR_OUTPUTS)
+
+    def _come_later(self, missing: list[int], may_be_unused: bool) -> bool:
+        """Wait for another backward pass, if one can bring what is missing over the outputs left."""
+        if missing and not may_be_unused and self.roots:
+            reachable = reachable_leaves(self.roots.values())
+            if any(id(self._parameters[index]) in reachable for index in missing):
+                self.wait(missing)
+                return True
+        self.awaited = []
+        self.roots.clear()  # none of the outputs left matters
+        return False
+
+    def _check_missing(self, missing: list[int], may_be_unused: bool, is_static: bool) -> None:
+        """Whether these may be missing at the end of a step. Collective in the first step of a static graph."""
+        if is_static and self._static_unused is None:
+            self._static_unused = frozenset(missing)
+            self._static_any_unused = self._any_rank(bool(missing))
+        if not missing or may_be_unused:
+            return
+        if self._static_unused is None:
+            self._raise(missing, "in this step", _ADVICE)
+        if not self._static_unused.issuperset(missing):
+            self._raise(missing, "in this step", _ADVICE_FOR_STATIC_GRAPH)
+
+    def used_nowhere(self, missing: Sequence[int]) -> frozenset[int]:
+        """Parameters that no rank has a gradient for; `missing` are those of this rank. Collective."""
+        used = torch.ones(len(self._names), dtype=torch.uint8, device=self._device)
+        if missing:
+            used[list(missing)] = 0
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        # Who has used all of them knows, and does not have to wait for a GPU.
+        return frozenset((used == 0).nonzero().flatten().tolist()) if missing else frozenset()
+
+    def _any_rank(self, here: bool) -> bool:
+        """Whether something holds on any rank. Collective."""
+        flag = torch.tensor([int(here)], device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+    def _raise(self, indices: list[int], when: str, advice: str) -> NoReturn:
+        names = [self._names[index] for index in indices]
+        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        raise UnusedParameters(
+            f"{len(names)} parameter(s) got no gradient on rank {dist.get_rank()} {when}: {listed}. {advice}"
+        )

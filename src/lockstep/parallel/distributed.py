@@ -1,21 +1,11 @@
 """`lockstep.DistributedDataParallel`: a model on every rank, one gradient.
 
-[Note: backward passes] The engine learns that a backward pass runs from hooks on the outputs of the forward
-pass (`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back
-when the pass is over; the phases in between are drawn in `backward_pass.py`. A backward pass that reached only some
-parameters has one of three causes:
-
-- Other outputs, which no gradient has come to yet, reach the rest. The engine waits for their backward pass; the next
-  forward pass raises if it never came.
-- The user said that parameters may be unused. The engine sends zeros for them.
-- Otherwise it is a mistake, and raises in that step.
-
-The engine ignores a pass that reaches no parameter of the model at all (`torch.autograd.grad`, a model frozen for a
-while).
+Its forward pass is here; what happens from the first gradient to the means is in `backward_pass.py`, by moments.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import weakref
@@ -29,7 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch, seeding
 from lockstep.agreement import collective_device
-from lockstep.drift.engines import StepArguments, engines, note_engine, parameters_of
+from lockstep.drift.engines import StepArguments, note_engine, parameters_of
 from lockstep.drift.watch import describe_step, watch_steps
 from lockstep.errors import InputTypeError, ModelError
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
@@ -55,19 +45,17 @@ from lockstep.parallel.checks import (
     named_tensors,
 )
 from lockstep.parallel.closures import with_mean_of_closure
-from lockstep.parallel.copying import copy_engine
+from lockstep.parallel.comm_hooks import CommHook
 from lockstep.parallel.feeding import PLAIN, Feed, Feeding, share_said
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.gradient_memory import keep_memory_of_gradients
-from lockstep.parallel.graph import begins_with_checkpoint, runs_backward_by, runs_backward_to
 from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
-from lockstep.parallel.missing_gradients import MissingGradients
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.rank_agreement import RankAgreement
-from lockstep.parallel.reducer import CommHook, Reducer
+from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.sharded.gradients import ShardedGradient, find_stand_ins
 from lockstep.parallel.transports import make_transport
-from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
+from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.dynamo import left_out, untraced
 from lockstep.torch_private.groups import join_config_of
 from lockstep.torch_private.profiling import profiler_range
@@ -76,7 +64,6 @@ from lockstep.tree import move_tensors
 __all__ = ["DistributedDataParallel"]
 
 _FIRST_BUCKET_BYTES = _MIB = 1 << 20
-_WATCHED_PASSES = 3
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _NO_TASK = -1  # of autograd
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -189,7 +176,6 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self._world_size = group.size()
         self._ignored = ignored = frozenset(getattr(module, _IGNORED, ()))
         self._sharded: dict[int, ShardedGradient] = {}  # by `id` of the parameter
-        self._backward = BackwardPass()
         self._register()
         check_renormalised(module, self._world_size)
         warn_of_batch_statistics(module, is_told=self._compares_rows and self._world_size > 1 and group.rank() == 0)
@@ -198,13 +184,12 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         if init_sync:
             self._agree(cap_mib)
         self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
-        self._hook: tuple[Any, CommHook] | None = None
+        self._hook: tuple[Any, CommHook] | None = None  # with its state
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
         self._buffers_of_ranks = find_buffers(module, ignored)
         self._feeding = Feeding(group, collective_device(group, self.device), module)
-        self._reached = weakref.WeakMethod(self._backward_reaches)
         self._joined = Steps(group, self.device)
-        self._num_hooks, self.number = 0, -1  # the number of a copy
+        self.number = -1  # of a copy
         if self._averages_at_once:
             self.number = next(_numbers_of(group))
             self._reducer  # noqa: B018  made now, while all ranks are here
@@ -227,11 +212,13 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self.device = self._parameters_to_reduce[0].device
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
-        device = collective_device(group, self.device)
-        self._agreement = RankAgreement(self._names, self._parameters_to_reduce, group, device)
-        self._missing = MissingGradients(
-            self._backward, self._parameters_to_reduce, self._names, group, self.device, self.static_graph
+        self._agreement = RankAgreement(
+            self._names, self._parameters_to_reduce, group, collective_device(group, self.device)
         )
+        if "_backward" not in vars(self):
+            self._backward = BackwardPass(self, group, self.device, self._compares_rows)
+            self._weakly = weakref.ref(self._backward)
+        self._backward.set_parameters(self._parameters_to_reduce, self._names, self.changes, self._agreement)
 
     @functools.cached_property
     def _reducer(self) -> Reducer:
@@ -249,17 +236,11 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             self._agreement,
             may_go_early=self._world_size > 1 and not self.static_graph and not self._orders_differ,
             always_views=self._always_views,
-            unannounced=weakref.WeakMethod(self._gradient_comes),
         )
-        if self._world_size > 1:
-            reducer.watch_all(_WATCHED_PASSES)
         if self._hook is not None:
             reducer.register_hook(*self._hook)
+        self._backward.set_reducer(reducer)
         return reducer
-
-    @property
-    def _is_ready(self) -> bool:
-        return "_reducer" in self.__dict__
 
     # ---- construction --------------------------------------------------------------------------
 
@@ -277,7 +258,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """A copy of the model with an engine of its own, as AveragedModel makes one. Local, until it trains."""
-        return copy_engine(self, memo, DistributedDataParallel.__init__)  # type: ignore[no-any-return]
+        return _copy_engine(self, memo)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise ModelError(
@@ -287,8 +268,8 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     def _set_static_graph(self) -> None:
         """Torch's name for `static_graph=True` of an engine that is there. Before the first step, on all ranks."""
-        self.static_graph = self._missing.static_graph = True
-        if self._is_ready:
+        self.static_graph = True
+        if "_reducer" in vars(self):
             self._reducer.may_go_early = False
 
     @staticmethod
@@ -308,7 +289,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             UnusedParameters: an earlier backward pass left gradients to another one, which did not come.
             InputError: how many samples it holds cannot be told from its inputs.
         """
-        forward, inputs, kwargs = self._enter(inputs, kwargs)
+        forward, inputs, kwargs = self._pre_forward(inputs, kwargs)
         with profiler_range("lockstep.DistributedDataParallel.forward"), batch.active(forward.feed.share, forward):
             try:
                 output = self.module(*inputs, **kwargs)
@@ -317,46 +298,61 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
                 if explained is error:
                     raise
                 raise explained from error
-        return self._leave(forward, output)
+        return self._post_forward(forward, output)
 
     @left_out(with_what_it_calls=True)
-    def _enter(self, inputs: Any, kwargs: Any) -> tuple[ForwardPass, Any, Any]:
-        """Who watches the forward pass, and what the module is called with. Local."""
+    def _pre_forward(self, inputs: Any, kwargs: Any) -> tuple[ForwardPass, Any, Any]:
+        """Who watches the forward pass, and what the module is called with. Local, but in `join`."""
         with_gradients = torch.is_grad_enabled()
         seeding.begin_torch_stream(with_gradients)
-        syncing = with_gradients and self._prepare((inputs, kwargs))
-        feed = self._feed((inputs, kwargs), with_gradients, syncing)
+        joins = join_config_of(self).enable
+        syncs = with_gradients and self.require_backward_grad_sync
+        if syncs:
+            self._backward.check_awaited()
+        if with_gradients:
+            if joins:
+                syncs = self._agree_on_step(inputs, kwargs, syncs)
+            if current_graph_task_id() == _NO_TASK:  # else a checkpoint repeats it inside a backward pass
+                if self.changes.were_unfrozen():
+                    self._register()
+                self._backward.pre_forward(syncs)
+        feed = self._feed(inputs, kwargs, with_gradients, syncs, joins)
         if self.device_ids is not None:
             inputs, kwargs = move_tensors((inputs, kwargs), self.device_ids[0], non_blocking=True)
         is_functional = self.changes.are_transformed()
-        forward = ForwardPass(feed, syncing, self.process_group, self._reached, self._own, is_functional, self.training)
-        return forward, *forward.enter((inputs, kwargs))
+        forward = ForwardPass(feed, syncs, self.process_group, self._weakly, self._own, is_functional, self.training)
+        if not (forward.is_plain or forward.is_filler):
+            inputs, kwargs = forward.enter((inputs, kwargs))
+        return forward, inputs, kwargs
 
     @left_out(with_what_it_calls=True)
-    def _leave(self, forward: ForwardPass, output: Any) -> Any:
+    def _post_forward(self, forward: ForwardPass, output: Any) -> Any:
         """What the module has returned, watched. Local."""
-        feed = forward.feed
-        if not forward.syncing and forward.is_plain and not feed.claim:
+        if not forward.syncs and forward.is_plain and not forward.feed.claim:
             return output
         output, roots = forward.leave(output)
-        if not roots and self.training:
-            self._watch_parameters()
-        if forward.syncing:
-            self._backward.expect(roots)
+        self._backward.post_forward(forward, roots)
         return output
 
     @untraced
-    def _feed(self, inputs: Any, with_gradients: bool, syncing: bool) -> Feed:
+    def _feed(self, inputs: Any, kwargs: Any, with_gradients: bool, syncs: bool, joins: bool) -> Feed:
         """What goes through the model; see `feeding.py`. Local."""
-        if with_gradients and join_config_of(self).enable:
+        if with_gradients and joins:
             feed = Feed(self._joined.share.weight, self._joined.share)
         elif with_gradients and self._world_size > 1:
-            feed = self._feeding.resolve(inputs, self.training, syncing)
+            feed = self._feeding.resolve((inputs, kwargs), self.training, syncs)
         else:
-            share = self._feeding.look(inputs, self.training)
+            share = self._feeding.look((inputs, kwargs), self.training)
             feed = PLAIN if share is None else Feed(share=share)
         batch.note_forward(feed.share)
         return feed
+
+    def _agree_on_step(self, inputs: Any, kwargs: Any, syncs: bool) -> bool:
+        """Whether this step averages on any rank. Collective, within `join`."""
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+        return self._joined.agree_on_step(True, syncs, self._feeding.count_rows((inputs, kwargs)))
 
     @contextmanager
     def samples(self, count: int) -> Iterator[None]:
@@ -377,71 +373,17 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         with batch.hold(share):
             yield
 
-    def _prepare(self, inputs: Any) -> bool:
-        """Make ready for the forward pass. Returns whether its backward pass averages."""
-        syncing = self.require_backward_grad_sync
-        if syncing:
-            self._missing.check_awaited()
-        if join_config_of(self).enable:
-            work = Join.notify_join_context(self)
-            if work is not None:
-                work.wait()
-            syncing = self._joined.agree_on_step(trains=True, averages=syncing, rows=self._feeding.count_rows(inputs))
-        if current_graph_task_id() == -1:  # else a checkpoint repeats it inside a backward pass
-            self._backward.forward_begins()
-            if self.changes.were_unfrozen():
-                self._register()
-            if not self._is_ready:
-                return syncing
-            if syncing:
-                self._reducer.rearm()
-            else:
-                self._reducer.disarm()
-        return syncing
+    # ---- backward: what `BackwardPass` asks ------------------------------------------------------
 
-    def _watch_parameters(self) -> None:
-        """The output shows no tensor that a gradient could come through: if one comes, parameters will tell."""
-        if any(parameter.requires_grad for parameter in self._parameters_to_reduce):  # else frozen, as a teacher is
-            self._reducer.watch_all()
+    @property
+    def steps_joined(self) -> Steps | None:
+        """Within `join`, what the ranks agree on in its steps. Local."""
+        return self._joined if join_config_of(self).enable else None
 
-    # ---- backward ------------------------------------------------------------------------------
-
-    def _backward_reaches(self, output: int, forward: ForwardPass) -> bool:
-        """A gradient has come to an output; whether it goes on to parameters of the model. See `ForwardPass`."""
-        backward, task = self._backward, current_graph_task_id()
-        if task != backward.seen_task:
-            is_seen = self._is_ready and runs_backward_by(self._reducer.watched_nodes)
-            is_seen = is_seen or runs_backward_to(self._parameters_to_reduce)
-            backward.see(task, reaches=is_seen)
-            if not is_seen and forward.syncing:
-                self._look_out(forward)
-        if not backward.reaches:
-            backward.see(task, reaches=begins_with_checkpoint(current_node(), self._own))
-        if not backward.reaches:
-            return False
-        backward.reach(output)
-        forward.settle()
-        if self._sparse and forward.is_filler:
-            backward.has_filler = True
-        if self._compares_rows or forward.feed.share is not None:
-            forward.claim(self._agreement, task, self._world_size, self._parameters_to_reduce)
-        if forward.syncing:
-            self._backward_begins()
-        return True
-
-    def _look_out(self, forward: ForwardPass) -> None:
-        """A backward pass has come to an output, and does not go on to parameters, as far as its graph shows."""
-        if torch.is_grad_enabled():
-            if forward.trains:
-                forward.check_penalty()
-            self._reducer.watch_all()  # a loss may come that contains these gradients, and none of the outputs
-        else:
-            self.changes.suspect()  # they may be others by now
-
-    def _gradient_comes(self, parameter: torch.Tensor) -> None:
-        """To a parameter, and not by the outputs: the business of another engine whose pass it is, or of this one."""
-        if not any(other is not self and other.brings_now(parameter) for other in engines()):
-            self._backward_begins()
+    def buffers_to_sync(self) -> list[torch.Tensor]:
+        """Buffers that all ranks shall have from the first rank when this step is over. Local."""
+        is_due = self._buffers_of_ranks and self.broadcast_buffers and self.training and self._world_size > 1
+        return current_buffers(self._buffers_of_ranks) if is_due else []
 
     def brings_now(self, parameter: torch.Tensor) -> bool:
         """Whether the backward pass under way came by this engine, which averages the parameter. Local."""
@@ -450,40 +392,6 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     def may_average(self, parameters: frozenset[int]) -> bool:
         """Whether a backward pass of this engine has begun or may begin, in which it averages any of them. Local."""
         return self._backward.phase is not Phase.IDLE and not self._own.isdisjoint(parameters)
-
-    def _backward_begins(self) -> None:
-        task = current_graph_task_id()
-        if task != self._backward.begun_task:
-            is_shared = any(each is not self and each.may_average(self._own) for each in engines())
-            self._reducer.begin(task, is_alone=not is_shared)
-            queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        missing = [] if self._backward.steps_within else self._reducer.missing()
-        frozen = {index for index in missing if not self._parameters_to_reduce[index].requires_grad}  # since wrapped
-        missing = [index for index in missing if index not in frozen]
-        if self._missing.come_later(missing, self.find_unused_parameters):
-            return
-        self._missing.check(missing, self.find_unused_parameters)
-        if self._world_size == 1 and not self._num_hooks:
-            self._reducer.disarm()
-            self._agreement.forget_claims()
-            return
-        with profiler_range("lockstep.DistributedDataParallel.reduce"):
-            self._reducer.send_rest()
-            unused = self._missing.on_all_ranks(missing, self.find_unused_parameters) | frozen
-            words = self._agreement.take_words()
-            if join_config_of(self).enable:  # ranks may differ
-                self._joined.sync_buffers(self._buffers_to_sync(), trains=True)
-                self._reducer.finish(unused, some_have_joined=True)
-                self._joined.rescale(self._parameters_to_reduce)
-            else:
-                self._reducer.finish(unused, self._buffers_to_sync(), words)
-
-    def _buffers_to_sync(self) -> list[torch.Tensor]:
-        """Buffers that all ranks shall have from the first rank when this step is over."""
-        is_due = self.broadcast_buffers and self.training and self._world_size > 1
-        return current_buffers(self._buffers_of_ranks) if is_due else []
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -505,7 +413,6 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             raise InputTypeError(f"a communication hook must be callable, got {type(hook).__name__}")
         self._reducer.register_hook(state, hook)
         self._hook = (state, hook)
-        self._num_hooks += 1
 
     # ---- what others ask -----------------------------------------------------------------------
 
@@ -518,16 +425,20 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             UnusedParameters: a backward pass has left gradients to another one, which did not come.
         """
         self.changes.check(optimizer)
-        if not any(id(parameter) in self._own for parameter in parameters_of(optimizer)):
+        own = self._own
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in own:
+                break
+        else:
             return None
         backward, task = self._backward, current_graph_task_id()
         if task != _NO_TASK:
             if backward.is_under_way and backward.begun_task == task:
                 self._pre_step_within(optimizer)
         elif backward.awaited and not join_config_of(self).enable:
-            self._missing.check_awaited(f"before {describe_step(optimizer)}")
+            backward.check_awaited(f"before {describe_step(optimizer)}")
         if self._world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
-            return with_mean_of_closure(arguments, self._backward, self.process_group)
+            return with_mean_of_closure(arguments, backward, self.process_group)
         return arguments
 
     def _pre_step_within(self, optimizer: torch.optim.Optimizer) -> None:
@@ -536,11 +447,11 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
                 f"{describe_step(optimizer)}: the optimizer steps within the backward pass, by this rank's own "
                 "gradients: DistributedDataParallel averages them at its end. Step after backward()"
             )
-        self._backward.steps_within = True
+        self._backward.step_comes_within()
 
     def tensors_alike(self) -> dict[str, torch.Tensor]:
         """What is the same on all ranks when training is over; none with a communication hook, which decides. Local."""
-        return {} if self._num_hooks else find_alike(self.module, self._ignored, self.broadcast_buffers)
+        return {} if self._hook is not None else find_alike(self.module, self._ignored, self.broadcast_buffers)
 
     # ---- join: ranks with fewer batches --------------------------------------------------------
 
@@ -585,16 +496,41 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     def answer_step(self) -> None:
         """Take part in one step of the ranks that still train, having joined. Collective; `Join` calls it."""
-        if not self._joined.agree_on_step(trains=False, averages=False, rows=0):
-            return
-        self._missing.join_first_step()
-        self._reducer.send_zeros()
-        unused = self._missing.on_all_ranks(range(len(self._names)), self.find_unused_parameters)
-        self._joined.sync_buffers(self._buffers_to_sync(), trains=False)
-        self._reducer.finish(unused, some_have_joined=True)
-        self._joined.rescale(self._parameters_to_reduce)
+        if self._joined.agree_on_step(trains=False, averages=False, rows=0):
+            self._backward.answer_step(self, self._joined)
 
 
 def _numbers_of(group: dist.ProcessGroup) -> Iterator[int]:
     """Counts the engines that the ranks of this group have made together."""
     return _numbers.setdefault(group, itertools.count())
+
+
+def _copy_engine(engine: DistributedDataParallel, memo: dict[int, Any]) -> DistributedDataParallel:
+    """A copy of an engine with what users have put on it: attributes, hooks, modules, buffers. Local.
+
+    What a subclass has in its constructor is not run, but copied.
+    """
+    kind = type(engine)
+    twin = memo[id(engine)] = kind.__new__(kind)
+    # Groups are of the process, and cannot be copied.
+    memo.update((id(each), each) for each in vars(engine).values() if isinstance(each, dist.ProcessGroup))
+    twin._averages_at_once = False
+    DistributedDataParallel.__init__(
+        twin,
+        copy.deepcopy(engine.module, memo),
+        engine.device_ids,
+        broadcast_buffers=engine.broadcast_buffers,
+        init_sync=False,
+        process_group=engine.process_group,
+        bucket_cap_mb=engine._cap_mib,
+        find_unused_parameters=engine.find_unused_parameters,
+        gradient_as_bucket_view=engine._always_views,
+        static_graph=engine.static_graph,
+    )
+    twin._hook = engine._hook
+    twin._backward.pause(engine._backward.is_paused)
+    of_modules = set(vars(torch.nn.Module()))  # with submodules, parameters, buffers and hooks, in dicts
+    for name, value in torch.nn.Module.__getstate__(engine).items():  # type: ignore[no-untyped-call]
+        if name in of_modules or (name not in vars(twin) and name != "_reducer"):  # that is made when the copy trains
+            vars(twin)[name] = copy.deepcopy(value, memo)
+    return twin

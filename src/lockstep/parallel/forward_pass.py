@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,15 +35,17 @@ from torch.autograd.graph import Node
 from lockstep import batch
 from lockstep.errors import ModelError
 from lockstep.parallel.feeding import Feed
-from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.torch_private.autograd import base_of, current_graph_task_id, without_transforms
 from lockstep.tree import map_tensors, tensors_in
 
 __all__ = ["ForwardPass"]
 
-_numbers = itertools.count()
+_next_number = itertools.count().__next__
 
-Reached = Callable[[int, "ForwardPass"], bool]
+
+class _Passes(Protocol):
+    def pre_backward(self, output: int, forward: ForwardPass) -> bool:
+        """A gradient has come to an output; whether it goes on to parameters of the model."""
 
 
 class ForwardPass:
@@ -52,49 +54,41 @@ class ForwardPass:
     Args:
         feed: what goes through, and so the weight for the gradients that enter at its outputs; see [Note: exact
             weighting].
-        syncing: whether its backward pass averages gradients.
+        syncs: whether its backward pass averages gradients.
         group: whose ranks average.
-        reached: a weak reference to a method of the engine, which is called with the number of an output that a
-            backward pass has come to, and this forward pass, and answers whether the pass goes on to parameters of the
-            model. Weak, because the engine keeps the graph's roots, and a cycle through the graph is never freed.
+        backward: a weak reference to what is asked where a gradient has come to an output. Weak, because the engine
+            keeps the graph's roots, and a cycle through the graph is never freed.
         own: `id` of the parameters that the engine averages.
         is_functional: it runs inside of `torch.func.grad` or the like, with other parameters than the model's.
         trains: the model is in training mode.
 
     Attributes:
         feed: what goes through; with a weight from `settle` on.
+        is_plain: nothing is to be weighted.
+        is_filler: nothing that this rank computes counts.
         trains: the model is in training mode.
+        claimed_task: the last backward pass for which it was noted what the gradients are of.
     """
 
     def __init__(
         self,
         feed: Feed,
-        syncing: bool,
+        syncs: bool,
         group: dist.ProcessGroup,
-        reached: Callable[[], Reached | None],
+        backward: Callable[[], _Passes | None],
         own: frozenset[int] = frozenset(),
         is_functional: bool = False,
         trains: bool = True,
     ) -> None:
-        self.feed = feed
-        self.syncing = syncing
+        self._set_feed(feed)
+        self.syncs = syncs
         self.group = group
+        self.trains = trains
+        self.claimed_task = -1
+        self._backward = backward
         self._own = own
         self._is_functional = is_functional
-        self.trains = trains
-        self._reached = reached
-        self._claimed_task = -1  # the last backward pass for which the feed's claim was noted
         self._weighted_task = -1  # the last backward pass in which the weight was put on
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is to be weighted."""
-        return self.feed.question is None and self.feed.weight == 1.0
-
-    @property
-    def is_filler(self) -> bool:
-        """Whether nothing that this rank computes counts."""
-        return self.feed.question is None and self.feed.weight == 0.0
 
     @property
     def has_weighted(self) -> bool:
@@ -107,29 +101,12 @@ class ForwardPass:
         Raises:
             InputError: how many samples the forward pass holds cannot be told.
         """
-        self.feed = self.feed.settled()
+        self._set_feed(self.feed.settled())
 
-    def claim(
-        self, agreement: RankAgreement, task: int, world_size: int, parameters: Sequence[torch.nn.Parameter]
-    ) -> None:
-        """Note, once for each of autograd's tasks, what the gradients that come are of. Local.
-
-        Args:
-            agreement: notes it.
-            task: that runs.
-            world_size: of the engine.
-            parameters: that it averages.
-        """
-        if not self.feed.claim or self._claimed_task == task:
-            return
-        self._claimed_task = task
-        if agreement.has_claims and all(parameter.grad is None for parameter in parameters):
-            agreement.forget_claims()  # what came before was thrown away
-        share = self.feed.share
-        name, fingerprint = "", 0
-        if share is not None and share.world_size == world_size:
-            name, fingerprint = share.name, share.fingerprint
-        agreement.claim(self.feed.claim, self.feed.is_certain, name, fingerprint)
+    def _set_feed(self, feed: Feed) -> None:
+        self.feed = feed
+        is_known = feed.question is None
+        self.is_plain, self.is_filler = is_known and feed.weight == 1.0, is_known and feed.weight == 0.0
 
     def check_penalty(self) -> None:
         """A gradient is computed with a graph of its own, and does not go on to parameters. Collective, as `settle`.
@@ -150,7 +127,7 @@ class ForwardPass:
 
     def enter(self, inputs: Any) -> Any:
         """The inputs of the forward pass, with hooks where they need some."""
-        return inputs if self.is_plain or self.is_filler else map_tensors(self._enter_one, inputs)
+        return map_tensors(self._enter_one, inputs)
 
     def _enter_one(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad or id(tensor) in self._own:  # a parameter takes the weight as in the model
@@ -172,7 +149,6 @@ class ForwardPass:
         """
         roots: dict[int, Node] = {}
         separate = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
-        tells_share = self.feed.share is not None or self.feed.question is not None
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad or (tensor.is_leaf and id(tensor) not in self._own):
@@ -181,28 +157,31 @@ class ForwardPass:
                 tensor = tensor.clone()
             elif tensor.grad_fn is None:  # A leaf would keep the hook beyond this step.
                 tensor = tensor.view_as(tensor)
-            # A view that is written to in place leaves its hooks behind; its base does not.
-            base = base_of(tensor)
-            anchor = tensor if base is None or base.grad_fn is None else base
-            number = next(_numbers)
-            anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
-            assert tensor.grad_fn is not None
-            roots[number] = tensor.grad_fn
-            batch.mark(tensor, self, tells_share)
-            if anchor is not tensor:
-                batch.mark(anchor, self, tells_share)
+            number = _next_number()
+            roots[number] = self._watch(tensor, number)
             return tensor
 
         return map_tensors(watch, output), roots
 
+    def _watch(self, tensor: torch.Tensor, number: int) -> Node:
+        # A view that is written to in place leaves its hooks behind; its base does not.
+        base = base_of(tensor)
+        anchor = tensor if base is None or base.grad_fn is None else base
+        anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
+        tells_share = self.feed.share is not None or self.feed.question is not None
+        node = batch.mark(tensor, self, tells_share)
+        if anchor is not tensor:
+            batch.mark(anchor, self, tells_share)
+        return node
+
     def _on_gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        reached = self._reached()
-        if reached is None:
+        backward = self._backward()
+        if backward is None:
             raise ModelError(
                 "the DistributedDataParallel of this model was deleted between its forward and its backward pass: keep "
                 "it, the gradients are averaged by it"
             )
-        if not reached(number, self):
+        if not backward.pre_backward(number, self):
             return self._with_way_back(number, gradient)
         self._weighted_task = current_graph_task_id()
         if self.is_plain:
@@ -215,7 +194,7 @@ class ForwardPass:
 
         See [Note: gradients of an evaluation] in `feeding.py`.
         """
-        is_own_business = self.is_plain or self.trains or self._is_functional or not self.syncing
+        is_own_business = self.is_plain or self.trains or self._is_functional or not self.syncs
         if is_own_business or not torch.is_grad_enabled():
             return None
         entered = gradient.clone() if gradient.requires_grad else gradient.detach().requires_grad_()
@@ -223,6 +202,6 @@ class ForwardPass:
         return entered
 
     def _on_penalty(self, number: int, _: torch.Tensor) -> None:
-        reached = self._reached()
-        if reached is not None and reached(number, self):
+        backward = self._backward()
+        if backward is not None and backward.pre_backward(number, self):
             self.check_penalty()

@@ -62,6 +62,8 @@ class GradientViews:
         self.tensors: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(parameters)
         self.of_bucket: list[list[torch.Tensor]] = [[] for _ in plans]
         self._storages: list[list[int]] = [[] for _ in plans]
+        # References to the views and their memory, with nobody's but the engine's own: all, and of each.
+        self._num_references = [0] * len(plans)
         self._counts: list[_Counts] = [([], [], [])] * len(plans)
         for bucket in range(len(plans)):
             self._make(bucket)
@@ -75,23 +77,24 @@ class GradientViews:
         self.of_bucket[bucket] = [self.tensors[placement.index] for placement in placements]
         if self.can_renew:
             self._storages[bucket] = list(map(storage_key, self.of_bucket[bucket]))
-            # With nobody's references but the engine's own.
             self._counts[bucket] = _count(self.of_bucket[bucket], self._storages[bucket])
+            self._num_references[bucket] = sum(map(sum, self._counts[bucket]))
 
     def held(self, bucket: int) -> list[int]:
         """Parameters whose view somebody holds although it is not their `.grad` any more."""
-        if not self.can_renew or not self._plans[bucket].numel:
+        if not self.can_renew:
             return []
-        now, before = _count(self.of_bucket[bucket], self._storages[bucket]), self._counts[bucket]
-        if now == before:
+        views, storages = self.of_bucket[bucket], self._storages[bucket]
+        # There are never fewer than the engine's own: if the sum is the same, all are.
+        num_references = sum(map(sys.getrefcount, views))
+        num_references += sum(map(use_count, views)) + sum(map(storage_use_count, storages))
+        if num_references == self._num_references[bucket]:
             return []
+        now, before = _count(views, storages), self._counts[bucket]
         differs = [one != other for one, other in zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)]
-        suspects = [
-            placement.index
-            for placement, is_more in zip(self._plans[bucket].placements, differs, strict=True)
-            if is_more
-        ]
-        return [index for index in suspects if self._parameters[index].grad is not self.tensors[index]]
+        members = zip(self._plans[bucket].placements, views, differs, strict=True)
+        suspects = [(placement.index, view) for placement, view, is_more in members if is_more]
+        return [index for index, view in suspects if self._parameters[index].grad is not view]
 
     def renew(self, bucket: int) -> None:
         """Leave the bucket's memory to those who hold views of it, and go on in other memory."""

@@ -36,7 +36,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -176,6 +175,10 @@ class RankAgreement:
         self._claim = ("", 0)  # the last one, and its fingerprint
         self._on_gpu = device.type != "cpu"
         self._options = all_reduce_options(dist.ReduceOp.MAX)
+        # Of what ranks claim the greatest, and the least times -1; on a GPU they are made anew each time.
+        self._pair = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._pair_values = self._pair.numpy()
+        self._work: Any = None
         # Of a GPU: the claim, the compared values on the host, and the event that their copy ends with.
         self._pending: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
 
@@ -246,30 +249,37 @@ class RankAgreement:
         """
         while self._pending and not self._is_capturing() and self._pending[0][2].query():  # type: ignore[no-untyped-call]
             text, values, _ = self._pending.pop(0)
-            self._compare_claims(text, values)
+            self._compare_claims(text, *values.tolist())
         if words.is_certain or self._is_capturing():
             return None  # A graph repeats one step, and nobody could be told of what it finds.
         if words.claim != self._claim[0]:
             self._claim = words.claim, fingerprint(words.claim)
-        value = self._claim[1]
-        # Equal on all ranks if the greatest is the least. Made on the device: a copy from the host would wait for it.
         if self._on_gpu:
-            both = torch.full((2,), value, dtype=torch.int64, device=self._device)
-            both[1].neg_()
-        else:
-            both = torch.from_numpy(np.array([value, -value]))  # torch.tensor takes ten times as long
+            return self._begin_comparing_on_gpu(*self._claim)
+        # Equal on all ranks if the greatest is the least. Where they were equal before, both stand there already.
+        pair, value = self._pair_values, self._claim[1]
+        if pair[0] != value or pair[1] != -value:
+            pair[:] = value, -value
+        self._work = self._group.allreduce([self._pair], self._options)
+        return self._end_comparing
+
+    def _end_comparing(self) -> None:
+        self._work.wait()
+        self._compare_claims(self._claim[0], *map(int, self._pair_values))
+
+    def _begin_comparing_on_gpu(self, text: str, value: int) -> Callable[[], None]:
+        # Made on the device: a copy from the host would wait for it.
+        both = torch.full((2,), value, dtype=torch.int64, device=self._device)
+        both[1].neg_()
         work = self._group.allreduce([both], self._options)
 
         def end() -> None:
             work.wait()
-            if self._on_gpu:
-                self._compare_claims_later(words.claim, both)
-            else:
-                self._compare_claims(words.claim, both)
+            self._compare_claims_later(text, both)
 
         return end
 
-    def compare(self, by_rank: Sequence[Words] | None, own: Words, is_first_only: bool = False) -> None:
+    def compare(self, by_rank: Sequence[Words] | None, own: Words = NO_WORDS, is_first_only: bool = False) -> None:
         """Compare what the ranks have said, and parameters, if it is time. Collective; call it in each averaging.
 
         Args:
@@ -312,8 +322,7 @@ class RankAgreement:
         event.record()
         self._pending.append((text, values, event))
 
-    def _compare_claims(self, text: str, values: torch.Tensor) -> None:
-        greatest, negative_least = values.tolist()
+    def _compare_claims(self, text: str, greatest: int, negative_least: int) -> None:
         if greatest != -negative_least:
             raise CollectiveMismatch(
                 f"the ranks averaged gradients of different batches: rank {dist.get_rank()} took {text}, another rank "

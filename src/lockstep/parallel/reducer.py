@@ -13,27 +13,16 @@ it fires and all gradients of the bucket are there, the bucket goes out. If one 
 bucket waits for the end of the backward pass, and the missing parameter becomes the sentinel. This
 needs every `.grad` to have been None when the backward pass began: then a gradient that is there
 belongs to this pass. Otherwise (gradients accumulated under `no_sync`, or not
-set to None) everything goes out at the end. `begin` looks, once per backward pass. A sentinel that
-fires before `begin` was called makes up for it: the gradient came by another way than the outputs.
-
-[Note: shared parameters] Engines with parameters in common may average in one backward pass. What one has sent early
-is then a view of its bucket, into which its peers write the mean as soon as they are through; the other engine would
-send that, or keep it as the gradient of this rank. So neither sends anything before the pass is over. One engine
-is then through before the other sends, which averages what is equal on all ranks.
-
-[Note: watched parameters] A backward pass may go by the outputs and by all sentinels: through the graph of a
-gradient, or from a tensor that the model keeps as an attribute. So all parameters have hooks in the first passes,
-and keep them where such a pass is seen, or one that may lead to it.
+set to None) everything goes out at the end. `begin` looks, once per backward pass.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,10 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
 from lockstep.parallel.agreement import broadcast_tensors
-from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.comm_hooks import CommHook, HookedBuckets
 from lockstep.parallel.gradient_memory import GradientViews, find_held
 from lockstep.parallel.graph import accumulating_node, without_way_back
 from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words
@@ -54,9 +42,16 @@ from lockstep.parallel.transports import Transport
 from lockstep.torch_private.autograd import version_of
 from lockstep.torch_private.tensors import foreach_copy_
 
-__all__ = ["CommHook", "Reducer"]
+__all__ = ["Listener", "Reducer"]
 
-CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
+
+class Listener(Protocol):
+    """Who is told of gradients; see `BackwardPass`."""
+
+    has_filler: bool
+
+    def on_param_grad(self, index: int, bucket: int | None = None) -> None:
+        """A gradient has come to a parameter: the sentinel of that bucket, or one that is watched."""
 
 
 class Reducer:
@@ -68,12 +63,10 @@ class Reducer:
         plans: which parameters lie in each bucket, and where. Parameters in none of them have sparse gradients.
         transport: moves and averages the buckets.
         group: the ranks that average.
-        backward: the pass that runs.
+        backward: is told of the gradients that come; held weakly.
         agreement: what is compared with each averaging.
         may_go_early: whether buckets may go out before the backward pass ends; an attribute.
         always_views: gradients are views of buckets, even where other references to them exist.
-        unannounced: a weak reference to what to call with the parameter by which a backward pass is noticed that
-            `begin` was not called for; it calls `begin`, unless the pass is none of this reducer's business.
     """
 
     def __init__(
@@ -83,21 +76,19 @@ class Reducer:
         plans: Sequence[BucketPlan],
         transport: Transport,
         group: dist.ProcessGroup,
-        backward: BackwardPass,
+        backward: Listener,
         agreement: RankAgreement,
         may_go_early: bool,
         always_views: bool = False,
-        unannounced: Callable[[], Callable[[torch.Tensor], None] | None] = lambda: None,
     ) -> None:
         self._parameters = list(parameters)
         self._names = list(names)
         self._plans = plans
         self._transport = transport
         self._group = group
-        self._backward = backward
+        self._listener = weakref.ref(backward)
         self._agreement = agreement
         self.may_go_early = may_go_early
-        self._unannounced = unannounced
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
         self._offsets = [[placement.offset for placement in plan.placements] for plan in plans]
         self._bucket_parameters = [[self._parameters[index] for index in members] for members in self._members]
@@ -117,13 +108,11 @@ class Reducer:
         # Of buckets that went out early: views, and gradients that were left where they were, with their versions.
         self._sent: list[tuple[int, torch.Tensor, int]] = []
         self._left: dict[int, torch.Tensor] = {}  # gradients that are not in their view
-        self._hook: tuple[Any, CommHook] | None = None
+        self._hooked: HookedBuckets | None = None
         self._sparse_gradients = SparseGradients([self._parameters[index] for index in self._sparse], group, backward)
-        self._hook_futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
-        # The sentinels', by bucket; behind them each parameter without a bucket is its own.
+        # The sentinels', by bucket; after them each parameter without a bucket is its own.
         self._handles: list[_HookBehindAll | None] = [None] * (len(plans) + len(self._sparse))
         self._watchers: list[_HookBehindAll | None] = []  # by parameter
-        self._passes_to_watch = 0  # after which the watchers go
         for bucket in range(len(plans)):
             self._set_sentinel(bucket, self._members[bucket][-1])
         for position, index in enumerate(self._sparse, len(plans)):
@@ -132,80 +121,76 @@ class Reducer:
         weakref.finalize(self, _remove_all, self._handles).atexit = False
         weakref.finalize(self, _remove_all, self._watchers).atexit = False
 
-    # ---- during the backward pass --------------------------------------------------------------
+    # ---- who is told of gradients --------------------------------------------------------------
 
     def _set_sentinel(self, bucket: int, index: int) -> None:
         handle = self._handles[bucket]
         if handle is not None:
             handle.remove()
-        reference = weakref.ref(self)
-        is_last = bucket >= len(self._plans) - 1  # It goes out at the end anyway.
+        self._handles[bucket] = _HookBehindAll(self._parameters[index], self._listener, index, bucket)
 
-        def on_gradient(parameter: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is None:
-                return
-            backward = reducer._backward
-            phase = backward.phase
-            if phase is Phase.ARMED:
-                if not is_last:
-                    reducer._try_bucket(bucket)
-            elif phase is Phase.READY:
-                reducer._announce(parameter)
-            elif phase is Phase.IDLE:
-                if backward.is_accumulating:
-                    reducer._agreement.gradient_accumulates()
-                else:
-                    reducer._agreement.gradient_strays()
+    def watch_all(self) -> None:
+        """From now on tell of a gradient of any parameter. Local."""
+        if not self._watchers:
+            every = enumerate(self._parameters)
+            self._watchers += [_HookBehindAll(parameter, self._listener, index, None) for index, parameter in every]
 
-        self._handles[bucket] = _HookBehindAll(self._parameters[index], on_gradient)
+    def watch_no_more(self) -> None:
+        """Tell of sentinels alone again. Local."""
+        _remove_all(self._watchers)
+        self._watchers.clear()
 
-    def watch_all(self, passes: int = 0) -> None:
-        """From now on notice a backward pass by any parameter. Local. See [Note: watched parameters].
+    @property
+    def watched_nodes(self) -> Iterator[Node]:
+        """Of autograd's graph, those that accumulate into the sentinels."""
+        return (handle.node for handle in self._handles if handle is not None)
+
+    # ---- during a backward pass ----------------------------------------------------------------
+
+    def begin(self, is_new: bool) -> bool:
+        """A backward pass begins that will average. Local.
 
         Args:
-            passes: for so many forward passes, unless there is cause to go on; 0 for good.
+            is_new: it does not bring what another one has left.
+
+        Returns:
+            Whether buckets may go out as they fill.
         """
-        self._passes_to_watch = passes
-        if self._watchers:
-            return
-        reference = weakref.ref(self)
+        are_none = all(map(is_, [parameter.grad for parameter in self._parameters], repeat(None)))
+        self._keeps_graph = torch.is_grad_enabled()
+        if is_new:
+            self._given.clear()
+            if not are_none and not self._always_views:
+                self._note_given()
+        # With create_graph, a second gradient would not be written into the bucket but replace it.
+        return self.may_go_early and are_none and not self._keeps_graph and self._hooked is None and not self._out
 
-        def on_gradient(parameter: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is not None and reducer._backward.phase is Phase.READY:
-                reducer._announce(parameter, keeps_watching=True)
+    def _note_given(self) -> None:
+        own = [(index, self._parameters[index].grad) for index in self._dense]
+        indices = [index for index, each in own if each is not None and each is not self._views[index]]
+        gradients = [each.grad for each in map(self._parameters.__getitem__, indices) if each.grad is not None]
+        held = zip(indices, gradients, find_held(gradients), strict=True)
+        self._given = {index: gradient for index, gradient, is_held in held if is_held}
 
-        self._watchers += [_HookBehindAll(parameter, on_gradient) for parameter in self._parameters]
-
-    def _announce(self, parameter: torch.Tensor, keeps_watching: bool = False) -> None:
-        announce = self._unannounced()
-        if announce is not None:
-            announce(parameter)
-        if keeps_watching and self._backward.phase is not Phase.READY:
-            self._passes_to_watch = 0
-
-    def _try_bucket(self, bucket: int) -> None:
-        """Send a bucket out if all its gradients are there."""
-        if bucket in self._out:
-            return
-        for index in self._members[bucket]:
-            if self._parameters[index].grad is None:
+    def try_bucket(self, bucket: int) -> None:
+        """The sentinel of a bucket has its gradient: send it out if all others are there. Local."""
+        if bucket >= len(self._plans) - 1 or bucket in self._out:
+            return  # the last one goes out at the end anyway
+        for index, parameter in zip(self._members[bucket], self._bucket_parameters[bucket], strict=True):
+            if parameter.grad is None:
                 self._set_sentinel(bucket, index)
                 return
-        self._send(bucket)
+        self._send(bucket, is_early=True)
 
-    def _send(self, bucket: int) -> None:
+    def _send(self, bucket: int, is_early: bool = False) -> None:
         """Copy the gradients of a bucket to their views of its memory and publish it."""
         self._let_go(bucket)
         indices, offsets, views, gradients = self._gather_gradients(bucket)
-        self._check_dense(indices, gradients)
         if self._keeps_graph:
             self._with_graph.update(index for index, each in zip(indices, gradients, strict=True) if each.requires_grad)
-        left = self._fill(bucket, offsets, views, gradients)
+        left = self._fill(bucket, offsets, views, gradients, indices)
         if self._own_memory or self._given:
             left = sorted({*left, *self._keep_own_memory(indices, gradients)})
-        is_armed = self._backward.phase is Phase.ARMED
         # What is left where it was stays `.grad` until the mean is there: hooks, and a second engine, may look at it.
         if len(left) < len(indices):
             kept = set(left)
@@ -214,27 +199,34 @@ class Reducer:
                     self._parameters[index].grad = view
             indices, gradients = [indices[each] for each in left], [gradients[each] for each in left]
         self._left.update(zip(indices, gradients, strict=True))
-        if is_armed:
-            self._sent += zip(indices, gradients, map(version_of, gradients), strict=True)
         self._out.add(bucket)
-        if self._hook is not None:
-            self._run_hook(bucket)
+        if self._hooked is not None:
+            self._run_hook(self._hooked, bucket)
             return
-        if is_armed:
+        if is_early:
+            self._sent += zip(indices, gradients, map(version_of, gradients), strict=True)
             members = self._members[bucket]
-            views = [self._views[index] for index in members]
+            views = self._gradient_views.of_bucket[bucket]
             self._sent += zip(members, views, map(version_of, views), strict=True)
         self._transport.publish(bucket)
 
     def _fill(
-        self, bucket: int, offsets: Sequence[int], views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+        self,
+        bucket: int,
+        offsets: Sequence[int],
+        views: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        indices: Sequence[int],
     ) -> Sequence[int]:
-        """Copy gradients to their views; returns the positions of those that the transport leaves where they are."""
-        with torch.no_grad():
-            if self._hook is None:
+        """Copy gradients to their views, without a graph; returns the positions of those that stay where they are."""
+        try:
+            if self._hooked is None:
                 return self._transport.fill(bucket, offsets, views, gradients)
             if views:
-                foreach_copy_(views, gradients)
+                foreach_copy_(list(views), list(gradients))
+        except RuntimeError:
+            self._check_dense(indices, gradients)
+            raise
         return ()
 
     def _gather_gradients(
@@ -257,7 +249,10 @@ class Reducer:
         return indices, offsets, views, gradients
 
     def _let_go(self, bucket: int) -> None:
-        """Give the bucket new memory if references to gradients of an earlier pass exist. See `gradient_memory.py`."""
+        """Give the bucket new memory if references to gradients of an earlier pass exist.
+
+        See `gradient_memory.py`.
+        """
         if self._always_views:
             return
         held = self._gradient_views.held(bucket)
@@ -281,87 +276,25 @@ class Reducer:
         return kept
 
     def _check_dense(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        layouts = [gradient.layout for gradient in gradients]
-        if all(map(is_, layouts, repeat(torch.strided))):
-            return
-        culprits = [self._names[index] for index, each in zip(indices, layouts, strict=True) if each != torch.strided]
-        raise ModelError(
-            f"parameter {', '.join(culprits)} has a sparse gradient, which nothing said when the model was wrapped. "
-            f"{SPARSE_ADVICE}"
-        )
+        culprits = [self._names[i] for i, each in zip(indices, gradients, strict=True) if each.layout != torch.strided]
+        if culprits:
+            raise ModelError(
+                f"parameter {', '.join(culprits)} has a sparse gradient, which nothing said when the model was "
+                f"wrapped. {SPARSE_ADVICE}"
+            )
 
-    # ---- around the backward pass ----------------------------------------------------------------
+    # ---- after it ------------------------------------------------------------------------------
 
-    def rearm(self) -> None:
-        """A forward pass begins whose backward pass will reduce. Local."""
-        if self._backward.phase not in (Phase.IDLE, Phase.READY):
-            self._restart()
-        self._backward.ready()
-        if self._passes_to_watch:
-            self._passes_to_watch -= 1
-            if not self._passes_to_watch:
-                _remove_all(self._watchers)
-                self._watchers.clear()
-
-    def disarm(self) -> None:
-        """A forward pass begins whose backward pass will not reduce. Local."""
-        if self._backward.is_under_way:
-            self._restart()
-        self._backward.accumulate()
-
-    def begin(self, task: int, is_alone: bool = True) -> None:
-        """A backward pass begins that will reduce: this task of autograd's. Local. See [Note: shared parameters].
-
-        Args:
-            task: its number.
-            is_alone: no other engine averages these parameters in this pass.
-        """
-        self._agreement.pass_begins()
-        if self._backward.is_under_way:
-            self._restart()
-        early = self.may_go_early and is_alone and self._hook is None and not self._out
-        # With create_graph, a second gradient would not be written into the bucket but replace it.
-        are_none = all(map(is_, [parameter.grad for parameter in self._parameters], repeat(None)))
-        self._keeps_graph = torch.is_grad_enabled()
-        early = early and not self._keeps_graph and are_none
-        if self._backward.phase is not Phase.WAITING:
-            self._given.clear()
-            if not are_none and not self._always_views:
-                self._note_given()
-        self._backward.begin(task, early)
-
-    def _note_given(self) -> None:
-        own = [(index, self._parameters[index].grad) for index in self._dense]
-        indices = [index for index, each in own if each is not None and each is not self._views[index]]
-        gradients = [each.grad for each in map(self._parameters.__getitem__, indices) if each.grad is not None]
-        held = zip(indices, gradients, find_held(gradients), strict=True)
-        self._given = {index: gradient for index, gradient, is_held in held if is_held}
-
-    def _restart(self) -> None:
-        """The last backward pass failed, or never brought all gradients: what it left is void."""
+    def restart(self) -> None:
+        """The last backward pass failed, or never brought all gradients: what it left is void. Local."""
         self._out.clear()
         self._sent.clear()
         self._left.clear()
         self._with_graph.clear()
         self._copied_back.clear()
-        for _, future in self._hook_futures:
-            with contextlib.suppress(RuntimeError):
-                future.wait()
-        self._hook_futures.clear()
+        if self._hooked is not None:
+            self._hooked.abandon()
         self._transport.restart()
-        self._backward.abandon()
-
-    @property
-    def watched_nodes(self) -> Iterator[Node]:
-        """Of autograd's graph, those that accumulate into the sentinels."""
-        return (handle.node for handle in self._handles if handle is not None)
-
-    def missing(self) -> list[int]:
-        """Parameters that have no gradient now."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        if not any(map(is_, gradients, repeat(None))):
-            return []
-        return [index for index, gradient in enumerate(gradients) if gradient is None]
 
     def send_rest(self) -> None:
         """The backward pass is over: send what has not gone out. Local; `finish` comes next.
@@ -372,13 +305,15 @@ class Reducer:
         Raises:
             ModelError: a gradient changed after its bucket had gone out.
         """
-        self._check_versions()
-        self._backward.average()
+        if self._sent:
+            self._check_versions()
         for bucket in range(len(self._plans)):
             if bucket not in self._out:
                 self._send(bucket)
-        if self._hook is not None:
-            self._run_hook_on_sparse()
+        if self._hooked is not None:  # each sparse gradient is a bucket of its own, after the others
+            for position, index in enumerate(self._sparse):
+                gradient = self._sparse_gradients.gradient(position)
+                self._hooked.begin(len(self._plans) + position, gradient, [gradient], [self._parameters[index]])
 
     def send_zeros(self) -> None:
         """Take part in the averaging of a step with zeros. Local; `finish` comes next."""
@@ -395,35 +330,38 @@ class Reducer:
 
     def finish(
         self,
+        none: Sequence[int],
         keep_none: Collection[int] = (),
         buffers: Sequence[torch.Tensor] = (),
         words: Words = NO_WORDS,
-        some_have_joined: bool = False,
-    ) -> None:
+    ) -> list[Words] | None:
         """Average everything. Collective; all has been sent.
 
         Args:
+            none: parameters that had no gradient when the rest was sent.
             keep_none: parameters that no rank used; their `.grad` is left as it is.
             buffers: to be overwritten by those of the group's first rank on the way.
             words: what this rank says of this step.
-            some_have_joined: or may have (`Join`); their parameters stay what they were.
+
+        Returns:
+            The words of all ranks; None if they are not sent.
 
         Raises:
-            CollectiveMismatch: the ranks claim different things, or hold different data.
-            ModelMismatch: the ranks' parameters differ.
+            CollectiveMismatch: the ranks claim different things.
         """
         by_rank = None
-        if self._hook is not None:
-            self._finish_hooks(keep_none, buffers, words)
+        if self._hooked is not None:
+            self._finish_hook(self._hooked, keep_none, buffers, words)
         else:
             by_rank = self._transport.finish(buffers, words)
-            self._sparse_gradients.average()
-        for index in self.missing():
-            if index in self._is_dense and index not in keep_none:
-                view = self._views[index]
-                self._parameters[index].grad = view.clone() if index in self._own_memory else view
-        self._copy_back()
+            if self._sparse:
+                self._sparse_gradients.average()
         parameters, views = self._parameters, self._views
+        for index in none:
+            if index in self._is_dense and index not in keep_none:
+                parameters[index].grad = views[index].clone() if index in self._own_memory else views[index]
+        if self._copied_back:
+            self._copy_back()
         for index in self._left:
             parameters[index].grad = views[index]
         self._left.clear()
@@ -434,13 +372,10 @@ class Reducer:
         for index, stand_in in self._transport.stand_ins.items():
             if parameters[index].grad is not None:
                 parameters[index].grad = stand_in
-        self._backward.finish()
-        self._agreement.compare(by_rank, words, is_first_only=some_have_joined or self._hook is not None)
+        return by_rank
 
     def _copy_back(self) -> None:
         """The means of gradients that have memory of their own."""
-        if not self._copied_back:
-            return
         pairs = [(self._left.pop(index), self._views[index]) for index in self._copied_back]
         with torch.no_grad():
             copy_all(*map(list, zip(*pairs, strict=True)))
@@ -458,57 +393,32 @@ class Reducer:
             )
         self._sent.clear()
 
-    # ---- communication hooks ---------------------------------------------------------------------
+    # ---- a communication hook --------------------------------------------------------------------
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a communication hook reduces the buckets."""
+        return self._hooked is not None
 
     def register_hook(self, state: Any, hook: CommHook) -> None:
         """Have `hook(state, bucket)` reduce the buckets instead. Local, the same on all ranks."""
-        if self._hook is not None:
+        if self._hooked is not None:
             raise ModelError("a communication hook is registered already; there can be only one")
         if self._transport.stand_ins:
             raise ModelError(
                 "a communication hook would see gradients that ZeroRedundancyOptimizer has sharded: register it first, "
                 "or take a plain optimizer"
             )
-        self._hook = (state, hook)
+        self._hooked = HookedBuckets(state, hook, len(self._plans) + len(self._sparse))
 
-    def _run_hook(self, bucket: int) -> None:
-        members = self._members[bucket]
-        self._call_hook(
-            bucket,
-            self._transport.buffer(bucket),
-            [self._views[index] for index in members],
-            [self._parameters[index] for index in members],
-        )
+    def _run_hook(self, hooked: HookedBuckets, bucket: int) -> None:
+        gradients = self._gradient_views.of_bucket[bucket]
+        hooked.begin(bucket, self._transport.buffer(bucket), gradients, self._bucket_parameters[bucket])
 
-    def _run_hook_on_sparse(self) -> None:
-        """Each sparse gradient is a bucket of its own, behind the others."""
-        for position, index in enumerate(self._sparse):
-            gradient = self._sparse_gradients.gradient(position)
-            self._call_hook(len(self._plans) + position, gradient, [gradient], [self._parameters[index]])
-
-    def _call_hook(
-        self,
-        bucket: int,
-        buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
+    def _finish_hook(
+        self, hooked: HookedBuckets, keep_none: Collection[int], buffers: Sequence[torch.Tensor], words: Words
     ) -> None:
-        assert self._hook is not None
-        state, hook = self._hook
-        is_last = bucket == len(self._plans) + len(self._sparse) - 1
-        future = hook(state, GradBucket(bucket, buffer, gradients, parameters, is_last))
-        if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
-            raise ModelError(
-                f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
-                "the reduced flat tensor"
-            )
-        self._hook_futures.append((bucket, future))
-
-    def _finish_hooks(self, keep_none: Collection[int], buffers: Sequence[torch.Tensor], words: Words) -> None:
-        for bucket, future in self._hook_futures:
-            result: Any = future.wait()
-            if isinstance(result, (list, tuple)):
-                (result,) = result
+        for bucket, result in hooked.results():
             if bucket >= len(self._plans):
                 position = bucket - len(self._plans)
                 if self._sparse[position] not in keep_none:
@@ -518,7 +428,6 @@ class Reducer:
             if result.data_ptr() != buffer.data_ptr():
                 with torch.no_grad():
                     buffer.copy_(result.view(-1))
-        self._hook_futures.clear()
         # Not before: hooks make collectives of their own as results come.
         compare = self._agreement.begin_comparing_claims(words)
         if compare is not None:
@@ -528,24 +437,25 @@ class Reducer:
 
 
 class _HookBehindAll:
-    """Has `hook(parameter)` called whenever a gradient of the parameter has come, and its own hooks have run.
+    """Tells a listener whenever a gradient of the parameter has come, and its own hooks have run.
 
     [Note: hooks of others] A post-accumulate hook would run before those that the user registers later, which may
-    change `.grad`: clip it, scale it, put another tensor there. The node that accumulates calls its hooks behind all
+    change `.grad`: clip it, scale it, put another tensor there. The node that accumulates calls its hooks after all
     of those. It is kept alive here, because autograd makes a new one when nobody holds it.
 
     Attributes:
         node: that one.
     """
 
-    def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, listener: Callable[[], Listener | None], index: int, bucket: int | None
+    ) -> None:
         self.node = accumulating_node(parameter)
-        reference = weakref.ref(parameter)
 
         def call(*_: object) -> None:
-            alive = reference()
+            alive = listener()
             if alive is not None:
-                hook(alive)
+                alive.on_param_grad(index, bucket)
 
         self._handle: RemovableHandle = self.node.register_hook(call)
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.agreement import collective_device
-from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.graph import accumulating_node
 from lockstep.torch_private.tensors import indices_of, values_of
 
@@ -36,6 +36,10 @@ _INDEX_BYTES = 8
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what entries are added up in
 
 
+class _Pass(Protocol):
+    has_filler: bool  # it is of a forward pass whose samples count nothing, among others
+
+
 class SparseGradients:
     """Averages the gradients of some parameters of an engine by their entries.
 
@@ -45,9 +49,7 @@ class SparseGradients:
         backward: of the engine.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: BackwardPass
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: _Pass) -> None:
         self._parameters = list(parameters)
         self._group = group
         self._world_size = group.size()
@@ -194,7 +196,7 @@ def _padded(num_bytes: int) -> int:
 class _EntriesHook:
     """Has a parameter accumulate no entries of zeros in passes of fillers. See [Note: entries of fillers]."""
 
-    def __init__(self, parameter: torch.nn.Parameter, backward: BackwardPass) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, backward: _Pass) -> None:
         self._node = accumulating_node(parameter)
         reference = weakref.ref(backward)
 

@@ -17,7 +17,7 @@ from lockstep.drift.engines import engines
 from lockstep.errors import InputError, InputTypeError, NotInitialized
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.agreement import broadcast_tensors
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.comm_hooks import GradBucket
 
 __all__ = [
     "DistributedDataParallel",
@@ -118,7 +118,6 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_predivide_factor
         self.allreduce_always_fp32 = allreduce_always_fp32
-        self._is_paused = False
         if not gradient_average or gradient_predivide_factor != 1.0 or allreduce_always_fp32:
             self.register_comm_hook(None, self._reduce)
 
@@ -139,18 +138,12 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
 
     def disable_allreduce(self) -> None:
         """Accumulate gradients without reducing them, in backward passes from now on. Local, on all ranks alike."""
-        self._is_paused = True
+        self._backward.pause(True)
 
     def enable_allreduce(self) -> None:
         """Reduce gradients again, and what has accumulated with them, in backward passes from now on. Local."""
-        self._is_paused = False
-
-    def _backward_begins(self) -> None:
         # Not decided in the forward pass, as by `no_sync`: scripts switch between the two passes.
-        if self._is_paused:
-            self._agreement.gradient_accumulates()
-        else:
-            super()._backward_begins()
+        self._backward.pause(False)
 
 
 def accumulates(parameters: Iterable[Tensor]) -> bool:
@@ -165,7 +158,7 @@ def accumulates(parameters: Iterable[Tensor]) -> bool:
 
 
 def _is_paused(engine: Any) -> bool:
-    is_told = isinstance(engine, DistributedDataParallel) and engine._is_paused
+    is_told = isinstance(engine, DistributedDataParallel) and engine._backward.is_paused
     reduces = getattr(engine, "require_backward_grad_sync", True)  # one that torch has refused has none
     return (is_told or not reduces) and engine.process_group.size() > 1
 

@@ -1,0 +1,123 @@
+"""Communication hooks: what one gets to see of a bucket, and the buckets that it is at work on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.errors import ModelError
+
+__all__ = ["CommHook", "GradBucket", "HookedBuckets"]
+
+
+class GradBucket:
+    """One bucket of gradients on its way through a communication hook.
+
+    Has the methods of `torch.distributed.GradBucket`, so that hooks written for torch's DDP
+    (those of `torch.distributed.algorithms.ddp_comm_hooks` among them) work unchanged.
+
+    Args:
+        index: of the bucket, in the order in which buckets are reduced.
+        buffer: flat tensor with all gradients of the bucket, unscaled.
+        gradients: views of the buffer, one per parameter.
+        parameters: the parameters, in the same order.
+        is_last: whether no bucket follows in this backward pass.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        is_last: bool,
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._gradients = list(gradients)
+        self._parameters = list(parameters)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Position of the bucket among all buckets."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """The flat tensor of all gradients; a hook may reduce it in place."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """One view of the buffer for each parameter."""
+        return self._gradients
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters whose gradients the bucket holds."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the backward pass."""
+        return self._is_last
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replace the flat tensor by another of the same size."""
+        self._buffer = tensor
+
+
+CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
+
+
+class HookedBuckets:
+    """The buckets that one hook reduces in a backward pass. Local.
+
+    Args:
+        state: for the hook.
+        hook: returns a future of the reduced flat tensor.
+        num_buckets: of a backward pass.
+    """
+
+    def __init__(self, state: Any, hook: CommHook, num_buckets: int) -> None:
+        self._state, self._hook = state, hook
+        self._num_buckets = num_buckets
+        self._futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
+
+    def begin(
+        self,
+        bucket: int,
+        buffer: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        """Hand the hook a bucket, see `GradBucket`.
+
+        Raises:
+            ModelError: it returns no future.
+        """
+        is_last = bucket == self._num_buckets - 1
+        future = self._hook(self._state, GradBucket(bucket, buffer, gradients, parameters, is_last))
+        if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
+            raise ModelError(
+                f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
+                "the reduced flat tensor"
+            )
+        self._futures.append((bucket, future))
+
+    def results(self) -> list[tuple[int, torch.Tensor]]:
+        """The buckets that were handed over, reduced; waits for them."""
+        found = []
+        for bucket, future in self._futures:
+            result: Any = future.wait()
+            if isinstance(result, (list, tuple)):
+                (result,) = result
+            found.append((bucket, result))
+        self._futures.clear()
+        return found
+
+    def abandon(self) -> None:
+        """Wait for what is under way, and forget it."""
+        for _, future in self._futures:
+            with contextlib.suppress(RuntimeError):
+                future.wait()
+        self._futures.clear()
