@@ -21,7 +21,7 @@ from ddp_checks import backends, error_of
 from lockstep import DistributedDataParallel, batch
 from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.parallel.rank_agreement import RankAgreement, fingerprint_of
-from lockstep.parallel.rows import rows_in, show_inputs, sizes_of
+from lockstep.parallel.rows import rows_in, show_inputs
 from lockstep.testing import run_ranks
 
 
@@ -209,32 +209,27 @@ def test_batches_of_other_sizes_are_an_error_that_says_what_to_write() -> None:
 @pytest.mark.parametrize("number", ["num_graphs", "batch_size"])
 def test_what_says_how_many_samples_it_holds_is_believed(number: str) -> None:
     graphs = SimpleNamespace(x=torch.rand(7, 3), edges=torch.zeros(2, 9), **{number: 4})
-    assert sizes_of(((graphs,), {})) == {4}
+    assert rows_in(((graphs,), {})) == 4
     assert rows_in(((torch.rand(7, 3), graphs), {})) == 4
     options = SimpleNamespace(**{number: 4})  # a script's
-    assert sizes_of(((options,), {})) == set()
     assert rows_in(((options,), {})) is None
 
 
 def test_a_dictionary_is_believed_where_something_in_it_has_that_size() -> None:
     """OpenPCDet's `batch_dict`; a `batch_size` out of a script's options need not be that of this batch."""
     batch = {"voxels": torch.rand(7, 3, 4), "gt_boxes": torch.rand(2, 5, 8), "batch_size": 2}
-    assert sizes_of(((batch,), {})) == {2}
-    assert sizes_of(((batch | {"batch_size": 4},), {})) == {2, 7}
+    assert rows_in(((batch,), {})) == 2
+    assert rows_in(((batch | {"batch_size": 4},), {})) == 7
     for batch_size in (4, [3], torch.tensor(3)):
-        assert sizes_of((({"images": torch.rand(3, 4, 4), "batch_size": batch_size},), {})) == {3}
+        assert rows_in((({"images": torch.rand(3, 4, 4), "batch_size": batch_size},), {})) == 3
 
 
-def test_voxels_are_no_samples_where_a_list_of_samples_is_beside_them() -> None:
-    """As the models of mmdet3d are called."""
+def test_a_list_in_a_dictionary_tells_its_length() -> None:
+    """As the models of mmdet3d are called: with a list of clouds, and voxels, of which each rank has its own number."""
     inputs: dict[str, Any] = {"points": [torch.rand(9, 4), torch.rand(5, 4)], "voxels": {"voxels": torch.rand(7, 3, 4)}}
-    samples = [SimpleNamespace(), SimpleNamespace()]
-    assert sizes_of(((), {"inputs": inputs, "data_samples": samples})) == {2}
-    assert sizes_of(((), {"data_samples": samples, "inputs": inputs})) == {2}
-    for others in ([SimpleNamespace()], ["one class", "another"], [[1], [2]]):  # are not known to be the samples
-        assert 7 in sizes_of(((inputs,), {"others": others}))
-    assert 7 in sizes_of(((torch.rand(7, 3, 4),), {"data_samples": samples}))
-    assert 7 in sizes_of((({"images": torch.rand(7, 3, 4)},), {"prompts": samples}))
+    samples = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
+    assert rows_in(((), {"inputs": inputs, "data_samples": samples})) == 2
+    assert rows_in(((), {"data_samples": samples, "inputs": inputs})) == 3
 
 
 class Pillars(nn.Module):
@@ -294,9 +289,7 @@ def test_nodes_beside_graphs_are_no_samples(number: str) -> None:
         Graphs(edges=torch.zeros(9), nodes=7, **{number: 4}),
     ):
         for inputs in (graphs, nodes), (nodes, graphs):
-            assert sizes_of((inputs, {})) == {4}
-        assert sizes_of(((graphs, nodes), {"labels": torch.rand(4, 2)})) == {4}
-        assert sizes_of(((graphs, torch.rand(5, 3)), {})) == {4, 5}, "of no graph"
+            assert rows_in((inputs, {})) == 4
 
 
 def train_on_graphs() -> list[float]:
@@ -323,14 +316,14 @@ def test_training_on_graphs_with_other_numbers_of_nodes() -> None:
 
 def test_packed_sequences_hold_as_many_samples_as_there_are_sequences() -> None:
     packed = pack_sequence([torch.rand(length, 3) for length in (5, 3, 2)])
-    assert sizes_of(((packed,), {})) == {3}
+    assert rows_in(((packed,), {})) == 3
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_hold_as_many_samples_as_there_are_tensors_in_them(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.rand(length, 3) for length in (5, 2, 4)], layout=layout)
-    assert sizes_of(((nested,), {"targets": torch.rand(3, 2)})) == {3}
+    assert rows_in(((nested,), {"targets": torch.rand(2, 2)})) == 3
 
 
 def differentiate_by_inputs(batch_size: int) -> list[float]:
@@ -353,11 +346,6 @@ def test_the_gradient_of_a_fillers_inputs_is_zero(batch_size: int) -> None:
     assert last[-1] == 0
 
 
-def test_the_first_argument_tells_a_size() -> None:
-    """Also where another one, which is the same on each rank, has more dimensions."""
-    assert sizes_of(((torch.rand(5, 2),), {"prompts": torch.rand(3, 4, 4)})) == {3, 5}
-
-
 def test_the_one_size_that_may_be_a_batchs() -> None:
     x, rows = torch.rand(5, 2), np.zeros((3, 4))
     shared = nn.Parameter(torch.rand(7, 2))
@@ -371,13 +359,11 @@ def test_the_one_size_that_may_be_a_batchs() -> None:
 
 def test_arrays_of_numpy_tell_a_size() -> None:
     rows, masks = np.zeros((3, 4), np.float32), np.zeros((5, 4, 4), bool)
-    assert sizes_of(((rows,), {})) == {3}
-    assert sizes_of((({"observations": {"depth": rows}},), {})) == {3}
-    assert sizes_of((({"observations": rows, "masks": masks},), {})) == {5}
-    assert sizes_of(((torch.rand(2, 4), rows), {})) == {2, 3}
-    assert sizes_of(((torch.rand(2, 4), np.zeros(7)), {})) == {2}
-    assert sizes_of(((np.array(3.0), np.array(["a", "b"])), {})) == set()
-    assert sizes_of((([np.zeros((480, 640, 3)), np.zeros((333, 500, 3))],), {})) == {2}, "images"
+    assert rows_in(((rows,), {})) == 3
+    assert rows_in((({"observations": {"depth": rows}},), {})) == 3
+    assert rows_in((({"observations": rows, "masks": masks},), {})) == 5
+    assert rows_in(((np.array(3.0), np.array(["a", "b"])), {})) is None
+    assert rows_in((([np.zeros((480, 640, 3)), np.zeros((333, 500, 3))],), {})) == 2, "images"
     assert show_inputs((({"array": rows},), {"x": torch.rand(2)})) == "float32[2], numpy float32[3, 4]"
 
 
@@ -430,9 +416,9 @@ def test_what_counts_no_samples(count: Any) -> None:
 def test_a_list_of_two_batches_is_none_of_samples() -> None:
     """As a StyleGAN is given one or two batches of latents."""
     for latents in ([torch.rand(8, 4)], [torch.rand(8, 4)] * 2, torch.rand(2, 8, 4).unbind()):
-        assert sizes_of(((latents,), {})) == {8}
-    assert sizes_of((([torch.rand(3, 5, 6), torch.rand(3, 7, 8)],), {})) == {2, 3}, "images"
-    assert sizes_of((([torch.rand(5)] * 3,), {})) == {3, 5}
+        assert rows_in(((latents,), {})) == 8
+    assert rows_in((([torch.rand(3, 5, 6), torch.rand(3, 7, 8)],), {})) == 2, "images"
+    assert rows_in((([torch.rand(5)] * 3,), {})) == 3
 
 
 class HyperNetwork(nn.Module):
@@ -462,6 +448,25 @@ def train_by_a_code(says: bool) -> Tensor | str:
         (x @ weights).square().mean().backward()
         optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train_by_an_iterator_that_was_there_first() -> list[float]:
+    """The gradients of batches of 4, 4 and 3 samples that have lost their tags."""
+    data = torch.arange(11.0, dtype=torch.float64).view(-1, 1)
+    batches = iter(lockstep.DataLoader(TensorDataset(data), 4))
+    torch.manual_seed(0)
+    model, found = DistributedDataParallel(nn.Linear(1, 1).double()), []
+    for (inputs,) in batches:
+        model.zero_grad()
+        backward(model, inputs * 1.0)
+        found.append(model.module.weight.grad.item())
+    return found
+
+
+def test_an_iteration_may_begin_before_the_engine_is_made() -> None:
+    (expected,) = run_ranks(train_by_an_iterator_that_was_there_first, 1)
+    for found in run_ranks(train_by_an_iterator_that_was_there_first, 2):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_one_row_beside_the_batches_is_no_batch_of_one_sample() -> None:

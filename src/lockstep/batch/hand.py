@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.batch.plans import LoaderToken, Since, note_yielded, num_registrations
+from lockstep.batch.plans import LoaderToken, Since, begun_loaders, note_yielded, num_registrations
 from lockstep.batch.share import BatchShare
 from lockstep.batch.tags import purge, tag_batch
 from lockstep.torch_private.dynamo import left_out
@@ -268,9 +268,10 @@ def latest_of_each() -> list[BatchShare]:
 
 
 def since_now() -> Since:
-    """Loaders that are iterated from now on, or were in the middle of an iteration. Local."""
+    """Loaders that are iterated from now on, or whose iteration has begun and is not over. Local."""
     sources = [share.source for share in latest_of_each()]
-    return Since(num_registrations(), frozenset(each.number for each in sources if isinstance(each, LoaderToken)))
+    under_way = {each.number for each in sources if isinstance(each, LoaderToken)}
+    return Since(num_registrations(), begun_loaders().union(under_way))
 
 
 def latest_iteration() -> Iteration | None:

@@ -6,7 +6,7 @@ rank. Every rank knows the sizes on all ranks, so that all of them choose the sa
 [Note: one training after the other] A process may train several models, each with loaders of its own. Those of an
 earlier training may still be in use, as far as this process can tell: somebody keeps one, or a batch of it, or the
 garbage collector has not come. So an engine goes by the loaders that were iterated since it was made, and by those
-that were in the middle of an iteration then: its answer is the same with another training before it.
+that were in an iteration then, be it at its beginning: its answer is the same with another training before it.
 
 [Note: who asks] Where sizes are ambiguous, ranks ask each other, which is a collective: all of them must, or none. But
 how long a loader is in use depends on the garbage collector, and on who keeps a batch. So whether to ask is decided by
@@ -31,6 +31,7 @@ __all__ = [
     "LoaderToken",
     "Since",
     "are_none",
+    "begun_loaders",
     "divisions",
     "must_ask",
     "note_yielded",
@@ -111,6 +112,7 @@ _lock = threading.Lock()
 _num_registrations = 0
 # The same of the loaders that were iterated last, in use or not, by their number; the latest is the last.
 _recent: dict[int, _Divisions] = {}
+_begun: set[int] = set()  # numbers of loaders that have begun an iteration and not yielded since
 # Samples, ranks and `evaluation` of each batch that has come, with the number of the latest registration then.
 _yielded: dict[tuple[int, int, bool], int] = {}
 # What `divisions` found for its arguments, and for which loaders. Loaders come by a registration, and go by leaving
@@ -124,6 +126,7 @@ def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
     purge()  # else loaders that are gone would make sizes ambiguous
     with _lock:
         _num_registrations += 1
+        _begun.add(token.number)
         own = {(rank, division): _num_registrations for division in batches}
         _registered.setdefault(token, {}).update(own)
         if batches:
@@ -135,6 +138,11 @@ def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
 def num_registrations() -> int:
     """How many iterations of loaders have begun in this process. Local."""
     return _num_registrations
+
+
+def begun_loaders() -> frozenset[int]:
+    """The numbers of loaders that have begun an iteration, of which no batch has come yet. Local."""
+    return frozenset(_begun)
 
 
 def are_none() -> bool:
@@ -177,6 +185,8 @@ def _split_over(loaders: Iterable[tuple[int, _Divisions]], rank: int, world_size
 
 def note_yielded(share: BatchShare) -> None:
     """A loader yields such a batch. Local."""
+    if isinstance(share.source, LoaderToken):
+        _begun.discard(share.source.number)
     _yielded[share.global_samples, share.world_size, share.evaluation] = _num_registrations
 
 
@@ -193,6 +203,7 @@ def was_yielded(division: Division, trains: bool, since: Since = Since()) -> boo
 def reset() -> None:
     """Forget all loaders. Local."""
     _yielded.clear()
+    _begun.clear()
     with _lock:
         _registered.clear()
         _found.clear()

@@ -10,8 +10,7 @@
 4. Without such a loader all ranks count the same, and must have come with inputs of one size.
 
 [Note: one size] A forward pass without a tag is of a batch that a loader has yielded before, for training, and of which
-this rank's rows are the first size of the first tensor or array among its arguments, or the length of a list that comes
-before it; an argument that says how many samples it holds (graphs, packed sequences) comes before all others. What is
+this rank's rows are those of its arguments ([Note: rows] in `rows.py`). What is
 of no such batch is an error, which asks the script, unless all batches divide evenly: then every forward pass weighs
 the same, and as without a loader all ranks must have come with inputs of one size. So one row beside the batches, such
 as the code of a hypernetwork, is not taken for a last batch of one sample that is still to come. *Rejected:* to take
@@ -38,7 +37,6 @@ weighting a slice by its own size: what one process would have had in its slice 
 
 from __future__ import annotations
 
-import gc
 import operator
 import weakref
 from collections import Counter
@@ -52,7 +50,7 @@ import torch.distributed as dist
 from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
 from lockstep.errors import InputError, InputTypeError
-from lockstep.parallel.rows import rows_in, show_inputs, sizes_of
+from lockstep.parallel.rows import rows_in, show_inputs
 from lockstep.tree import tensors_in
 
 __all__ = [
@@ -261,9 +259,9 @@ class Feeding:
         tags = _tags_of(inputs)
         if tags:
             return self._of_tags(tags, trains, syncs)
-        rows, sizes = rows_in(inputs), sizes_of(inputs)
+        rows = rows_in(inputs)
         if not batch.must_ask(self._rank, self._world_size, self._since):
-            feed = self._by_size(rows, sizes, trains, lambda: show_inputs(inputs))
+            feed = self._by_size(rows, trains, lambda: show_inputs(inputs))
             return feed if _is_sure(feed.share, trains) else Feed(question=Deferred(lambda: feed))
         shown = show_inputs(inputs)  # now: the question must not keep the inputs
         matches = self._matches(rows, trains)
@@ -272,7 +270,7 @@ class Feeding:
         known = known if _is_sure(known, trains) else None
 
         def follow(of_ranks: torch.Tensor) -> Feed:
-            return self._by_size(rows, sizes, trains, lambda: shown, tuple(of_ranks.tolist()))
+            return self._by_size(rows, trains, lambda: shown, tuple(of_ranks.tolist()))
 
         return self._ask(rows if matches and rows else 0, follow, known)
 
@@ -282,16 +280,14 @@ class Feeding:
     def _by_size(
         self,
         rows: int | None,
-        sizes: frozenset[int],
         trains: bool,
         show: Callable[[], str],
         rows_of_ranks: tuple[int, ...] | None = None,
     ) -> Feed:
-        """What inputs of these sizes are. Local.
+        """What inputs of so many rows are. Local.
 
         Args:
             rows: that may stand for a batch.
-            sizes: that ranks compare.
             trains: the model is in training mode.
             show: says the inputs in words, for an error.
             rows_of_ranks: how many rows each rank holds; None where nobody has asked.
@@ -311,9 +307,9 @@ class Feeding:
                 break
             if is_last:
                 raise InputError(self._explain(rows, show(), divisions))
-            gc.collect()  # of loaders that are gone, all may still be known
-            batch.purge()
-        return _of_equal(sizes)
+            batch.purge()  # of loaders that are gone, some may still be known
+        # Nothing says how many samples: right if all ranks have the same.
+        return Feed(claim=f"{'no' if rows is None else rows} rows on each rank")
 
     def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
         if share.world_size == self._world_size:
@@ -411,11 +407,6 @@ def _is_sure(share: BatchShare | None, trains: bool) -> bool:
     which batch is in hand.
     """
     return trains or share is None or share.local_samples > 0
-
-
-def _of_equal(sizes: frozenset[int]) -> Feed:
-    """Nothing says how many samples: right if all ranks have the same."""
-    return Feed(claim=f"{' or '.join(map(str, sorted(sizes))) or 'no'} rows on each rank")
 
 
 def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
