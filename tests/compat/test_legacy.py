@@ -163,6 +163,7 @@ def test_what_cannot_be_is_turned_away_before_anybody_waits() -> None:
     assert all(words in text for words, text in zip(expected, found, strict=True)), found
 
 
+@pytest.mark.usefixtures("forked")
 def test_old_script_runs_unedited(launches: Launches) -> None:
     """Everything in the table of `lockstep.compat.legacy`, in one script, as such scripts said it."""
     script = launches.script(
@@ -390,6 +391,7 @@ def test_modern_script_finds_torch_untouched(launches: Launches) -> None:
     assert changes_seen(launches, "--nproc", "1") == ([], "")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("command", "words"),
     [("launch", ["--nproc_per_node=1", "--use_env"]), ("horovodrun", ["-np", "1", sys.executable])],
@@ -425,11 +427,13 @@ ONLY_LOOKS_OLD = """
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_nothing_is_said_of_calls_that_torch_takes(launches: Launches) -> None:
     """An optimizer named `opt`, a whole path that is put together, a quotient that becomes a whole number."""
     assert changes_seen(launches, "--nproc", "1", more=ONLY_LOOKS_OLD)[1] == ""
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("way", ["path", "file"])
 def test_checkpoints_that_hold_other_classes_are_refused_as_by_torch(launches: Launches, way: str) -> None:
     script = launches.script(
@@ -460,6 +464,7 @@ def test_checkpoints_that_hold_other_classes_are_refused_as_by_torch(launches: L
     assert done.stderr.count("written for an older torch") == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_compat_changes_all_for_any_script(launches: Launches) -> None:
     found, said = changes_seen(launches, "--nproc", "1", "--compat")
     everything = ["BatchSampler", "DataLoader", "Sampler", "eq", "load", "multigpu", "schedulers", "six"]
@@ -506,6 +511,7 @@ def test_script_without_a_launcher_is_read_by_itself(tmp_path: Path) -> None:
         assert done.stderr.startswith(f"lockstep: {said} an older torch: torch._six is there (script.py:1)")
 
 
+@pytest.mark.usefixtures("forked")
 def test_failure_that_a_change_would_prevent_says_so(launches: Launches) -> None:
     """Where the text does not show what is needed."""
     script = launches.script("import importlib\nimportlib.import_module('torch._' + 'six')")
@@ -516,6 +522,7 @@ def test_failure_that_a_change_would_prevent_says_so(launches: Launches) -> None
     assert launches.run("--nproc", "1", "--compat", script).returncode == 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_torch_full_gives_floats_where_that_is_asked_for(launches: Launches) -> None:
     script = launches.script(
         """

@@ -107,6 +107,7 @@ def test_program_that_forks(launches: Launches) -> None:
     ]
 
 
+@pytest.mark.usefixtures("forked")
 def test_hand_written_sgd(launches: Launches) -> None:
     reports = run(launches, "distributed_sgd", command="run", options=("--nproc", "2"))
     loaders, states = [], []
@@ -134,6 +135,7 @@ def test_hand_written_sgd(launches: Launches) -> None:
     assert means[0][-1] < means[0][0] / 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_program_for_torch_distributed_launch(launches: Launches) -> None:
     options = ("--nproc_per_node=2", f"--master_port={find_free_port()}")
     reports = run(launches, "launch_main", command="launch", options=options)
@@ -168,6 +170,7 @@ def test_program_for_slurm(launches: Launches, monkeypatch: pytest.MonkeyPatch) 
     check_losses(run(launches, "spawn_main", "2", command="run", options=("--nproc", "1", "--no-prefix")))
 
 
+@pytest.mark.usefixtures("forked")
 def test_program_for_horovod(launches: Launches) -> None:
     reports = run(launches, "horovod_main", command="run", options=("--nproc", "2"))
     check_losses(reports)
@@ -175,6 +178,7 @@ def test_program_for_horovod(launches: Launches) -> None:
     assert [report[2:] for report in reports] == [[rank, (last.sum() / 2).item()] for rank in range(NUM_RANKS)]
 
 
+@pytest.mark.usefixtures("forked")
 def test_program_for_apex(launches: Launches) -> None:
     options = ("--nproc_per_node", "2")
     reports = run(launches, "apex_main", "--opt-level", "O0", command="launch", options=options)

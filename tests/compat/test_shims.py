@@ -215,6 +215,7 @@ def test_errors_of_who_was_told_no(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.core
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_asks_for_apex(launches: Launches) -> None:
     script = launches.script(
         """
