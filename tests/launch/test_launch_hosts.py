@@ -16,6 +16,7 @@ import pytest
 
 from launching import NOTE_PID, Launches, children_of, is_alive, wait_until
 from lockstep.launch.free_port import find_free_port
+from lockstep.rank_status import EXIT_STOPPED
 from lockstep.testing import limit_s
 
 RULE = "=" * 88
@@ -339,3 +340,20 @@ def test_a_lost_host_that_is_needed_is_the_root_cause(launches: Launches) -> Non
         rf"{RULE}\nlockstep: host \S+ \(node rank 1, launcher pid {one.pid}\) was lost, and the job needs 2 hosts\n",
         err,
     )
+
+
+@pytest.mark.parametrize(("ends", "code"), [((0, EXIT_STOPPED), EXIT_STOPPED), ((EXIT_STOPPED, 3), 3)])
+def test_ranks_that_were_told_to_stop_give_all_hosts_their_code(
+    launches: Launches, ends: tuple[int, int], code: int
+) -> None:
+    """Whoever started a launcher, be it of another host, starts it again; but not where a rank has failed."""
+    hosts = Hosts(launches, "2", fixed=True)
+    script = launches.script(WORK + f"wait('go')\nsys.exit({ends}[RANK])")
+    started = [hosts.start(number, "--nproc", "1", script) for number in range(2)]
+    wait_for(launches, "round0-rank0of2", "round0-rank1of2")
+    (launches.folder / "go").touch()
+    ended = [end_of(each) for each in started]
+    assert [found for found, _, _ in ended] == [code, code]
+    for _, _, err in ended:
+        assert (RULE in err) == (code == 3), err
+        assert ("rank 1" in err and "exited with code 3" in err) == (code == 3), err
