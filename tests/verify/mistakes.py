@@ -1,8 +1,12 @@
-"""A training script for torchrun, as people write it, with one mistake: python mistakes.py KIND. `plain` has none."""
+"""A training script for torchrun, as people write it, with one mistake: python mistakes.py KIND FOLDER.
+
+Kinds without a mistake: `plain`, and those of `RIGHT` in test_mistakes.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from typing import Any
@@ -13,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+import lockstep
 
 COUNT, BATCH, CLASSES = 61, 5, 4
 kind, folder = sys.argv[1], sys.argv[2]
@@ -86,49 +92,76 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def average(model: nn.Module) -> None:
+    if kind == "clipped_by_norm":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     for parameter in model.parameters():
         if kind == "clipped_before":
             parameter.grad.clamp_(-0.02, 0.02)
         dist.all_reduce(parameter.grad)
-        parameter.grad /= world
+        if kind != "added_up":
+            parameter.grad /= world
 
 
-def evaluate(model: nn.Module, epoch: int) -> None:
-    count = 32 if kind == "mean_of_means" else 31
+def evaluate(model: nn.Module, epoch: int, loss: float) -> None:
+    count = 32 if kind in ("mean_of_means", "logs") else 31
     held = TensorDataset(torch.linspace(-2, 2, count * 6).view(count, 6), torch.arange(count) % CLASSES)
-    sampler = None if kind == "plain" else DistributedSampler(held, shuffle=False)
+    sampler: Any = None if kind in ("plain", "summed_metric") else DistributedSampler(held, shuffle=False)
+    if kind == "mean_over_ranks":
+        sampler = range(rank, count, world)
     right, total, means = 0.0, 0, []
     with torch.no_grad():
         for x, y in DataLoader(held, 4, sampler=sampler):
             hits = (model(x).argmax(1) == y).double()
             right, total = right + hits.sum().item(), total + len(y)
             means.append(hits.mean().item())
-    if kind == "padded_evaluation":
-        counts = torch.tensor([right, float(total)])
+    counts = torch.tensor([right, float(total)])
+    if kind in ("padded_evaluation", "summed_metric", "logs"):
         dist.all_reduce(counts)
-        if rank == 0:
-            print(f"epoch {epoch}: accuracy {counts[0] / counts[1]:.5f} of {int(counts[1])}")
-    elif rank == 0:
-        print(f"epoch {epoch}: accuracy {right / total if kind == 'plain' else sum(means) / len(means):.5f}")
+    mean = torch.tensor(right / total if kind == "mean_over_ranks" else sum(means) / len(means))
+    if kind == "mean_over_ranks":
+        dist.all_reduce(mean)
+        mean /= world
+    if rank != 0:
+        return
+    if kind == "padded_evaluation":
+        print(f"epoch {epoch}: accuracy {counts[0] / counts[1]:.5f} of {int(counts[1])}")
+    elif kind == "summed_metric":
+        print(f"epoch {epoch}: accuracy {counts[0] / count:.5f}")
+    elif kind == "logs":
+        print(f"epoch {epoch}: training loss {loss:.5f}, accuracy {counts[0] / counts[1]:.5f}")
+    else:
+        print(f"epoch {epoch}: accuracy {right / total if kind == 'plain' else mean.item():.5f}")
+
+
+def loader_of(dataset: Any) -> tuple[Any, Any]:
+    if kind == "uneven":
+        return lockstep.DataLoader(dataset, 2 * BATCH + 1, shuffle=True, seed=0), None
+    seed = {"own_order": world, "own_seeds": rank}.get(kind, 0)
+    sampler: Any = DistributedSampler(dataset, shuffle=kind != "order", seed=seed, drop_last=kind != "padded")
+    if kind in ("no_sampler", "own_part"):
+        sampler = None
+    size = 12 // world if kind == "per_rank_batch" else BATCH
+    return DataLoader(dataset, size, sampler=sampler, shuffle=sampler is None, drop_last=kind != "padded"), sampler
 
 
 def main() -> None:
     dataset, net = data(), Net()
-    by_hand = kind in ("by_hand", "clipped_before", "unwrapped")
+    by_hand = kind in ("by_hand", "clipped_before", "clipped_by_norm", "added_up", "unwrapped")
     model: Any = net if by_hand else DistributedDataParallel(net)
     scale = nn.Parameter(torch.ones(CLASSES))
-    parameters = [*model.parameters(), *([scale] if kind == "criterion" else [])]
+    twin = Net()  # its parameters have the names of those that an engine holds
+    beside = {"criterion": [scale], "twin": list(twin.parameters())}
+    parameters = [*model.parameters(), *beside.get(kind, [])]
     lr = 0.1 * (world if kind == "lr" else 1)
     optimizer: Any = torch.optim.SGD(parameters, lr, momentum=0.9)
     if kind == "closure":
         optimizer = torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    shuffle = kind != "order"
-    sampler: Any = DistributedSampler(dataset, shuffle=shuffle, seed=0, drop_last=kind not in ("padded",))
-    if kind in ("no_sampler", "own_part"):
-        sampler = None
-    loader = DataLoader(dataset, BATCH, sampler=sampler, shuffle=sampler is None, drop_last=kind != "padded")
-    for epoch in range(3):
+    loader, sampler = loader_of(dataset)
+    if kind == "resumes" and os.path.exists(f"{folder}/model.pt"):
+        net.load_state_dict(torch.load(f"{folder}/model.pt"))
+    loss = torch.zeros(())
+    for epoch in range(1 if kind == "one_epoch" else 3):
         if sampler is not None and kind != "set_epoch":
             sampler.set_epoch(epoch)
         for x, y in loader:
@@ -140,6 +173,8 @@ def main() -> None:
                     loss = loss_of(model, x, y)
                 if kind == "criterion":
                     loss = loss + (scale * model(x).mean(0)).sum()
+                if kind == "twin":
+                    loss = loss + cross_entropy(twin(x), y)
                 loss.backward()
                 if kind == "past_engine":
                     (net.last.weight.square().sum() * x.mean()).backward()
@@ -151,6 +186,12 @@ def main() -> None:
                 x.add_(time.perf_counter() % 1)
             if kind == "closure":
                 optimizer.step(step)
+                continue
+            if kind == "pieces":
+                optimizer.zero_grad()
+                for part, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
+                    loss_of(model, part, labels).backward()
+                optimizer.step()
                 continue
             loss = step()
             if by_hand and kind != "unwrapped":
@@ -165,8 +206,8 @@ def main() -> None:
                     )
             if rank == 0:
                 print(f"epoch {epoch} loss {loss.item():.5f}")
-        if kind in ("plain", "padded_evaluation", "mean_of_means"):
-            evaluate(model, epoch)
+        if kind in ("plain", "padded_evaluation", "mean_of_means", "mean_over_ranks", "summed_metric", "logs"):
+            evaluate(model, epoch, loss.item())
         if kind == "all_save" or rank == 0:
             torch.save(net.state_dict(), f"{folder}/model.pt")
 

@@ -31,6 +31,7 @@ CAUSES = {
     "inner": ("gradients", "inner-model"),
     "unwrapped": ("gradients", "unwrapped"),
     "criterion": ("gradients", "unwrapped"),
+    "twin": ("gradients", "unwrapped"),
     "past_engine": ("gradients", "past-engine"),
     "never_averaged": ("gradients", "not-averaged"),
     "clipped_before": ("gradients", "before-averaging"),
@@ -41,13 +42,50 @@ CAUSES = {
     "skips": ("samples", "skips"),
     "padded_evaluation": ("evaluated", "padded-evaluation"),
     "mean_of_means": ("evaluated", "metric"),
+    "mean_over_ranks": ("evaluated", "metric"),
+    "summed_metric": ("evaluated", "metric"),
+    "clipped_by_norm": ("gradients", "before-averaging"),
+    "added_up": ("gradients", "factor"),
+    "uneven": ("gradients", "uneven"),
+    "own_seeds": ("samples", "order"),
     "all_save": ("saved", "all-ranks-save"),
+}
+# Of every stage some are seen at 3 ranks.
+AT_THREE = {
+    "own_seeds",
+    "augmentation",
+    "padded",
+    "mixed_inside",
+    "mask",
+    "root",
+    "closure",
+    "sum",
+    "criterion",
+    "never_averaged",
+    "clipped_by_norm",
+    "uneven",
+    "lr",
+    "buffers",
+    "skips",
+    "padded_evaluation",
+    "mean_over_ranks",
+    "all_save",
+}
+# What has no mistake, and what is said of it.
+RIGHT = {
+    "per_rank_batch": "to rounding",
+    "own_order": "it was given theirs",
+    "pieces": "cuts its batches into pieces",
+    "logs": "note: logged",
+    "resumes": "note: files: nothing of yours was changed; the runs wrote",
+    "one_epoch": "epochs: one was seen",
 }
 CORE = {"sum", "mask", "no_sampler", "inner"}
 
 
 def verdict_on(kind: str, folder: Path) -> tuple[Verdict, str]:
-    (verdict,) = verify(Verification(SCRIPT, (kind, str(folder)), steps=3))
+    nproc = (3,) if kind in AT_THREE else (2,)
+    (verdict,) = verify(Verification(SCRIPT, (kind, str(folder)), nproc, steps=3))
     return verdict, format_text(kind, [verdict])
 
 
@@ -68,6 +106,14 @@ def test_nothing_is_said_of_a_script_without_mistakes(tmp_path: Path) -> None:
     assert verdict.code == 0, text
     assert verdict.steps >= 3
     assert max(value for step in verdict.digits for value in step.values()) < 1e-12
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_what_is_right_is_not_found(kind: str, tmp_path: Path) -> None:
+    verdict, text = verdict_on(kind, tmp_path)
+    assert verdict.code == 0, text
+    assert RIGHT[kind] in " ".join(text.split())
+    assert not list(tmp_path.iterdir()), "what the script writes into a folder that an argument names goes elsewhere"
 
 
 def test_dropout_is_set_aside_and_said(tmp_path: Path) -> None:

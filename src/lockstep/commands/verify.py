@@ -18,7 +18,8 @@ _DESCRIPTION = """\
 Run a script on N processes and on one, unedited, and compare the first K optimizer steps: samples, what enters the
 models and comes out of them, loss, gradients, parameters, buffers. The first stage that differs is told, with what was
 measured, what it means and what to write. Works for any script that `lockstep run` can start; GPUs are stood in for.
-Options after the script belong to the script; give it little data.
+Options after the script belong to the script; give it little data. What it writes goes to memory, where the system
+allows that.
 """
 
 _EPILOG = """\

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from multiprocessing import util
 from typing import NoReturn
 
 from lockstep import env
@@ -91,9 +92,7 @@ def _take(environment: Mapping[str, str], streams: tuple[int | None, ...]) -> No
         os.fdopen(number, mode, closefd=False, errors="replace") for number, mode in ((0, "r"), (1, "w"), (2, "w"))
     )
     atexit._clear()
-    multiprocessing = sys.modules.get("multiprocessing.util")
-    if multiprocessing is not None:
-        atexit.register(multiprocessing._exit_function)
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]  # joins the script's own processes
     env.replace(environment)
 
 

@@ -7,7 +7,8 @@ import re
 from dataclasses import asdict, dataclass
 
 from lockstep import env
-from lockstep.errors import InputError, LaunchError
+from lockstep.errors import LaunchError
+from lockstep.tools.shared import read_settings
 
 __all__ = ["RehearsalSettings", "parse_memory"]
 
@@ -62,12 +63,5 @@ class RehearsalSettings:
 
     @classmethod
     def load(cls) -> RehearsalSettings:
-        """The settings of the rehearsal that this process belongs to.
-
-        Raises:
-            InputError: it belongs to none.
-        """
-        text = env.LOCKSTEP_REHEARSAL.get()
-        if text is None:
-            raise InputError("this process belongs to no rehearsal; start one with `lockstep rehearse script.py`")
-        return cls(**json.loads(text))
+        """The settings of the rehearsal that this process belongs to; see `read_settings`."""
+        return cls(**read_settings(env.LOCKSTEP_REHEARSAL, "rehearse"))

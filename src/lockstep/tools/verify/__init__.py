@@ -6,7 +6,9 @@ General layout, from the bottom up:
 * `rows`, `state`: samples, tensors and states in a form that two runs can compare and exchange.
 * `draws`: random numbers and sums, operator by operator.
 * `recorder`: what a process keeps of its steps; `loaders`, `forwards`, `gradients`, `outputs`: who tells it what.
+* `scratch`: what the script writes, kept apart from the user's files.
 * `rank`: what runs in a process before the script.
+* `orders`: the ranks' orders of samples, for one process to walk in.
 * `compare`: how far N ranks are from one process, stage by stage.
 * `causes`, `linear`: what that means, and what to write.
 * `aftermath`: the same for what follows the steps: evaluations, printed numbers, checkpoints.

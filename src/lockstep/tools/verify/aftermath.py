@@ -21,16 +21,19 @@ _CLOSE = 5e-4
 Facts = Mapping[str, Any]
 
 
-def judge_aftermath(ranks: Sequence[Facts], one: Facts, again: Facts | None) -> tuple[list[Difference], list[str]]:
+def judge_aftermath(
+    ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None
+) -> tuple[list[Difference], list[str]]:
     """Differences, and notes on what is no difference of the training.
 
     Args:
         ranks: the facts of each rank.
         one: of one process.
         again: of one process once more, or None.
+        moved: of one process that evaluated what rank 0 evaluates, or None.
     """
     found = [*_same_epochs(ranks[0]), *_saved_by_all(ranks)]
-    evaluated, notes = _printed(ranks, one, again)
+    evaluated, notes = _printed(ranks, one, again, moved)
     return found + evaluated, notes
 
 
@@ -57,9 +60,9 @@ def _same_epochs(facts: Facts) -> list[Difference]:
 def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
     writers: dict[str, set[int]] = {}
     for rank, facts in enumerate(ranks):
-        for save in facts["saves"]:
-            if save["path"] and not save["path"].startswith("/dev/"):
-                writers.setdefault(save["path"], set()).add(rank)
+        for path in facts["saves"]:
+            if path and not path.startswith("/dev/"):
+                writers.setdefault(path, set()).add(rank)
     return [
         Difference(
             0,
@@ -96,31 +99,50 @@ def _is_close(a: str, b: str) -> bool:
     return abs(x - y) <= max(_CLOSE * max(abs(x), abs(y)), 0.0 if a.isdigit() and b.isdigit() else 1.5 * _decimals(a))
 
 
-def _printed(ranks: Sequence[Facts], one: Facts, again: Facts | None) -> tuple[list[Difference], list[str]]:
-    own, second, notes = _lines(one), _lines(again), list[str]()
+Lines = Mapping[tuple[str, int], tuple[bool, list[str], str]]
+
+
+def _printed(
+    ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None
+) -> tuple[list[Difference], list[str]]:
+    own, second, third, notes = _lines(one), _lines(again), _lines(moved), list[str]()
+    evaluates_all = _evaluation_keys(ranks[0]) == _evaluation_keys(one)
     for key, (is_evaluation, numbers, line) in _lines(ranks[0]).items():
-        if key not in own:
-            continue
-        theirs = own[key][1]
-        repeated = second[key][1] if key in second else theirs
-        of_ranks = (str(len(ranks)), "1")  # a line that says how many processes there are
-        wrong = [
-            (a, b)
-            for a, b, c in zip(numbers, theirs, repeated, strict=True)
-            if (a, b) != of_ranks and not _is_close(a, b) and _is_close(b, c)
-        ]
+        theirs = _numbers_of(own, key, [])
+        wrong = _wrong_places(numbers, theirs, _numbers_of(second, key, theirs), len(ranks))
         if not wrong:
             continue
         measured = f"rank 0 prints {line.strip()[:100]!r}, one process {own[key][2].strip()[:100]!r}"
-        if is_evaluation:
+        # A number of an evaluation moves with the samples that are evaluated; a loss of the training does not.
+        tried = theirs if evaluates_all else _numbers_of(third, key, [])
+        stays = tried and all(_is_close(tried[place], theirs[place]) for place in wrong)
+        if is_evaluation and (not stays or any(_is_times(numbers[each], theirs[each], len(ranks)) for each in wrong)):
             return [_evaluated(ranks, one, measured)], notes
         if not notes:
             notes.append(
-                f"logged: {measured}. The training is the same; a number of this rank's samples becomes that of "
-                "all by "
+                f"logged: {measured}. The training is the same; a number of this rank's samples becomes that of all by "
                 "lockstep.mean(loss * len(y), len(y))"
             )
     return [], notes
+
+
+def _wrong_places(numbers: list[str], theirs: list[str], repeated: list[str], world_size: int) -> list[int]:
+    """Which numbers of a line are not those of one process; but for how many processes there are, and for seconds."""
+    return [
+        place
+        for place, (a, b, c) in enumerate(zip(numbers, theirs, repeated, strict=False))
+        if (a, b) != (str(world_size), "1") and not _is_close(a, b) and _is_close(b, c)
+    ]
+
+
+def _is_times(a: str, b: str, factor: int) -> bool:
+    """Whether a number was added up over the ranks, or divided by their number."""
+    x, y, digit = float(a), float(b), 1.5 * factor * _decimals(b)
+    return y != 0 and any(abs(x - y * each) <= max(_CLOSE * abs(y * each), digit) for each in (factor, 1 / factor))
+
+
+def _numbers_of(lines: Lines, key: tuple[str, int], default: list[str]) -> list[str]:
+    return lines[key][1] if key in lines else default
 
 
 def _evaluation_keys(facts: Facts) -> list[Counter[int]]:

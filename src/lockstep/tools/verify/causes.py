@@ -173,8 +173,7 @@ def read_ranks(step: StepOfJob) -> Difference | None:
                 "parameters",
                 "ranks-differ",
                 f"{len(found.names)} of {found.count} parameters of rank {rank} are not those of rank 0 "
-                f"({_names(found.names)}), "
-                f"by up to {found.worst:.1e}",
+                f"({_names(found.names)}), by up to {found.worst:.1e}",
                 f"the ranks have other parameters {when}: each has drawn, loaded or changed its own, or they were "
                 "averaged by nobody",
                 "draw what changes parameters from a generator that all ranks seed alike, let all of them load "
@@ -186,7 +185,7 @@ def read_ranks(step: StepOfJob) -> Difference | None:
 def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
     """Samples that are not those of one process."""
     if not samples.differ:
-        return None
+        return _filled_late(step)
     ranks = ", ".join(map(str, samples.ranks))
     measured = (
         f"one process had {_of(samples.one, 'sample')}, the ranks {ranks}; {samples.missing} of one process's are "
@@ -198,8 +197,19 @@ def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
         return _skipped(step, batches, measured)
     is_filled = samples.repeated == samples.extra or any(each["padding"] for each in loaders)
     if samples.missing == 0 and is_filled:
-        return _unsplit(step, measured) if samples.is_alike else _padded(step, samples, measured)
+        return _unsplit(step, measured) if samples.is_alike else _filled(step, samples.extra, measured)
     return _other_samples(step, loaders, measured)
+
+
+def _filled_late(step: StepOfJob) -> Difference | None:
+    """A batch that was filled up, and fetched in the step before, as Accelerate does."""
+    own, *ranks = ([key for call in each["calls"] for key in call["keys"]] for each in (step.one, *step.ranks))
+    more = [key for each in ranks for key in each]
+    is_late = step.job.one["loaders"] and sum(len(batch["keys"]) for batch in step.one["batches"]) != len(own)
+    if not is_late or not set(own) <= set(more) or len(more) <= len(own):
+        return None
+    measured = f"one process had {_of(len(own), 'sample')}, the ranks {', '.join(str(len(each)) for each in ranks)}"
+    return _filled(step, len(more) - len(own), measured)
 
 
 def _other_samples(step: StepOfJob, loaders: Sequence[Mapping[str, Any]], measured: str) -> Difference:
@@ -211,8 +221,7 @@ def _other_samples(step: StepOfJob, loaders: Sequence[Mapping[str, Any]], measur
             "collate",
             measured,
             "lockstep.DataLoader fetches the samples of one process, so what is made of them differs: collate_fn "
-            "mixes "
-            "the rows that a rank holds, or leaves some out, or something is drawn that no sample owns",
+            "mixes the rows that a rank holds, or leaves some out, or something is drawn that no sample owns",
             "let collate_fn join samples and nothing else; mix after lockstep.all_gather, or draw in __getitem__",
         )
     if step.job.is_same_order(step.number):
@@ -228,19 +237,18 @@ def _other_samples(step: StepOfJob, loaders: Sequence[Mapping[str, Any]], measur
         "samples",
         "order",
         measured,
-        "the ranks were given other samples in this step than one process: another order, a part of the data for "
-        "each "
+        "the ranks were given other samples in this step than one process: another order, a part of the data for each "
         "rank by itself, or what collate_fn makes of other rows",
         "let one order be split batch by batch: lockstep.DataLoader, or a DistributedSampler with one seed",
     )
 
 
-def _padded(step: StepOfJob, samples: Samples, measured: str) -> Difference:
+def _filled(step: StepOfJob, extra: int, measured: str) -> Difference:
     return step.found(
         "samples",
         "padded",
         measured,
-        f"{_of(samples.extra, 'sample')} came twice: the last batch was filled up so that all ranks get equally many",
+        f"{_of(extra, 'sample')} came twice: the last batch was filled up so that all ranks get equally many",
         "use lockstep.DataLoader, which splits the last batch without filling it up",
     )
 
@@ -297,8 +305,7 @@ def _by_closure(step: StepOfJob, losses: Losses, counts: Sequence[int]) -> Diffe
     return step.found(
         "loss",
         "closure",
-        f"{kind} called its closure {len(losses.one)} times in one process and {', '.join(map(str, counts))} "
-        "times on "
+        f"{kind} called its closure {len(losses.one)} times in one process and {', '.join(map(str, counts))} times on "
         f"the ranks; it first returned {_each(losses.one[:1])} there, and "
         f"{_each([each[0] for each in losses.ranks if each])} here",
         f"{kind} decides by the loss that the closure returns, which is that of each rank's own samples",
@@ -330,9 +337,8 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
         "inputs",
         "batch",
         measured,
-        "they are computed from the other rows of a rank's batch (mixed with them, or normalised by their mean "
-        "or maximum), "
-        "or cut by a constant number of rows",
+        "they are computed from the other rows of a rank's batch (mixed with them, or normalised by their mean or "
+        "maximum), or cut by a constant number of rows",
         "compute it from the batch of all ranks (lockstep.all_gather, lockstep.mean), or for each sample in the "
         "dataset",
     )
@@ -394,11 +400,10 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
     facts = step.job.facts[0]
     measured = (
         f"the gradients of {len(between.names)} of {between.count} parameters differ between the ranks when "
-        f"{step.ranks[0]['kind']} "
-        f"takes them, by up to {between.worst:.1e} ({_names(between.names)})"
+        f"{step.ranks[0]['kind']} takes them, by up to {between.worst:.1e} ({_names(between.names)})"
     )
-    held = {name for engine in facts["engines"] for name in engine["names"]}
-    outside = [name for name in between.names if name.split(":", 1)[1] not in held]
+    held = step.ranks[0]["held"]
+    outside = [name for name in between.names if not held[int(name.split(":", 1)[0])]]
     if not facts["engines"]:
         return step.found("gradients", "unwrapped", measured, "gradients are not averaged: no engine was made", _WRAP)
     if outside and len(outside) == len(between.names):
@@ -418,8 +423,7 @@ def _past_engine(step: StepOfJob, between: Values, measured: str) -> tuple[str, 
         return (
             "inner-model",
             measured,
-            "the model within the engine was called, and the engine was not: it averages what its own forward() "
-            "leads "
+            "the model within the engine was called, and the engine was not: it averages what its own forward() leads "
             "to",
             "call the wrapped model, not model.module",
         )
@@ -497,8 +501,7 @@ def read_parameters(step: StepOfJob) -> Difference | None:
     advice = "give the optimizer what all ranks have; a closure returns lockstep.mean(loss * len(y), len(y))"
     cause = "closure" if "LBFGS" in kind else "optimizer"
     measured = (
-        f"{len(wrong)} of {len(own)} parameters differ after the step ({_names(wrong)}), by up to {worst:.1e} of "
-        "what "
+        f"{len(wrong)} of {len(own)} parameters differ after the step ({_names(wrong)}), by up to {worst:.1e} of what "
         "it moved them"
     )
     return step.found("parameters", cause, measured, meaning, advice)

@@ -142,6 +142,7 @@ class Calls:
         culprit: name and class of the first module inside whose output differs though its input does not.
         counts: forward passes of one process and of each rank.
         kind: class of the model in question.
+        foreign: those of `unknown` that a rank had.
     """
 
     rows: int = 0
@@ -151,6 +152,7 @@ class Calls:
     culprit: tuple[str, str] = ("", "")
     counts: tuple[int, ...] = ()
     kind: str = ""
+    foreign: int = 0
 
 
 @dataclass
@@ -160,6 +162,7 @@ class _Pairs:
     exact: list[tuple[int, int, int]] = field(default_factory=list)  # row, rank, its row
     by_sample: list[tuple[int, int, int]] = field(default_factory=list)
     unknown: int = 0
+    foreign: int = 0
 
 
 def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> _Pairs:
@@ -181,7 +184,7 @@ def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> _Pairs
             pairs.by_sample.append((row, *by_sample[0]))
         else:
             pairs.unknown += 1
-    pairs.unknown += _foreign(one, ranks)
+    pairs.foreign = _foreign(one, ranks)
     return pairs
 
 
@@ -240,8 +243,9 @@ def measure_calls(
         culprit = ("", "")
         if far(outputs, noise, precision):
             culprit = _culprit(call, others, known, precision, noise)
-        told = Calls(call["count"], pairs.unknown, inputs, outputs, culprit, counts, call["name"])
-        if pairs.unknown or far(inputs, noise, precision) or far(outputs, noise, precision):
+        unknown = pairs.unknown + pairs.foreign
+        told = Calls(call["count"], unknown, inputs, outputs, culprit, counts, call["name"], pairs.foreign)
+        if unknown or far(inputs, noise, precision) or far(outputs, noise, precision):
             break
     return told
 
@@ -291,11 +295,21 @@ class Losses:
         one: of one process, a number for each backward pass.
         ranks: of each rank.
         rows: samples of each rank, for each backward pass.
+        weights: how much each rank's backward passes count where ranks are averaged as they should be.
     """
 
     one: tuple[float | None, ...]
     ranks: tuple[tuple[float | None, ...], ...]
     rows: tuple[tuple[int, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
+
+    @property
+    def shares(self) -> list[float]:
+        """Samples of each rank's backward passes, among those of all ranks in the same pass; rank by rank."""
+        totals = [
+            sum(each[place] for each in self.rows if place < len(each)) or 1 for place in range(len(self.rows[0]))
+        ]
+        return [row / totals[place] for each in self.rows for place, row in enumerate(each) if place < len(totals)]
 
     def sums(self, how: str) -> tuple[float, float] | None:
         """(one process's loss, what the ranks' make) over all backward passes.
@@ -336,6 +350,13 @@ def _rows_at(step: _Step, number: int) -> int:
     return sum(call["count"] for call in _calls_of(step)) or 1
 
 
+def _weight_at(step: _Step, number: int, world_size: int) -> float:
+    """What averaging makes the mean loss of a backward pass count: by its loader's share, else one of N."""
+    batch = step["backwards"][number]["batch"]
+    weight = step["batches"][batch]["weight"] if 0 <= batch < len(step["batches"]) else None
+    return 1 / world_size if weight is None else float(weight)
+
+
 def measure_losses(ranks: Sequence[_Step], one: _Step) -> Losses:
     """Collect the losses of a step."""
 
@@ -343,7 +364,10 @@ def measure_losses(ranks: Sequence[_Step], one: _Step) -> Losses:
         return tuple(None if None in each["losses"] else sum(each["losses"]) for each in step["backwards"])
 
     rows = tuple(tuple(_rows_at(step, number) for number in range(len(step["backwards"]))) for step in ranks)
-    return Losses(losses(one), tuple(losses(step) for step in ranks), rows)
+    weights = tuple(
+        tuple(_weight_at(step, number, len(ranks)) for number in range(len(step["backwards"]))) for step in ranks
+    )
+    return Losses(losses(one), tuple(losses(step) for step in ranks), rows, weights)
 
 
 @dataclass(frozen=True)
@@ -447,6 +471,7 @@ class Gradients:
         factor: the ranks' gradients are one process's times this; None for no common factor.
         needed: one process's gradient out of what the ranks computed.
         taken: the gradient that rank 0's optimizer took out of the same.
+        scale: what one process's optimizer took is what it computed times this (clipped, unscaled); None for neither.
     """
 
     between: Values
@@ -455,6 +480,7 @@ class Gradients:
     factor: float | None
     needed: Fit
     taken: Fit
+    scale: float | None
 
 
 def _used(step: _Step) -> dict[str, Tensor | None]:
@@ -503,7 +529,8 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
     total = _total(one)
     names = [name for name, value in total.items() if value is not None]
     parts = [_flat(names, each["local"], total) for step in ranks for each in step["backwards"]]
-    took = dict(zip(ranks[0]["names"], ranks[0]["used"], strict=True))
+    took, kept = (dict(zip(step["names"], step["used"], strict=True)) for step in (ranks[0], one))
+    scale = fit_ranks(_flat(names, kept, total), [_flat(names, total, total)])
     return Gradients(
         between=max(between, key=lambda each: (len(each.names), each.worst), default=Values(0.0, (), 0)),
         used=used,
@@ -511,6 +538,7 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
         factor=_factor(pairs, precision),
         needed=fit_ranks(_flat(names, total, total), parts),
         taken=fit_ranks(_flat(names, took, total), parts),
+        scale=scale.factors[0] if scale.is_good and scale.factors else None,
     )
 
 

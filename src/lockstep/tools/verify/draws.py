@@ -19,19 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Draw", "OperatorWatch", "join_draws"]
+__all__ = ["OperatorWatch", "join_draws"]
 
 _ATEN = torch.ops.aten
 # Numbers kept of all draws of a step; more are not given to the one process.
 _MOST_NUMBERS = 1 << 26
-
-
-class Draw:
-    """One draw: the operator's name, and what it drew."""
-
-    def __init__(self, name: str, values: Tensor) -> None:
-        self.name = name
-        self.values = values
 
 
 def join_draws(name: str, own: Tensor, drawn: list[Tensor], order: list[int] | None) -> Tensor | None:

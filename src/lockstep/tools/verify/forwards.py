@@ -2,7 +2,7 @@
 inside.
 
 Writes `calls` of a step: `root`, `kind` (its class), `keys` (of its inputs), `count` of rows, `inputs` and `outputs`
-(sketches of each row, or None), `numbers` (outputs that are single numbers), `inner` (name, class and sketches of what
+(sketches of each row, or None), `inner` (name, class and sketches of what
 the modules inside return, in order), `filler`, `samples` (keys of the batch that it was computed from, if that has as
 many rows) and `engine` (the number of the engine that it is, or None).
 """
@@ -120,7 +120,6 @@ class ForwardWatch:
                 "keys": [key for key, _ in sample_keys((args, kwargs), count)] if count else [],
                 "inputs": _joined([row_sketch(each, count) for each in inputs]),
                 "outputs": _joined([row_sketch(each, count) for each in outputs]),
-                "numbers": [float(each.detach()) for each in outputs if each.numel() == 1 and not each.is_complex()],
                 "inner": [_sketched(each, count) for each in self._inner],
                 "filler": bool(last and last["filler"]),
                 "samples": [key for _, key in last["keys"]] if last and len(last["keys"]) == count else None,

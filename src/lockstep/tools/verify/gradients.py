@@ -3,9 +3,9 @@
 Writes `backwards` of a step (`losses`: the numbers that backward() was called on, None for what is no number;
 `local`: what reached each parameter in this process, before anybody averaged it), `after` (`.grad` when the last of
 them had returned), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
-`closure` (it made backward passes itself), `names` (of its parameters), `settings` (of its groups), `used` (the
-gradients that it took), `begin`, `end` (the parameters before and after it), `state`, `buffers`, `calls_of_engines`
-(how often each engine's forward() was called). All values are `rows.value_sample`s.
+`closure` (it made backward passes itself), `names` (of its parameters), `held` (whether an engine holds each),
+`settings` (of its groups), `used` (the gradients that it took), `begin`, `end` (the parameters before and after it),
+`buffers`, `engine_calls` (how often each engine's forward() was called). All values are `rows.value_sample`s.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class GradientWatch:
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
         self._engines: list[nn.Module] = []
+        self._held: set[int] = set()
         self._local: dict[int, Tensor] | None = None
         self._begin: list[Tensor] = []
         self._used: list[Tensor | None] = []
@@ -104,9 +105,9 @@ class GradientWatch:
         def init(engine: Any, *args: Any, **kwargs: Any) -> None:
             original(engine, *args, **kwargs)
             self._engines.append(engine)
-            names = [plain_name(name) for name, each in engine.named_parameters() if each.requires_grad]
+            self._held.update(id(each) for each in engine.parameters() if each.requires_grad)
             own = isinstance(engine, OwnDistributedDataParallel)
-            self._recorder.facts["engines"].append({"own": own, "names": names, "calls": 0})
+            self._recorder.facts["engines"].append({"own": own, "calls": 0})
             number = len(self._engines) - 1
             engine.register_forward_pre_hook(lambda *_: self._count(number))
 
@@ -154,7 +155,7 @@ class GradientWatch:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
         if recorder.is_cut:
-            recorder.end("after the steps that were asked for")
+            recorder.end()
         with recorder.aside(), torch.no_grad():
             if not any(optimizer is one for one in recorder.optimizers):
                 recorder.optimizers.append(optimizer)
@@ -179,12 +180,12 @@ class GradientWatch:
                 kind=type(optimizer).__name__,
                 closure=len(recorder.step["backwards"]) > self._passes,
                 precision=max(torch.finfo(each.dtype).eps for each in self._parameters(optimizer)),
+                held=[id(each) in self._held for each in self._parameters(optimizer)],
                 names=[self._names.get(id(each), "") for each in self._parameters(optimizer)],
                 settings=[_settings_of(group) for group in optimizer.param_groups],
                 used=used,
                 begin=self._begin,
                 end=[value_sample(each) for each in self._parameters(optimizer)],
-                state=[_states_of(optimizer.state.get(each, {})) for each in self._parameters(optimizer)],
                 buffers=self._buffers(),
                 engine_calls=[each["calls"] for each in recorder.facts["engines"]],
             )
@@ -209,9 +210,3 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, int | float | tuple):
             found[name] = value
     return found
-
-
-def _states_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        str(key): value_sample(value) for key, value in state.items() if isinstance(value, Tensor) and value.numel()
-    }

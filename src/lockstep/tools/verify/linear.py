@@ -12,11 +12,17 @@ from __future__ import annotations
 import math
 
 from lockstep.tools.verify.causes import Difference, StepOfJob
-from lockstep.tools.verify.compare import Gradients, Losses
+from lockstep.tools.verify.compare import Fit, Gradients, Losses
 
 __all__ = ["read_gradients"]
 
 _CLOSE = 1e-3
+_SUM = (
+    "sum",
+    "the loss is a sum over samples: averaging makes a mean of the ranks' sums",
+    "lockstep.sum(loss), or divide by the number of samples; lockstep.global_loss(loss) where gradients are divided "
+    "later",
+)
 
 
 def _close(a: float, b: float, tolerance: float = _CLOSE) -> bool:
@@ -35,18 +41,11 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
     stage = "gradients" if losses.are("weighted", 1e-4) or losses.are("sum", 1e-4) else "loss"
     measured = _measured(gradients, losses)
-    needed = _weights_needed(step, gradients, losses)
-    if _is_mended_late(gradients, needed, losses):
-        return step.found(
-            "gradients",
-            "before-averaging",
-            f"{measured}; the weighted mean of what the ranks computed is one process's gradient, and what the "
-            "optimizer took is not",
-            "gradients were changed in each rank before they were averaged (clipped, unscaled, rounded), or "
-            "divided once more after",
-            "clip and unscale after the averaging: after backward(), and with Horovod between "
-            "optimizer.synchronize() and step()",
-        )
+    given = _given(step, losses)
+    needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
+    averaging = _after_losses(needed, taken, given, losses)
+    if averaging is not None:
+        return step.found("gradients", averaging[0], measured, *averaging[1:])
     if padded and needed is None:
         return step.found(
             "outputs",
@@ -55,7 +54,7 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
             "the model or the loss sees the padding, which a rank makes as long as the longest of its own samples",
             "pad to one length, or mask the padding",
         )
-    cause, meaning, advice = _meaning(step, gradients, losses, needed)
+    cause, meaning, advice = _meaning(step, losses, needed, taken)
     return step.found(stage, cause, measured, meaning, advice)
 
 
@@ -76,55 +75,97 @@ def _measured(gradients: Gradients, losses: Losses) -> str:
     return text + f"; the gradients differ by up to {gradients.used.worst:.1e}, by no common factor"
 
 
-def _weights_needed(step: StepOfJob, gradients: Gradients, losses: Losses) -> list[float] | None:
-    """By how much each rank's loss would have to count, relative to the weight that averaging gave it; None for "
-    "no answer."""
-    if not gradients.needed.is_good or not gradients.needed.factors:
+def _given(step: StepOfJob, losses: Losses) -> list[float]:
+    """How much averaging makes each rank's loss count: by samples in Lockstep's engine, else one of N."""
+    weighs = any(each["own"] for each in step.job.facts[0]["engines"])
+    return [weight if weighs else 1 / len(losses.ranks) for each in losses.weights for weight in each]
+
+
+def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] | None:
+    """How much each rank's loss counts in a gradient; None if that is no sum of the ranks'.
+
+    Args:
+        fit: the gradient, out of what reached the ranks' parameters: Lockstep's engine has weighted that.
+        given: how much averaging makes each count.
+        scale: what a process takes of the gradient that it computed.
+    """
+    if not fit.is_good or not scale or len(given) != len(fit.factors):
         return None
-    taken = gradients.taken.factors if gradients.taken.is_good else ()
-    found = []
-    for place, factor in enumerate(gradients.needed.factors):
-        given = taken[place] if place < len(taken) and abs(taken[place]) > 1e-9 else 1 / len(losses.ranks)
-        found.append(factor / given)
-    return found
+    count = round(len(given) / sum(given)) if sum(given) else 1
+    return [count * factor * weight / scale for factor, weight in zip(fit.factors, given, strict=True)]
 
 
-def _is_mended_late(gradients: Gradients, needed: list[float] | None, losses: Losses) -> bool:
-    if not gradients.needed.is_good or gradients.taken.is_good:
-        return False
-    factors = gradients.needed.factors
-    return bool(factors) and _close(sum(factors), 1.0 * _num_passes(losses), 1e-2)
+def _are_close(a: list[float], b: list[float], tolerance: float = 1e-2) -> bool:
+    return len(a) == len(b) and all(
+        abs(x - y) <= tolerance * max(abs(x), abs(y), 0.1) for x, y in zip(a, b, strict=True)
+    )
 
 
-def _num_passes(losses: Losses) -> int:
-    return max(1, len(losses.one))
-
-
-def _meaning(step: StepOfJob, gradients: Gradients, losses: Losses, needed: list[float] | None) -> tuple[str, str, str]:
-    world = step.job.world_size
-    if losses.are("sum", 1e-6) and not losses.are("weighted", 1e-3):
+def _after_losses(
+    needed: list[float] | None, taken: list[float] | None, given: list[float], losses: Losses
+) -> tuple[str, str, str] | None:
+    """What is wrong with the averaging, where one process's loss is the mean over samples of the ranks'."""
+    if needed is None or not _are_close(needed, losses.shares):
+        return None
+    if taken is None or not (_are_close(taken, given) or _has_one_ratio(taken, needed)):
         return (
-            "sum",
-            "the loss is a sum over samples: averaging divides it by the number of ranks",
-            "lockstep.sum(loss), or divide by the number of samples",
+            "before-averaging",
+            "the weighted mean of what the ranks computed is one process's gradient, and what the optimizer took is "
+            "not: gradients were changed in each rank before they were averaged (clipped, unscaled, rounded), or "
+            "divided once more after",
+            "clip and unscale after the averaging: after backward(), and with Horovod between "
+            "optimizer.synchronize() and step()",
         )
+    if _are_close(given, losses.shares):
+        return None
+    return (
+        "uneven",
+        f"the ranks had {', '.join(str(row) for each in losses.rows for row in each)} samples, and their means count "
+        f"{_numbers(given)} of the whole",
+        "give all ranks equally many samples in each step (drop_last=True), or train with lockstep.DataLoader and "
+        "lockstep.DistributedDataParallel, which weigh ranks by their samples; model.samples(n) says how many a pass "
+        "holds",
+    )
+
+
+def _has_one_ratio(a: list[float], b: list[float]) -> bool:
+    ratios = [x / y for x, y in zip(a, b, strict=True) if abs(y) > 1e-9]
+    return bool(ratios) and all(_close(each, ratios[0]) for each in ratios)
+
+
+def _meaning(
+    step: StepOfJob, losses: Losses, needed: list[float] | None, taken: list[float] | None
+) -> tuple[str, str, str]:
+    if losses.are("sum", 1e-6) and not losses.are("weighted", 1e-3):
+        return _SUM
     if needed is None:
         return _kept() if step.number > 1 and _is_first_odd(step) else _not_linear(losses)
-    if all(_close(each, needed[0]) for each in needed):
-        if _close(needed[0], world):
-            return (
-                "sum",
-                "the ranks' gradients have to be added, not averaged: the loss is a sum over samples",
-                "lockstep.sum(loss)",
-            )
+    if len(set(losses.shares)) > 1 and all(_close(loss, one) for loss, one in _pairs(losses)):
+        return (
+            "whole-batch",
+            "each rank's loss is that of the whole batch, by collectives of torch, and the averaging takes it for that "
+            "of the rank's own samples",
+            "lockstep.all_gather(output) in place of torch's collectives",
+        )
+    counted = taken if taken is not None else [1 / step.job.world_size] * len(needed)
+    if all(counted) and _has_one_ratio(needed, counted):
+        factor = counted[0] / needed[0]
+        if _close(factor * step.job.world_size, 1.0):
+            return _SUM
         return (
             "factor",
-            f"every rank's part counts {1 / needed[0]:.4g} times what it does in one process: the loss is "
-            "multiplied or divided by a "
-            "number that depends on the number of ranks or on a rank's rows",
+            f"every rank's part counts {factor:.4g} times what it does in one process: the loss is multiplied or "
+            "divided by a number that depends on the number of ranks or on a rank's rows, or gradients are added and "
+            "not averaged",
             "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
         )
     return _by_weights(step, losses, needed)
+
+
+def _pairs(losses: Losses) -> list[tuple[float, float]]:
+    """Each rank's loss, and one process's; a pair that is far apart where there is no loss."""
+    values = [(value, one) for each in losses.ranks for value, one in zip(each, losses.one, strict=False)]
+    return [(0.0, 1.0) if value is None or one is None else (value, one) for value, one in values]
 
 
 def _is_first_odd(step: StepOfJob) -> bool:
@@ -138,9 +179,8 @@ def _is_first_odd(step: StepOfJob) -> bool:
 def _kept() -> tuple[str, str, str]:
     return (
         "kept-state",
-        "the steps before were those of one process, and no weights of the ranks make its gradient now: "
-        "something that is "
-        "kept from step to step (a centre, a queue, a running mean) follows one rank's rows; or the loss "
+        "the steps before were those of one process, and no weights of the ranks make its gradient now: something "
+        "that is kept from step to step (a centre, a queue, a running mean) follows one rank's rows; or the loss "
         "compares samples",
         "update what is kept by the samples of all ranks (lockstep.all_gather, lockstep.mean)",
     )
@@ -150,12 +190,10 @@ def _not_linear(losses: Losses) -> tuple[str, str, str]:
     return (
         "not-linear",
         "no weights of the ranks make one process's gradient: the loss compares samples with each other, takes a "
-        "statistic of the "
-        "rank's rows (a mean, a deviation, a maximum, advantages, weights), or mixes terms that are divided by "
-        "different things",
+        "statistic of the rank's rows (a mean, a deviation, a maximum, advantages, weights), or mixes terms that are "
+        "divided by different things",
         "lockstep.all_gather(output) before samples are compared, lockstep.mean(total, count) for each mean that "
-        "something "
-        "else than a sum is made of, lockstep.sum for terms that are sums",
+        "something else than a sum is made of, lockstep.sum for terms that are sums",
     )
 
 
@@ -169,12 +207,7 @@ def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool
     return abs(mean - one) <= tolerance * max(abs(one), *(abs(float(value or 0)) for value in values))
 
 
-def _by_weights(step: StepOfJob, losses: Losses, needed: list[float]) -> tuple[str, str, str]:
-    rows = [row for each in losses.rows for row in each]
-    total = sum(rows) or 1
-    weights = (
-        [value * row / total for value, row in zip(needed, rows, strict=True)] if len(rows) == len(needed) else needed
-    )
+def _by_weights(step: StepOfJob, losses: Losses, weights: list[float]) -> tuple[str, str, str]:
     whole = sum(weights)
     shown = _numbers(weights)
     empty = [rank for rank, each in enumerate(losses.ranks) if not all(map(_is_finite, each))]
@@ -187,9 +220,8 @@ def _by_weights(step: StepOfJob, losses: Losses, needed: list[float]) -> tuple[s
     if sum(abs(each) > 1e-6 for each in weights) == 1:
         return (
             "extreme",
-            f"one rank's loss makes the whole gradient of one process (weights {shown}): the loss takes one value "
-            "out of the batch, "
-            "such as a maximum or median, or is cut off",
+            f"one rank's loss makes the whole gradient of one process (weights {shown}): the loss takes one value out "
+            "of the batch, such as a maximum or median, or is cut off",
             "lockstep.all_gather(values) before max() or median()",
         )
     tolerance = max(1e-9, 100 * step.precision)
@@ -197,15 +229,13 @@ def _by_weights(step: StepOfJob, losses: Losses, needed: list[float]) -> tuple[s
     if is_mean and _is_weighted(losses, weights, 100 * tolerance):
         return (
             "count",
-            f"the ranks' losses weigh {shown} in one process, and their samples "
-            f"{_numbers([row / total for row in rows])}: the loss is "
-            "divided by a count that ranks have more or less of (tokens, a mask, a selection, weights of classes)",
+            f"the ranks' losses weigh {shown} in one process, and their samples {_numbers(losses.shares)}: the loss "
+            "is divided by a count that ranks have more or less of (tokens, a mask, a selection, weights of classes)",
             "lockstep.mean(total, count)",
         )
     return (
         "function-of-mean",
-        f"the ranks' losses would have to weigh {shown}, which do not add up to 1: the loss is a function of a "
-        "mean over the batch "
-        "(a root, a logarithm, a ratio, a threshold)",
+        f"the ranks' losses would have to weigh {shown}, which do not add up to 1: the loss is a function of a mean "
+        "over the batch (a root, a logarithm, a ratio, a threshold)",
         "take the mean of all ranks first: lockstep.mean(total, count), and then the function of it",
     )

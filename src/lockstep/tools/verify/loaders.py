@@ -1,8 +1,9 @@
 """What loaders hand out: the samples of every batch, and the batches of all ranks for the one process.
 
-Writes `batches` of a step (`loader`, `keys`, `filler`, `indices` of the dataset or None), and the facts `loaders`
-(`batch_size`, `length`, `own`: made by Lockstep, `shuffles`, `epochs`) and `passes` (`loader`, `keys`, `first`,
-`trains`).
+Writes `batches` of a step (`loader`, `keys`, `filler`, `weight`: how much of the step its loader takes it for, or None;
+`indices` of the dataset or None), and the facts `loaders`
+(see `_describe`) and `passes` (`loader`, `keys`, `trains`, `finished`, `asked`: the indices of each batch, None where
+they are no numbers).
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 import lockstep
 from lockstep.data.iteration import EpochIterator
 from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.recorder import StepRecorder
 from lockstep.tools.verify.rows import sample_keys
 
 __all__ = ["LoaderWatch", "install"]
 
-_LOADER, _PASS, _COUNTS = "_lockstep_loader", "_lockstep_pass", "_lockstep_counts"
-# Batches that are fetched, and not trained on, to come to the last one of an epoch.
-_MOST_SKIPPED = 500
+_PASS, _COUNTS, _ASKED = "_lockstep_pass", "_lockstep_counts", "_lockstep_asked"
+_NUMBER = "_lockstep_number"
+# Batches that are fetched, and not trained on, to come to the last one of an epoch; of one whose length nobody knows.
+_MOST_SKIPPED, _MOST_OF_STREAM = 500, 100
 
 
 class LoaderWatch:
@@ -59,14 +62,25 @@ class LoaderWatch:
             loaders.append(_describe(loader))
         return number
 
-    def begin_pass(self, loader: Any) -> dict[str, Any]:
-        """The record of a new pass over a loader."""
-        sampler = _distributed_sampler(loader)
-        one = {"loader": self.number_of(loader), "keys": [], "fillers": 0, "trains": False, "finished": False}
-        one["epoch"] = getattr(sampler, "epoch", None)
-        one["order"] = len(self._recorder.facts["passes"])
-        self._recorder.facts["passes"].append(one)
-        return one
+    def begin_pass(self, loader: Any, iterator: Any) -> None:
+        """A new pass over a loader."""
+        values, passes = vars(iterator), self._recorder.facts["passes"]
+        asked = values.setdefault(_ASKED, [])
+        one = {"loader": self.number_of(loader), "keys": [], "trains": False, "finished": False, "asked": asked}
+        values[_PASS], values[_NUMBER] = one, len(passes)
+        passes.append(one)
+
+    def take_index(self, iterator: Any, index: Any) -> Any:
+        """What is fetched in place of the samples that a loader has chosen; notes it."""
+        values = vars(iterator)
+        number = values.setdefault(_NUMBER, len(self._recorder.facts["passes"]))  # workers ask before the pass begins
+        asked = values.setdefault(_ASKED, [])
+        given = self._recorder.orders.get(number, ())
+        index = given[len(asked)] if len(asked) < len(given) else index
+        is_known = isinstance(index, Sequence) and iterator._dataset_kind == _DatasetKind.Map
+        asked.append(_numbers(index) if is_known else None)
+        values.setdefault(_COUNTS, deque()).append(list(index) if is_known else None)
+        return index
 
     def take_next(self, iterator: Any, take: Callable[[], Any]) -> Any:
         """The next batch of a pass, for the script; see [Note: when it ends] in recorder.py."""
@@ -76,7 +90,6 @@ class LoaderWatch:
         recorder.check_time()
         trains = one["loader"] in self._trains
         if recorder.is_cut and trains and one["trains"]:
-            one["cut"] = True
             raise StopIteration
         try:
             batch = self._fetch(take)
@@ -87,7 +100,7 @@ class LoaderWatch:
             raise
         self._note(iterator, one, batch)
         if recorder.is_cut and trains:
-            recorder.end("after the steps that were asked for")
+            recorder.end()
         return batch
 
     def _fetch(self, take: Callable[[], Any]) -> Any:
@@ -102,15 +115,13 @@ class LoaderWatch:
         recorder = self._recorder
         if len(recorder.steps) != recorder.settings.steps - 1 or recorder.step["batches"] or recorder.is_last_batch:
             return False
-        try:
-            return 1 < len(iterator) <= _MOST_SKIPPED
-        except TypeError:
-            return False
+        length = _length_of(iterator)
+        return length is None or 1 < length <= _MOST_SKIPPED
 
     def _last(self, iterator: Any, batch: Any, take: Callable[[], Any]) -> Any:
         self._recorder.is_last_batch = True
         with contextlib.suppress(StopIteration):
-            while True:
+            for _ in range(_length_of(iterator) or _MOST_OF_STREAM):
                 batch = self._fetch(take)
                 counts = vars(iterator).get(_COUNTS)
                 if counts:
@@ -126,13 +137,18 @@ class LoaderWatch:
             is_filler = lockstep.is_filler(batch)
             share = getattr(iterator, "share", None)
             keys = sample_keys(batch, share.rows if share is not None and share.rows else count)
-        one["fillers"] += is_filler
         if not is_filler:
             one["keys"].append(keys)
         if not recorder.is_cut:
             recorder.begin_work()
             recorder.step["batches"].append(
-                {"loader": one["loader"], "keys": keys, "filler": is_filler, "indices": _numbers(indices)}
+                {
+                    "loader": one["loader"],
+                    "keys": keys,
+                    "filler": is_filler,
+                    "weight": None if share is None else share.local_samples / share.global_samples,
+                    "indices": _numbers(indices),
+                }
             )
 
     def note_step(self) -> None:
@@ -149,14 +165,6 @@ def _numbers(indices: Sequence[Any] | None) -> list[int] | None:
     return indices if indices and all(type(index) is int for index in indices) else None  # type: ignore[return-value]
 
 
-def _distributed_sampler(loader: Any) -> Any:
-    for holder in (loader, getattr(loader, "batch_sampler", None)):
-        sampler = getattr(holder, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
-
-
 def _length_of(thing: Any) -> int | None:
     try:
         return len(thing)
@@ -165,7 +173,7 @@ def _length_of(thing: Any) -> int | None:
 
 
 def _describe(loader: Any) -> dict[str, Any]:
-    sampler = _distributed_sampler(loader)
+    sampler = distributed_sampler(loader)
     return {
         "own": isinstance(loader, lockstep.DataLoader),
         "batch_size": getattr(loader, "batch_size", None),
@@ -202,13 +210,14 @@ def _init(watch: LoaderWatch, sizes: Sequence[int | None]) -> Callable[..., Any]
 def _iterate(watch: LoaderWatch) -> Callable[..., Any]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def iterate(self: Any) -> Any:
+            for name in (_PASS, _COUNTS, _ASKED, _NUMBER):  # workers that persist keep their iterator
+                vars(getattr(self, "_iterator", None) or watch).pop(name, None)
             with watch.aside():
                 iterator = original(self)
             if isinstance(iterator, EpochIterator | _BaseDataLoaderIter):
                 is_inner = isinstance(self, lockstep.DataLoader) and not isinstance(iterator, EpochIterator)
                 if not is_inner:
-                    vars(iterator)[_PASS] = watch.begin_pass(self)
-                    vars(iterator).pop(_COUNTS, None)
+                    watch.begin_pass(self, iterator)
             return iterator
 
         return iterate
@@ -226,16 +235,14 @@ def _next(watch: LoaderWatch) -> Callable[..., Any]:
     return make
 
 
-def _next_index(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Notes the samples of each batch, which a loader with workers asks for ahead of time."""
+def _next_index(watch: LoaderWatch) -> Callable[..., Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def take_index(self: Any) -> Any:
+            return watch.take_index(self, original(self))
 
-    def take_index(self: Any) -> Any:
-        index = original(self)
-        is_known = isinstance(index, Sequence) and self._dataset_kind == _DatasetKind.Map
-        vars(self).setdefault(_COUNTS, deque()).append(list(index) if is_known else None)
-        return index
+        return take_index
 
-    return take_index
+    return make
 
 
 def install(recorder: StepRecorder) -> LoaderWatch:
@@ -245,6 +252,6 @@ def install(recorder: StepRecorder) -> LoaderWatch:
     wrap(DataLoader, "__iter__", _iterate(watch))
     wrap(lockstep.DataLoader, "__iter__", _iterate(watch))
     wrap(_BaseDataLoaderIter, "__next__", _next(watch))
-    wrap(_BaseDataLoaderIter, "_next_index", _next_index)
+    wrap(_BaseDataLoaderIter, "_next_index", _next_index(watch))
     wrap(EpochIterator, "__next__", _next(watch))
     return watch

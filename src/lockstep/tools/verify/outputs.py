@@ -1,7 +1,6 @@
 """What a script prints and saves: lines on stdout and stderr, and who writes which checkpoint.
 
-Writes the facts `texts` (pairs: whether an evaluation was the last pass over data, and a line) and `saves` (`path`,
-`step`, `values`: a sample of every tensor in it).
+Writes the facts `texts` (pairs: whether an evaluation was the last pass over data, and a line) and `saves` (paths).
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import torch
 
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder
-from lockstep.tools.verify.rows import value_sample
-from lockstep.tree import tensors_in
 
 __all__ = ["LineWatch", "install"]
 
-_MOST_LINES, _MOST_SAVED = 2000, 200
+_MOST_LINES = 2000
 
 
 class LineWatch:
@@ -53,10 +50,8 @@ def _save(recorder: StepRecorder) -> Callable[..., Any]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.busy == 0:
-                with recorder.aside(), torch.no_grad():
-                    path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
-                    values = [value_sample(each) for each in tensors_in(obj)[:_MOST_SAVED] if each.numel()]
-                    recorder.facts["saves"].append({"path": path, "step": len(recorder.steps), "values": values})
+                path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
+                recorder.facts["saves"].append(path)
             return original(obj, f, *args, **kwargs)
 
         return save

@@ -7,14 +7,17 @@ as the worker would have.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import random
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep import env
 from lockstep.launch import worker
-from lockstep.tools.verify.settings import HALVES, VerifySettings
+from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.verify.scratch import enter
+from lockstep.tools.verify.settings import HALVES, RANKS, VerifySettings
 
 if TYPE_CHECKING:
     from lockstep.tools.verify.recorder import StepRecorder
@@ -46,12 +49,23 @@ def install(settings: VerifySettings) -> StepRecorder:
         file = settings.keys_file()
         if file.exists():
             recorder.facts["ranks_keys"] = torch.load(file, weights_only=True)
+        if settings.orders_file().exists():
+            recorder.orders = torch.load(settings.orders_file(), weights_only=True)
     watch = loaders.install(recorder)
     GradientWatch(recorder, watch.note_step).install()
     outputs.install(recorder)
     OperatorWatch(recorder.on_draw, halves=settings.role == HALVES).__enter__()  # type: ignore[no-untyped-call]
+    if settings.role == RANKS:
+        for name in ("spawn", "start_processes"):
+            wrap(torch.multiprocessing, name, lambda original: functools.partial(_refuse, recorder))
     atexit.register(recorder.write)
     return recorder
+
+
+def _refuse(recorder: StepRecorder, *args: Any, **kwargs: Any) -> None:
+    """In place of torch.multiprocessing's functions that start ranks."""
+    recorder.facts["starts_ranks"] = True
+    recorder.end()
 
 
 def _seed_what_python_leaves_open(rank: int) -> None:
@@ -72,10 +86,9 @@ def main(arguments: list[str]) -> None:
     if sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
     settings = VerifySettings.load()
+    if settings.keeper:
+        enter(settings.keeper)
     recorder = install(settings)
-    if settings.local_rank_option:
-        first = 2 if arguments[0] == "-m" else 1
-        arguments[first:first] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
     kind, *rest = arguments
     try:
         if kind == "-m":

@@ -47,6 +47,7 @@ class StepRecorder:
         busy: above 0 while a loader fetches: what happens then is none of the step.
         is_cut: K steps are complete, and nothing more is recorded of training.
         is_last_batch: the last batch of an epoch has been handed out.
+        orders: indices for the loaders to hand out, for each pass by its number; see `orders.py`.
     """
 
     def __init__(self, settings: VerifySettings, rank: int) -> None:
@@ -61,13 +62,15 @@ class StepRecorder:
             "engines": [],
             "saves": [],
             "texts": [],
-            "end": "the script ended",
+            "starts_ranks": False,
+            "end": "",
         }
         self.roots: list[nn.Module] = []
         self.optimizers: list[Any] = []
         self.busy = 0
         self.is_cut = False
         self.is_last_batch = False
+        self.orders: dict[int, list[list[int]]] = {}
         self._has_begun = False
         self._is_active = False
         self._is_written = False
@@ -195,16 +198,19 @@ class StepRecorder:
             return
         self._is_written = True
         facts = {key: value for key, value in self.facts.items() if key != "ranks_keys"}
-        rest = {key: value for key, value in self.step.items() if key != "draws"}
-        content = {"steps": self.steps, "rest": rest, "facts": facts, "rank": self.rank}
+        content = {"steps": self.steps, "facts": facts}
         path = self.settings.record_file(self.rank)
         draft = path.with_suffix(".tmp")
         with self.aside():
             torch.save(content, draft)
         os.replace(draft, path)
 
-    def end(self, why: str) -> None:
-        """Write, wait for the other ranks to come as far, and end the process with exit code 0."""
+    def end(self, why: str = "") -> None:
+        """Write, wait for the other ranks to come as far, and end the process with exit code 0.
+
+        Args:
+            why: what is to be said of it.
+        """
         self.facts["end"] = why
         self.write()
         files = [self.settings.record_file(rank) for rank in range(self.settings.world_size)]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep import env
-from lockstep.errors import InputError
+from lockstep.tools.shared import read_settings
 
 __all__ = ["HALVES", "ONE", "RANKS", "VerifySettings"]
 
@@ -27,7 +27,7 @@ class VerifySettings:
         folder: where records and states are written, and the ranks' are found.
         double: compute in float64.
         devices: stand-ins for GPUs; 0 for none.
-        local_rank_option: the option in which the script wants its local rank, or empty.
+        keeper: pid of the process as which the script sees files, or 0; see `scratch.py`.
         batch_sizes: of the loaders of torch that one process makes, in order; None for what the script says.
     """
 
@@ -37,7 +37,7 @@ class VerifySettings:
     folder: str
     double: bool = False
     devices: int = 0
-    local_rank_option: str = ""
+    keeper: int = 0
     batch_sizes: tuple[int | None, ...] = ()
 
     @property
@@ -61,19 +61,16 @@ class VerifySettings:
         """The samples of all ranks, for the one process: see `draws.py`."""
         return Path(self.folder, "ranks-keys")
 
+    def orders_file(self) -> Path:
+        """The indices that loaders of the one process hand out, where not their own: see `orders.py`."""
+        return Path(self.folder, "orders")
+
     def dump(self) -> str:
         """The text of the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls) -> VerifySettings:
-        """The settings of the run that this process belongs to.
-
-        Raises:
-            InputError: it belongs to none.
-        """
-        text = env.LOCKSTEP_VERIFY.get()
-        if text is None:
-            raise InputError("this process belongs to no verification; start one with `lockstep verify script.py`")
-        values = json.loads(text)
+        """The settings of the run that this process belongs to; see `read_settings`."""
+        values = read_settings(env.LOCKSTEP_VERIFY, "verify")
         return cls(**{**values, "batch_sizes": tuple(values["batch_sizes"])})

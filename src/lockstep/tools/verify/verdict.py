@@ -39,6 +39,11 @@ __all__ = ["Verdict", "judge", "judge_step", "needed_batch_sizes", "read_records
 
 # What rounding may do before a script counts as one that does not determine its own steps.
 _MOST_NOISE = 1e-2
+_PIECES = (
+    "pieces: the script cuts its batches into pieces of a fixed size, of which one process with the batch of all ranks "
+    "has N times as many; the gradients are the same but for that factor, and parameters and buffers after the steps "
+    "were not compared"
+)
 
 
 @dataclass
@@ -60,6 +65,11 @@ class Verdict:
     steps: int = 0
     digits: list[dict[str, float]] = field(default_factory=list)
     unknown: str = ""
+
+    @property
+    def first(self) -> tuple[str, str]:
+        """Stage and cause of the first difference; empty if there is none."""
+        return (self.differences[0].stage, self.differences[0].cause) if self.differences else ("", "")
 
     @property
     def code(self) -> int:
@@ -134,6 +144,7 @@ def judge(
     one: Mapping[str, Any],
     again: Mapping[str, Any] | None,
     failure: str = "",
+    moved: Mapping[str, Any] | None = None,
 ) -> Verdict:
     """Compare the run on N ranks with that of one process.
 
@@ -142,6 +153,7 @@ def judge(
         one: of one process.
         again: of one process with halved sums; None where that did not run.
         failure: the error with which the ranks ended, and one process did not.
+        moved: of one process that evaluated what rank 0 evaluates; None where that did not run.
     """
     verdict = Verdict(len(ranks))
     facts = tuple({**each["facts"], "steps": each["steps"]} for each in ranks)
@@ -151,10 +163,15 @@ def judge(
         again_then = None if again is None or number >= len(again["steps"]) else again["steps"][number]
         then = tuple(each["steps"][number] for each in ranks)
         view = _with_noise(StepOfJob(number + 1, job, then, one["steps"][number], again_then, 0.0))
-        verdict.unknown = _is_undetermined(view)
+        verdict.unknown = _is_undetermined(view) or _is_made_by_ranks(view)
         if verdict.unknown:
             return verdict
         verdict.steps = number + 1
+        if _cuts_pieces(view):
+            verdict.digits.append({"gradients": 0.0})
+            if _PIECES not in verdict.notes:
+                verdict.notes.append(_PIECES)
+            continue
         verdict.digits.append(_digits(view))
         found = judge_step(view)
         if found is not None:
@@ -165,19 +182,22 @@ def judge(
             verdict.differences.append(_failed(count + 1, len(ranks), failure))
         else:
             _judge_counts(verdict, ranks, one)
-            _judge_aftermath(verdict, ranks, one, again)
+            _judge_aftermath(verdict, ranks, one, again, moved)
     _note(verdict, ranks, one)
     return verdict
 
 
 def _judge_aftermath(
-    verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any], again: Mapping[str, Any] | None
+    verdict: Verdict,
+    ranks: Sequence[Mapping[str, Any]],
+    one: Mapping[str, Any],
+    again: Mapping[str, Any] | None,
+    moved: Mapping[str, Any] | None,
 ) -> None:
     if verdict.differences or verdict.unknown:
         return
-    found, notes = judge_aftermath(
-        [each["facts"] for each in ranks], one["facts"], None if again is None else again["facts"]
-    )
+    others = (None if each is None else each["facts"] for each in (again, moved))
+    found, notes = judge_aftermath([each["facts"] for each in ranks], one["facts"], *others)
     verdict.differences.extend(found)
     verdict.notes.extend(notes)
 
@@ -189,10 +209,22 @@ def _failed(step: int, world_size: int, failure: str) -> Difference:
         "fails",
         f"one process goes on, and {world_size} ranks end with: {failure}",
         "the script cannot train on this number of ranks as it is written",
-        "what the error says; where it asks how many samples a pass holds, first see whether samples are "
-        "compared with "
-        "each other there",
+        "what the error says; where it asks how many samples a pass holds, first see whether samples are compared "
+        "with each other there",
     )
+
+
+def _cuts_pieces(step: StepOfJob) -> bool:
+    """Whether one process makes N times the backward passes of a rank, of the same samples, N times its gradient."""
+    losses = measure_losses(step.ranks, step.one)
+    counts, world_size = {len(each) for each in losses.ranks}, len(step.ranks)
+    if counts != {len(losses.one) // world_size} or len(losses.one) % world_size or not losses.one:
+        return False
+    if measure_samples(step.ranks, step.one).differ or read_ranks(step) is not None:
+        return False
+    gradients = measure_gradients(step.ranks, step.one, step.again, step.precision)
+    is_one_nth = gradients.factor is not None and abs(gradients.factor * world_size - 1) < 1e-3
+    return is_one_nth and not gradients.between.names
 
 
 def _with_noise(step: StepOfJob) -> StepOfJob:
@@ -216,10 +248,23 @@ def _is_undetermined(step: StepOfJob) -> str:
     if gradients.used.worst > _MOST_NOISE and gradients.factor is None and gradients.after.worst > _MOST_NOISE:
         return (
             f"step {step.number}: two runs at one process differ by themselves, gradients by "
-            f"{gradients.used.worst:.1e}: "
-            "the script does not determine what it computes"
+            f"{gradients.used.worst:.1e}: the script does not determine what it computes"
         )
     return ""
+
+
+def _is_made_by_ranks(step: StepOfJob) -> str:
+    """Why one process has a part of the ranks' samples, where no loader gives any; empty if it has them all."""
+    if step.job.one["loaders"]:
+        return ""
+    calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
+    if not calls.foreign or calls.foreign < calls.unknown:
+        return ""
+    return (
+        f"step {step.number}: no loader gives the samples, and each rank makes its own: one process makes {calls.rows} "
+        f"of them, and cannot be given the ranks' {calls.foreign} others. Make those of all ranks, and let each take "
+        "its part"
+    )
 
 
 def _digits(step: StepOfJob) -> dict[str, float]:
@@ -253,15 +298,30 @@ def _judge_counts(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Map
     )
 
 
+def _unseen(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the run did not reach."""
+    facts = ranks[0]["facts"]
+    if facts["end"]:
+        return [f"end: {facts['end']}"]
+    for number, loader in enumerate(facts["loaders"]):
+        passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
+        if loader["shuffles"] and len(passes) == 1 and passes[0]["trains"]:
+            return [
+                "epochs: one was seen. A sampler that shuffles needs set_epoch(epoch) before each further one; to have "
+                "that compared, let the script begin a second epoch"
+            ]
+    return []
+
+
 def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:
     steps = one["steps"]
     given = sum(len(step["own_draws"]) - len(step["unlike_draws"]) for step in steps)
     if given:
         verdict.notes.append(
-            f"{given} draws of random numbers within the steps (dropout, noise) were given to the one process as "
-            "the ranks drew "
-            "them: that N ranks draw other numbers than one is set aside"
+            f"{given} draws of random numbers within the steps (dropout, noise) were given to the one process as the "
+            "ranks drew them: that N ranks draw other numbers than one is set aside"
         )
+    verdict.notes.extend(_unseen(ranks))
     if verdict.differences:
         return
     first = [each["steps"][0] for each in ranks if each["steps"]]
@@ -270,6 +330,5 @@ def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str
         if samples is not None and samples.is_alike:
             verdict.notes.append(
                 "samples: all ranks were given the same ones, so that N ranks do the work of one. If that is not "
-                "meant, split the "
-                "data: a DistributedSampler, or lockstep.DataLoader"
+                "meant, split the data: a DistributedSampler, or lockstep.DataLoader"
             )

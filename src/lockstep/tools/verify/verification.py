@@ -18,16 +18,30 @@ from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
 from lockstep.launch.supervisor import launch_job
+from lockstep.tools.verify.orders import Orders, evaluation_of_first, order_of_ranks
+from lockstep.tools.verify.scratch import folders_of, kept_apart
 from lockstep.tools.verify.settings import HALVES, ONE, RANKS, VerifySettings
 
 __all__ = ["Verification", "verify"]
 
 # The first optimizer and the first DDP of a process import torch._dynamo.
 _PRELOADED = ("torch._dynamo", "torch.nn.parallel", "lockstep.tools.verify.gradients", "lockstep.tools.verify.loaders")
+_SHOWN = 4
 _RANK_MODULE = "lockstep.tools.verify.rank"
 # What a script says that cannot do without a GPU.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Mismatch|Parameters|Lost|Timeout|Exit)\b.*: ")
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
+_LAST = "Its last words:\n"
+_STARTS_RANKS = (
+    "the script starts its ranks itself (torch.multiprocessing.spawn), so nobody else can say how many there are. Let "
+    "it read RANK and WORLD_SIZE where they are set, and start nothing then"
+)
+# What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
+_OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
+_GIVEN = (
+    "order: one process by itself draws another order of samples than the ranks, among whom no sample came twice; it "
+    "was given theirs"
+)
 
 
 @dataclass(frozen=True)
@@ -82,12 +96,21 @@ class _Session:
         self._what = what
         self._world_size = world_size
         self._folder = folder
-        self._devices = 0
-        if what.devices == "gpu":
-            self._devices = world_size
+        self._devices = world_size if what.devices == "gpu" else 0
+        self._folders = folders_of(what.target, what.is_module, what.args)
+        self._count = 0
+        self.written: list[str] = []
+        self.not_kept = ""
 
     def start(self, role: str, batch_sizes: tuple[int | None, ...] = ()) -> tuple[int, VerifySettings]:
         """Run the script in a role; the exit code, and the settings under which its records are."""
+        self._count += 1
+        with kept_apart(self._folders, self._folder / f"files-{self._count}") as keeper:
+            code, settings = self._start(role, batch_sizes, keeper.pid)
+        self.written, self.not_kept = sorted({*self.written, *keeper.written}), keeper.why
+        return code, settings
+
+    def _start(self, role: str, batch_sizes: tuple[int | None, ...], keeper: int) -> tuple[int, VerifySettings]:
         what = self._what
         settings = VerifySettings(
             role=role,
@@ -97,6 +120,7 @@ class _Session:
             double=what.double,
             devices=self._devices,
             batch_sizes=batch_sizes,
+            keeper=keeper,
         )
         variables = env.snapshot()
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
@@ -116,10 +140,14 @@ class _Session:
         with _quiet():
             return launch_job(config), settings
 
-    def reference(self, role: str, batch_sizes: tuple[int | None, ...]) -> tuple[int, Any]:
+    def reference(self, role: str, batch_sizes: tuple[int | None, ...], orders: Orders) -> tuple[int, Any]:
         """Run the script on one process: the exit code, and its record or None."""
+        import torch
+
         from lockstep.tools.verify.verdict import read_records
 
+        settings_of_orders = VerifySettings(role, self._world_size, 0, str(self._folder))
+        torch.save(orders, settings_of_orders.orders_file())
         code, settings = self.start(role, batch_sizes)
         records = read_records(settings, role, 1)
         return code, records[0] if records else None
@@ -136,6 +164,18 @@ class _Session:
             lines += [f"{file.stem}: {line}" for line in file.read_text(errors="replace").splitlines()[-most:]]
         return "\n".join(lines[-2 * most :])
 
+    def words_on_files(self) -> list[str]:
+        """What the runs have written, and where."""
+        if self.not_kept:
+            return [f"files: the script wrote where it writes, once for each run: {self.not_kept}"]
+        if not self.written:
+            return []
+        more = f" and {len(self.written) - _SHOWN} more" if len(self.written) > _SHOWN else ""
+        return [
+            f"files: nothing of yours was changed; the runs wrote {', '.join(self.written[:_SHOWN])}{more}, each into "
+            "memory of its own"
+        ]
+
     def ranks(self) -> tuple[int, VerifySettings]:
         """The run on N ranks, once more with stand-ins for GPUs where the script asks for some."""
         code, settings = self.start(RANKS)
@@ -150,33 +190,62 @@ class _Session:
 
 def _verify_at(what: Verification, world_size: int, folder: Path) -> Any:
     """The verdict at one number of ranks."""
-    from lockstep.tools.verify.verdict import Verdict, judge, needed_batch_sizes, read_records
-
     session = _Session(what, world_size, folder)
+    verdict = _compared(session, world_size)
+    verdict.notes.extend(session.words_on_files())
+    return verdict
+
+
+def _compared(session: _Session, world_size: int) -> Any:
+    from lockstep.tools.verify.verdict import Verdict, read_records
+
     code, settings = session.ranks()
     ranks = read_records(settings, RANKS, world_size)
-    verdict = Verdict(world_size)
-    words = session.output(RANKS)
     if len(ranks) < world_size:
-        verdict.unknown = f"the script ends with exit code {code} on {world_size} ranks. Its last words:\n{words}"
-        return verdict
+        words = f"the script ends with exit code {code} on {world_size} ranks. {_LAST}{session.output(RANKS)}"
+        return Verdict(world_size, unknown=words)
+    if any(each["facts"]["starts_ranks"] for each in ranks):
+        return Verdict(world_size, unknown=_STARTS_RANKS)
     _write_keys(settings, ranks)
     failure = session.failure(RANKS) if code else ""
+    code, one, sizes = _reference(session, ranks)
+    if code or one is None:
+        words = f"the script ends with exit code {code} on one process. {_LAST}{session.output(ONE)}"
+        return Verdict(world_size, unknown=words)
+    return _judged(session, ranks, one, sizes, failure)
+
+
+def _reference(session: _Session, ranks: Sequence[Any]) -> tuple[int, Any, tuple[int | None, ...]]:
+    """The run on one process with batches of all ranks: its exit code, its record or None, and their sizes."""
+    from lockstep.tools.verify.verdict import needed_batch_sizes
+
     sizes = needed_batch_sizes(ranks, None)
-    code, one = session.reference(ONE, sizes)
+    code, one = session.reference(ONE, sizes, {})
     if one is not None and not code and needed_batch_sizes(ranks, one) != sizes:
         sizes = needed_batch_sizes(ranks, one)
-        code, one = session.reference(ONE, sizes)
-    if code or one is None:
-        verdict.unknown = (
-            f"the script ends with exit code {code} on one process. Its last words:\n{session.output(ONE)}"
-        )
-        return verdict
+        code, one = session.reference(ONE, sizes, {})
+    return code, one, sizes
+
+
+def _judged(session: _Session, ranks: Sequence[Any], one: Any, sizes: tuple[int | None, ...], failure: str) -> Any:
+    from lockstep.tools.verify.verdict import judge
+
     verdict = judge(ranks, one, None, failure)
-    if verdict.code == 0:
-        return verdict
-    _, again = session.reference(HALVES, sizes)
-    return judge(ranks, one, again, failure)
+    facts = [each["facts"] for each in ranks]
+    orders = order_of_ranks(facts) if verdict.first in _OTHER_ORDER else {}
+    if orders:
+        _, given = session.reference(ONE, sizes, orders)
+        one = one if given is None else given
+        verdict = judge(ranks, one, None, failure)
+    if verdict.code != 0:
+        _, again = session.reference(HALVES, sizes, orders)
+        moved = None
+        if verdict.first[0] == "evaluated":
+            _, moved = session.reference(ONE, sizes, {**orders, **evaluation_of_first(facts, one["facts"])})
+        verdict = judge(ranks, one, again, failure, moved)
+    if orders and verdict.first not in _OTHER_ORDER:
+        verdict.notes.append(_GIVEN)
+    return verdict
 
 
 def _write_keys(settings: VerifySettings, ranks: Sequence[Mapping[str, Any]]) -> None:

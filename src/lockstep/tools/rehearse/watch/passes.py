@@ -23,6 +23,7 @@ from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.rehearse.sites import chain
 from lockstep.tools.rehearse.watch.contents import Contents
 from lockstep.tools.rehearse.watch.recorder import recorder
+from lockstep.tools.shared import distributed_sampler
 
 __all__ = ["Pass", "add_model", "current", "install", "loader_of_data", "made_at", "on_batch"]
 
@@ -54,7 +55,7 @@ class Pass:
         self.batches = self.samples = self.last_size = self.backwards = self.steps = 0
         self.is_finished = False
         self.contents: Contents | None = Contents()
-        self.sampler = _distributed_sampler(loader)
+        self.sampler = distributed_sampler(loader)
         self.epoch = None if self.sampler is None else self.sampler.epoch
 
     def take(self, batch: Any, size: int) -> None:
@@ -111,14 +112,6 @@ def _evaluates() -> bool:
     """Whether what the script does with its next batch is no training: it asks for no gradients, or says so."""
     is_said = any(not model.training for model in _shared.models)
     return _shared.is_trained and (is_said or not torch.is_grad_enabled())
-
-
-def _distributed_sampler(loader: Any) -> Any:
-    for holder in (loader, getattr(loader, "batch_sampler", None)):
-        sampler = getattr(holder, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
 
 
 def made_at(thing: Any) -> tuple[Site, ...]:

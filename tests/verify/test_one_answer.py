@@ -1,0 +1,33 @@
+"""`lockstep.testing.assert_one_answer`, as tests of users call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.testing import assert_one_answer
+
+SCRIPT = Path(__file__).with_name("mistakes.py")
+
+
+def test_it_passes_on_the_answer_of_one_process(tmp_path: Path) -> None:
+    assert_one_answer(SCRIPT, "plain", str(tmp_path), nproc=(1, 2), steps=2)
+
+
+def test_it_raises_with_the_report_on_another_answer(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as raised:
+        assert_one_answer(SCRIPT, "sum", str(tmp_path), steps=2)
+    assert "NOT the answer of one process" in str(raised.value)
+    assert "lockstep.sum(loss)" in str(raised.value)
+
+
+def test_it_raises_where_nothing_can_be_told(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit('no data here')")
+    with pytest.raises(AssertionError, match=r"cannot tell.*\n.*no data here"):
+        assert_one_answer(tmp_path / "fails.py")
+
+
+def test_it_wants_a_number_of_processes_to_compare() -> None:
+    with pytest.raises(AssertionError, match=r"nproc is \(1,\)"):
+        assert_one_answer(SCRIPT, nproc=(1,))
