@@ -25,6 +25,8 @@ from benchmarks.report import (
     images_of_epoch,
     layouts_of,
     name_layout,
+    name_sharded,
+    sharded_cases,
 )
 from lockstep.bench import stats
 from lockstep.bench.figures import GRID, new_figure, save, tidy
@@ -46,6 +48,9 @@ COLOURS = {
     "torch_ddp_lockstep": "#56B4E9",
     "torch_ddp_gloo": "#D55E00",
     "horovod": "#CC79A7",
+    "sharded": "#009E73",
+    "torch_zero_gloo": "#E69F00",
+    "fsdp2_gloo": "#CC79A7",
     "lockstep_run": "#0072B2",
     "lockstep_run_init": "#009E73",
     "torchrun": "#D55E00",
@@ -228,13 +233,40 @@ def _draw_threads(result: Result) -> Figure:
     return figure
 
 
-def _plot_times_of_bound(axes: Axes, centre: float, engine: str, times: Estimate) -> None:
+def _plot_times_of_bound(axes: Axes, centre: float, engine: str, times: Estimate, width: float = _BAR_WIDTH) -> None:
     """One bar with its interval, and its number above."""
-    axes.bar(centre, times.value, _BAR_WIDTH * 0.92, color=COLOURS[engine])
+    axes.bar(centre, times.value, width * 0.92, color=COLOURS[engine])
     errors = [[max(0.0, times.value - times.low)], [max(0.0, times.high - times.value)]]
     axes.errorbar(centre, times.value, errors, color="#333333", linewidth=1, capsize=3)
     place = (centre, times.high)
     axes.annotate(f"{times.value:.2f}", place, (0, 3), textcoords="offset points", ha="center", fontsize=7)
+
+
+# ---------------------------------------------------------------- sharded
+
+
+def _draw_sharded(result: Result) -> Figure:
+    """Each contestant's step in multiples of the bound, a group of bars for each case."""
+    names = ("sharded", "lockstep_ddp", "torch_ddp_gloo", "torch_zero_gloo", "fsdp2_gloo")
+    cases = sharded_cases(result)
+    figure = new_figure(8.6, 3.6, "sharded: a step in multiples of computing and waiting for the slowest rank")
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for offset, name in enumerate(names):
+        for position, case in enumerate(cases):
+            bound, samples = result.samples("bound", **case), result.samples(name, **case)
+            if bound and samples:
+                centre = position + (offset - len(names) // 2) * width
+                _plot_times_of_bound(axes, centre, name, stats.ratio(samples, bound), width)
+    axes.axhline(1, color="black", linewidth=0.8, linestyle=_TARGET_DASHES)
+    axes.set_xticks(range(len(cases)), [name_sharded(result, case).replace(", ", "\n") for case in cases], fontsize=7)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1f}x")
+    handles = [Patch(color=COLOURS[name], label=CONTESTANT_NAMES[name]) for name in names]
+    axes.legend(handles=handles, fontsize=7, frameon=False)
+    tidy(axes)
+    return figure
 
 
 # ---------------------------------------------------------------- horovod
@@ -497,6 +529,7 @@ _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "all_reduce": _draw_all_reduce,
     "train_step": _draw_train_step,
     "threads": _draw_threads,
+    "sharded": _draw_sharded,
     "horovod": _draw_horovod,
     "startup": _draw_startup,
     "record": _draw_record,

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.bench import stats
 from lockstep.bench.pages import format_bytes, format_seconds, markdown_table, three_digits
@@ -31,13 +32,20 @@ __all__ = [
     "images_of_epoch",
     "layouts_of",
     "name_layout",
+    "name_sharded",
     "render",
     "sections",
+    "sharded_cases",
     "verdicts",
 ]
 
 MIB = 1024 * 1024
-MODEL_NAMES = {"mlp_10m": "MLP, 10M parameters", "cnn_5m": "CNN, 5M parameters", "thin_100": "100 thin layers"}
+MODEL_NAMES = {
+    "mlp_10m": "MLP, 10M parameters",
+    "mlp_50m": "MLP, 50M parameters",
+    "cnn_5m": "CNN, 5M parameters",
+    "thin_100": "100 thin layers",
+}
 HOROVOD_LIMIT = 1.1
 OVERHEAD_TARGETS = {"mlp_10m": 0.18, "cnn_5m": 0.02, "thin_100": 0.22}
 RECORD_LIMIT = 0.05
@@ -45,6 +53,7 @@ TITLES = {
     "all_reduce": "all_reduce on one host",
     "train_step": "A training step",
     "threads": "A training step on all cores",
+    "sharded": "A step in shares",
     "horovod": "A step of a Horovod script",
     "startup": "Start-up",
     "record": "What the flight record costs",
@@ -73,6 +82,9 @@ CONTESTANT_NAMES = {
     "torch_ddp_lockstep": "torch DDP on lockstep",
     "torch_ddp_gloo": "torch DDP on gloo",
     "horovod": "Horovod's optimizer",
+    "sharded": "lockstep, sharded",
+    "torch_zero_gloo": "torch's ZeroRedundancyOptimizer on gloo",
+    "fsdp2_gloo": "FSDP2 on gloo",
     "no_record": "no record",
     "record": "flight record",
     "record_launched": "flight record and status file",
@@ -351,6 +363,74 @@ def _threads_verdicts(result: Result) -> list[Verdict]:
                 worst = min(leads, key=lambda label: leads[label].value)
                 target = f"{name_layout(result, world_size, threads)}: {CONTESTANT_NAMES[engine]} no slower than gloo"
                 found.append(_at_least(target, leads[worst], 1, note=f" ({worst})"))
+    return found
+
+
+# ---------------------------------------------------------------- sharded
+
+_SHARDED = ("sharded", "lockstep_ddp", "torch_ddp_gloo", "torch_zero_gloo", "fsdp2_gloo")
+_OPTIMIZER_NAMES = {"adam": "Adam", "sgd": "SGD"}
+_MOST_OF_GLOO = 0.5
+_MOST_MEMORY = {2: 0.6, 4: 0.45}
+
+
+def sharded_cases(result: Result) -> list[dict[str, str | int]]:
+    """Ranks, model and optimizer of each case, in the order measured."""
+    return list({tuple(each.parameters.items()): dict(each.parameters) for each in result.series}.values())
+
+
+def name_sharded(result: Result, case: dict[str, str | int]) -> str:
+    """In words."""
+    ranks = name_layout(result, int(case["world_size"]), 1).replace(" of 1 thread", "")
+    return f"{ranks}, {MODEL_NAMES[str(case['model'])]}, {_OPTIMIZER_NAMES[str(case['optimizer'])]}"
+
+
+def _sharded_tables(result: Result) -> tuple[Section, Section]:
+    ratio_rows, time_rows = [], []
+    for case in sharded_cases(result):
+        bound, *times = (result.samples(name, **case) for name in ("bound", *_SHARDED))
+        label = name_sharded(result, case)
+        ratios = [_format_ratio(stats.ratio(each, bound)) if each and bound else "–" for each in times]
+        ratio_rows.append([label, _time(bound), *ratios])
+        time_rows.append([label, *map(_time_with_spread, (bound, *times))])
+    names = [CONTESTANT_NAMES[name] for name in _SHARDED]
+    header = ["", "computing, and waiting for the slowest rank", *(f"{name} takes" for name in names)]
+    memory_rows = [
+        [where.replace("mlp_50m", "50M parameters").replace("mlp_10m", "10M parameters"), *map(_gib, found.values())]
+        for where, found in _memory_of(result).items()
+    ]
+    memory = markdown_table(["all ranks together, Adam", "torch DDP on gloo", "lockstep, sharded"], memory_rows)
+    times_table = markdown_table(["", CONTESTANT_NAMES["bound"], *names], time_rows)
+    caption = "Median, and 10th to 90th percentile of the samples."
+    full = f"## Time per step\n\n{caption}\n\n{times_table}\n\n## Resident memory\n\n{memory}"
+    return markdown_table(header, ratio_rows), full
+
+
+def _memory_of(result: Result) -> dict[str, dict[str, float]]:
+    found: Any = result.settings["resident_bytes"]
+    return dict(found)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _sharded_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for case in sharded_cases(result):
+        bound, own, gloo = (result.samples(name, **case) for name in ("bound", "sharded", "torch_ddp_gloo"))
+        if not bound or not own or not gloo:
+            continue
+        label = name_sharded(result, case)
+        times = stats.ratio(own, bound)
+        found.append(Verdict(f"{label}: no longer than the bound", _format_ratio(times), times.value <= 1))
+        share = stats.ratio(own, gloo)
+        target = f"{label}: at most half of torch DDP on gloo"
+        found.append(Verdict(target, _format_ratio(share), share.value <= _MOST_OF_GLOO))
+    for where, memory in _memory_of(result).items():
+        part = memory["sharded"] / memory["torch_ddp_gloo"]
+        limit = _MOST_MEMORY[int(where.split()[0])]
+        found.append(Verdict(f"{where}: at most {limit}x of torch DDP's memory", f"{part:.2f}x", part <= limit))
     return found
 
 
@@ -726,6 +806,7 @@ _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "all_reduce": _all_reduce_tables,
     "train_step": _train_step_tables,
     "threads": _threads_tables,
+    "sharded": _sharded_tables,
     "horovod": _horovod_tables,
     "startup": _startup_tables,
     "record": _record_tables,
@@ -739,6 +820,7 @@ _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "all_reduce": _all_reduce_verdicts,
     "train_step": _train_step_verdicts,
     "threads": _threads_verdicts,
+    "sharded": _sharded_verdicts,
     "horovod": _horovod_verdicts,
     "startup": _startup_verdicts,
     "record": _record_verdicts,

@@ -71,6 +71,20 @@ def _threads() -> Result:
     return Result("threads", False, ENVIRONMENT, {}, _series(where, **times))
 
 
+def _sharded() -> Result:
+    """With Adam at the bound and under half of gloo, with SGD neither; memory is met at two ranks alone."""
+    times = {"lockstep_ddp": 0.07, "torch_zero_gloo": 0.12, "fsdp2_gloo": 0.2}
+    adam: results.Parameters = {"world_size": 2, "model": "mlp_10m", "optimizer": "adam"}
+    sgd: results.Parameters = {"world_size": 4, "model": "mlp_50m", "optimizer": "sgd"}
+    series = _series(adam, bound=0.05, sharded=0.049, torch_ddp_gloo=0.1, **times)
+    series += _series(sgd, bound=0.05, sharded=0.06, torch_ddp_gloo=0.1, **times)
+    memory = {
+        "2 ranks, mlp_50m": {"torch_ddp_gloo": 2e9, "sharded": 1e9},
+        "4 ranks, mlp_50m": {"torch_ddp_gloo": 4e9, "sharded": 2e9},
+    }
+    return Result("sharded", False, ENVIRONMENT, {"resident_bytes": memory}, series)
+
+
 def _horovod() -> Result:
     """The MLP's step is within 1.1x of DDP's, the CNN's is not."""
     series = _series({"model": "mlp_10m"}, none=0.050, lockstep_ddp=0.055, horovod=0.056)
@@ -113,6 +127,15 @@ def test_step_with_several_threads_is_held_against_gloo_and_shown_beside_the_bou
     assert [verdict.met for verdict in judged] == [True, False]
     assert judged[1].target == "2 ranks of 2 threads on 2 cores: torch DDP on lockstep no slower than gloo"
     assert "| 2 ranks of 2 threads on 2 cores | MLP, 10M parameters | 60.0 ms | 1.10x" in report.render(_threads())
+
+
+def test_sharded_step_is_held_against_the_bound_gloo_and_memory() -> None:
+    judged = report.verdicts(_sharded())
+    assert [verdict.met for verdict in judged] == [True, True, False, False, True, False]
+    assert judged[0].target == "2 ranks, MLP, 10M parameters, Adam: no longer than the bound"
+    text = report.render(_sharded())
+    assert "| 4 ranks on 2 cores, MLP, 50M parameters, SGD | 50.0 ms | 1.20x" in text
+    assert "| 2 ranks, 50M parameters | 1.86 GiB | 0.93 GiB |" in text
 
 
 def _contention() -> Result:
@@ -283,7 +306,17 @@ def test_listing_end_to_end(tmp_path: Path) -> None:
     assert "20 images in 3 folders" in report.render(Result.load(result.save(tmp_path)))
 
 
-ALL_RESULTS = [_all_reduce(), _train_step(), _threads(), _horovod(), _startup(), _record(), _contention(), _decode()]
+ALL_RESULTS = [
+    _all_reduce(),
+    _train_step(),
+    _threads(),
+    _sharded(),
+    _horovod(),
+    _startup(),
+    _record(),
+    _contention(),
+    _decode(),
+]
 ALL_RESULTS += [_listing(), _hosts()]
 
 

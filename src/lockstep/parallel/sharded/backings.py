@@ -19,7 +19,7 @@ from lockstep.parallel.distributed import DistributedDataParallel
 from lockstep.parallel.sharded.engines import shard
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.parallel.sharded.inner import ShardPiece
-from lockstep.parallel.sharded.memory import HostMemory
+from lockstep.parallel.sharded.memory import HostMemory, trim
 from lockstep.parallel.sharded.shares import Share, flat_of, share_out
 from lockstep.torch_private.tensors import foreach_copy_
 
@@ -81,7 +81,7 @@ class HostBacking:
         self._memories: list[HostMemory] = []
         self._gradients: list[ShardedGradient] = []
         self._members: list[_Member] = []
-        self._expects_writes = False
+        self._expects_writes, self._is_first_step = False, True
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
         """Take in parameters, which move into memory that the ranks of the host share."""
@@ -121,6 +121,9 @@ class HostBacking:
 
         self._engine.run_steps(description, lambda: description, between)
         self._note()
+        if self._is_first_step:
+            self._is_first_step = False
+            trim()
 
     def _check(self) -> None:
         for memory in () if self._expects_writes else self._memories:

@@ -12,7 +12,7 @@ from lockstep.libc import function
 from lockstep.parallel.buckets import view_like
 from lockstep.parallel.sharded.shares import flat_of
 
-__all__ = ["HostMemory"]
+__all__ = ["HostMemory", "trim"]
 
 _ALIGNMENT_BYTES = 128
 _PAGE_BYTES, _HUGE_PAGE_BYTES = 4096, 2 << 20
@@ -52,7 +52,6 @@ class HostMemory:
         engine.run_steps(_PURPOSE, lambda: _PURPOSE, lambda: None)
         for flat, parameter in zip(self.flats, parameters, strict=True):
             parameter.data = view_like(flat, parameter.data)
-        _trim()
         self._addresses = [flat.data_ptr() for flat in self.flats]
         self._bytes = whole
         self._places = torch.tensor(list(_places(starts, parameters)), dtype=torch.int64, device="cpu")
@@ -91,8 +90,11 @@ class HostMemory:
         )
 
 
-def _trim() -> None:
-    """Give memory that parameters have left to the system, where the C library is glibc."""
+def trim() -> None:
+    """Give memory that parameters have left, and that nobody uses, to the system, where the C library is glibc. Local.
+
+    Freed memory of the size of gradients stays with the process, for the next step (`gradient_memory.py`).
+    """
     trim = function("malloc_trim")
     if trim is not None:
         trim(0)
