@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import env, seeding
-from lockstep.comm import clock, exit_hooks, registration, torch_version
+from lockstep.comm import clock, exit_hooks, nccl_end, registration, torch_version
 from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import describe_exception
 from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
@@ -350,6 +350,8 @@ def _open(
         topology = _place(topology, store, limit, needs_place)
     chosen_device = chosen_device or choose_device(backend, topology, device)
     _meet(backend, topology, store, init_method, limit)
+    if "nccl" in backend:
+        nccl_end.abort_at_exit()
     return World(topology, chosen_device, backend, owns_group=True)
 
 

@@ -20,8 +20,8 @@ General layout:
 * `shared_memory`: the engine of a group on one host.
 * `backend`: the `lockstep` process group that torch sees, and what it shares with that of `mpi`.
 * `mixed`, `mixed_group`: a `lockstep` group with torch's groups for other devices behind it.
-* `group_setup`, `group_nonce`: how a group comes to be; `exit_hooks`, `old_shutdown`: how a rank tells its peers that
-  it leaves.
+* `group_setup`, `group_nonce`: how a group comes to be.
+* `exit_hooks`, `nccl_end`, `old_shutdown`: how a rank tells its peers that it leaves.
 * `group_stores`: what ranks leave for each other in the store of a group that is there.
 * `monitored`, `ephemeral`, `timeouts`: `monitored_barrier`, torch's deadlines for one call, and for all of a group.
 * `creation`: what torch calls to make a `lockstep` group, mixed or not.
