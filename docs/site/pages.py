@@ -103,7 +103,7 @@ def without_sections(text: str, *titles: str) -> str:
 
 def examples_page() -> str:
     """A list of all examples, each with the first sentence of its docstring."""
-    lines = ["# Examples", "", "One small script for every way in. Each runs alone and on several ranks.", ""]
+    lines = ["# Examples", "", "One small script for every way to launch. Each runs alone and on several ranks.", ""]
     scripts = sorted((ROOT / "examples").glob("*.py"))
     lines += [f"- [{path.name}]({path.name}): {_docstring(path).splitlines()[0]}" for path in scripts]
     return "\n".join(lines) + "\n"

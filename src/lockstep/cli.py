@@ -118,7 +118,7 @@ def _find(name: str) -> Callable[[Sequence[str]], int]:
     if name not in _COMMANDS:
         is_script = name.endswith(".py")
         hint = f", did you mean `lockstep run {name}`?" if is_script else suggest(name, _COMMANDS)
-        raise LaunchError(f"there is no command {name!r}{hint}; there are: {', '.join(_COMMANDS)}")
+        raise LaunchError(f"unknown command {name!r}{hint or '.'} Commands: {', '.join(_COMMANDS)}")
     if _COMMANDS[name].starts:
         support.check()  # first, because some of its modules cannot even be imported elsewhere
     with ends_by_ctrl_c():

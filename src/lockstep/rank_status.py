@@ -29,7 +29,7 @@ such ranks runs whole in every rank of the launcher.
 
 [Note: what it costs] Texts are written once and then named by an index, so a collective stores seven words at most, and
 three where it repeats the last but one.
-The bytes behind them are allocated before they are mapped: where memory is full there is no status file, instead of a
+The bytes after them are allocated before they are mapped: where memory is full there is no status file, instead of a
 SIGBUS at the first write.
 """
 

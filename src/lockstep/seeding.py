@@ -7,10 +7,10 @@ in every process, Python version and run (Python's own `hash` is none of that).
 parts of a batch see the same noise N times. So `init(seed=…)` seeds the process-wide generators alike, and an engine
 moves every rank but the first to streams of its own; the first goes on undisturbed, as one process does. The first
 engine that is made moves those of numpy and `random`. Torch's, which draw weights, move when an engine's first forward
-pass begins: other models may be made behind the first engine, and some are
+pass begins: other models may be made after the first engine, and some are
 never trained (the target of random network distillation), so that no engine makes them alike. Who has seeded torch in
 between, or restored its state, keeps that; but to seed it by the same number again looks as if nobody had.
-A pass without gradients may be a look at the model whose draws are undone behind it; so the first with gradients looks
+A pass without gradients may be a look at the model whose draws are undone after it; so the first with gradients looks
 again.
 """
 

@@ -89,7 +89,7 @@ def test_help_of_run_explains_every_option(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["rum"], "there is no command 'rum', did you mean 'run'?; there are: run, "),
+        (["rum"], "unknown command 'rum', did you mean 'run'? Commands: run, "),
         (["train.py"], "did you mean `lockstep run train.py`?"),
         (["run"], "name a script to run; see `lockstep run --help`"),
         (["run", "-m"], "name a module to run after -m"),

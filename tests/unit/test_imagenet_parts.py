@@ -102,7 +102,7 @@ class TestOptions:
         changed = resolve_config(parse("DIR", "--epochs", "9", "--lr", "1", "--schedule", "cosine"), saved)
         assert changed == ImagenetConfig(arch="tiny", epochs=9, lr=1, schedule="cosine", pretrained=True)
         for words in (("-b", "8"), ("--precision", "fp64"), ("--sync-bn",), ("--size", "32")):
-            with pytest.raises(InputError, match=r"leave --[a-z-]+ out to go on with it"):
+            with pytest.raises(InputError, match=r"leave --[a-z-]+ out to resume it"):
                 resolve_config(parse("DIR", *words), saved)
 
     def test_missing_packages_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ over: fewer updates have come by then than there were batches. Where several for
 yielded last, on batches of which this rank holds different numbers of samples, all of them are candidates.
 
 [Note: values without a metric] `lockstep.mean` and the like are handed values without a graph, once for each batch or
-once for all, and keep no count of updates. So behind an iteration such a value is of everything, unless about as many
-were asked for as there were batches. And behind an evaluation inside of a training loop it is of the evaluation.
+once for all, and keep no count of updates. So after an iteration such a value is of everything, unless about as many
+were asked for as there were batches. And after an evaluation inside of a training loop it is of the evaluation.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def active_share(in_backward: bool) -> BatchShare | None:
     """The share of the forward pass under way, for a layer inside the model; None where nobody knows.
 
     Args:
-        in_backward: the layer runs again in a backward pass (a checkpoint), behind the forward pass of its engine.
+        in_backward: the layer runs again in a backward pass (a checkpoint), after the forward pass of its engine.
     """
     share = _local.active or _local.held
     return _forward[1] if share is None and in_backward else share

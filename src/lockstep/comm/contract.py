@@ -177,7 +177,7 @@ class Team(Protocol):
         """The send or receive that a rank waits in; empty for none, or if this rank cannot know."""
 
     def realign(self) -> None:
-        """Go on after a collective in which the ranks came for different things. Local, on all ranks."""
+        """Continue after a collective in which the ranks had called different operations. Local, on all ranks."""
 
     def allocate(self, part_bytes: int, timeout_s: float) -> Region:
         """A region of symmetric memory, with `part_bytes` for each rank. Collective.

@@ -242,7 +242,7 @@ def _choose_num_proc(chosen: argparse.Namespace) -> int:
         raise LaunchError(_explain_hosts(hosts, num_proc, chosen))
     slots = sum(count for _, count in hosts)
     if hosts and slots < num_proc:
-        raise LaunchError(f"-np is {num_proc}, but there are {slots} slots: {hosts}; raise the number behind the host")
+        raise LaunchError(f"-np is {num_proc}, but there are {slots} slots: {hosts}; raise the number after the host")
     return int(num_proc)
 
 

@@ -170,7 +170,7 @@ def is_fixed(what: str, name: str, value: object) -> DataError:
     return DataError(
         f"loader.{what} = {shown}: what a loader makes its batches from stays as it was made. Make a new loader, and "
         f"hand it the state of this one: new = lockstep.DataLoader(dataset, …, {name}={shown}); "
-        "new.load_state_dict(loader.state_dict()). It goes on where this one stands; after an epoch, with the next one"
+        "new.load_state_dict(loader.state_dict()). It resumes where this one stands; after an epoch, with the next one"
     )
 
 

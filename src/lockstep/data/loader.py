@@ -86,7 +86,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         shuffle: a new permutation every epoch.
         permutation: how `shuffle` makes it. "stored": in memory, 4 bytes a sample (8 from 2**32 / 20 samples on).
             "computed": where it is asked for, by a Feistel network; nothing to wait for and nothing to store, for
-            10^8 samples and more. The two are different orders from 65,537 samples on; a run that goes on keeps to
+            10^8 samples and more. The two are different orders from 65,537 samples on; a run that is resumed keeps to
             its own.
         seed: of shuffling and per-sample randomness; the same on all ranks.
         evaluation: no fillers. A rank without a share of a batch does not get that batch, so ranks

@@ -7,7 +7,7 @@ consecutive positions in it, and a rank's share is a run of the batch:
     rank 0     7 2     | 0 8     | 5            world_size 2
     rank 1         9 4 |     1 6 |   3
 
-So putting the ranks' shares side by side gives back the batch, and putting the batches behind
+So putting the ranks' shares side by side gives back the batch, and putting the batches after
 each other gives back the order, at any number of ranks. The order itself is an array of integers (a
 `range` when nothing is shuffled, or computed where it is asked for), never a list: Python integers exist for
 one batch at a time.
@@ -145,7 +145,7 @@ def draw_order(sampler: _Sampler, seed: int, epoch: int) -> npt.NDArray[np.int64
             ) from error
     if len(indices) > len(sampler):
         raise DataError(
-            f"sampler {type(sampler).__name__} goes on behind the {len(sampler)} indices of its length in epoch "
+            f"sampler {type(sampler).__name__} goes on after the {len(sampler)} indices of its length in epoch "
             f"{epoch}, and the number of batches follows from the length. If it is endless, for a loop without epochs, "
             "drop it and pass shuffle=True: each new iteration of the loader is the next epoch. Else fix its __len__"
         )

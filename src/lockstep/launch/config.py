@@ -70,7 +70,7 @@ class LaunchConfig:
 
     @property
     def rehearsable(self) -> str | None:
-        """Target and arguments as one would type them behind `lockstep rehearse`; None if this is a rehearsal."""
+        """Target and arguments as one would type them after `lockstep rehearse`; None if this is a rehearsal."""
         if self.on_end is not None:
             return None
         return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.args])

@@ -5,7 +5,7 @@ tracebacks. The failure summary ends the output, where people look: it names the
 other ranks were at that moment.
 
 [Note: whose failure it is] A rank that raises is not always the one to look at. `RankLost` and what gloo says of a
-closed connection are secondary failures: they sort behind all others. A timeout is raised by the ranks that waited, so
+closed connection are secondary failures: they sort after all others. A timeout is raised by the ranks that waited, so
 the summary begins with the rank that did not come. A rank that ended in the middle with exit code 0 has failed if
 others say that they lost it, or, where they cannot say whom they lost, if it is behind them.
 """
@@ -257,7 +257,7 @@ def _after(failures: list[RankFailure]) -> list[str]:
 
 
 def _failure_to_show(failures: list[RankFailure]) -> RankFailure:
-    """The failure whose traceback leads to the cause: on a mismatch, that of a rank that came for something else."""
+    """The failure whose traceback leads to the cause: on a mismatch, that of a rank that called something else."""
     first = failures[0]
     if not _is_mismatch(first):
         return first

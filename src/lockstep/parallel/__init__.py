@@ -18,7 +18,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 
 Losses and layers over all ranks:
 
-* `losses`: losses that are no mean over samples.
+* `losses`: losses that are not a mean over samples.
 * `batchnorm`: `SyncBatchNorm`.
 
 `DataParallel`, one process with several devices:

@@ -107,7 +107,7 @@ def check_renormalised(module: torch.nn.Module, world_size: int) -> None:
             raise ModelError(
                 f"{name or 'the model'} is a {type(submodule).__name__}(max_norm={submodule.max_norm:g}), which scales "
                 "the rows that a forward pass looks up, and each rank looks up others: their weights would differ. "
-                "Give it max_norm=None, and behind optimizer.step() write: with torch.no_grad(): "
+                "Give it max_norm=None, and after optimizer.step() write: with torch.no_grad(): "
                 f"weight.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g})"
             )
 
@@ -186,7 +186,7 @@ def current_buffers(entries: Iterable[tuple[dict[str, torch.Tensor | None], str]
 def has_sync_batchnorm(module: torch.nn.Module) -> bool:
     """Whether the backward pass of this model makes collectives of its own. Local.
 
-    Where ranks leave out other parameters, one may send a bucket before such a collective, and another behind it.
+    Where ranks leave out other parameters, one may send a bucket before such a collective, and another after it.
     """
     return any(isinstance(each, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for each in module.modules())
 

@@ -121,7 +121,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         UnusedParameters: from `backward`, or where several backward passes were possible from the next
             forward pass: parameters got no gradient.
 
-    Gradients of `Embedding(sparse=True)` and `EmbeddingBag(sparse=True)` are averaged by their entries, behind the
+    Gradients of `Embedding(sparse=True)` and `EmbeddingBag(sparse=True)` are averaged by their entries, after the
     others, and stay sparse (`sparse_gradients.py`).
 
     Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as torch's engine does. For parameters on the

@@ -1,4 +1,4 @@
-"""Losses that are no mean over samples: what one process would divide by, at any number of ranks.
+"""Losses that are not a mean over samples: what one process would divide by, at any number of ranks.
 
 An engine weights what goes through it by the samples of each rank, which is right for a loss that is a mean over
 samples. For any other there is a function here. It gives the value that one process would have computed, on every rank,

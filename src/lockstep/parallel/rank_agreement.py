@@ -17,7 +17,7 @@ gradients come from, which in shared memory travels with every averaging, too. S
 ranks are found, and a rank that left out a backward pass. A rank whose batches have lost their tags takes no part.
 
 [Note: rounding] On processors of different kinds, or with other numbers of threads, ranks may step the same gradients
-to values that differ in the last bits. So a difference behind the first averaging is an error only if it is far
+to values that differ in the last bits. So a difference after the first averaging is an error only if it is far
 greater than rounding; else it is looked at again when there have been twice as many averagings.
 
 [Note: different on purpose] Local SGD steps by gradients of `no_sync()`, and sharpness-aware minimisation may move each

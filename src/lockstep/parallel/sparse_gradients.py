@@ -6,7 +6,7 @@ entries each has, and then the entries themselves, of all such parameters in one
 itself, in the order of ranks, 16-bit floats in float32. The weights of a batch that the ranks do not divide are in the
 entries already, as in any gradient ([Note: exact weighting] in `forward_pass.py`).
 
-A gradient that is dense on some rank (a weight that a dense layer uses, too) is dense on all of them behind the
+A gradient that is dense on some rank (a weight that a dense layer uses, too) is dense on all of them after the
 average, as on one process.
 
 [Note: entries of fillers] An optimizer for sparse gradients steps the rows that have an entry, SparseAdam also where

@@ -47,15 +47,15 @@ class SymmetricTransport:
     the caches what the next layer needs.)
 
     [Note: bucket flags] Each rank has one word for each bucket: the number of the backward pass for which its
-    gradients are complete. A rank that reads it may reduce the bucket. `finish` is one collective of the group: behind
-    its first step everything is published, behind its second everybody's shares are done. So nothing waits outside a
+    gradients are complete. A rank that reads it may reduce the bucket. `finish` is one collective of the group: after
+    its first step everything is published, after its second everybody's shares are done. So nothing waits outside a
     collective, and a rank that does not come is reported like any other. Buffers ride along: the first rank
-    writes them before the first step, the others read them behind it. A region has words for so many
-    buckets only; those beyond are reduced behind the first step.
+    writes them before the first step, the others read them after it. A region has words for so many
+    buckets only; those beyond are reduced after the first step.
 
     [Note: failed passes] A pass that an exception ended on all ranks leaves flags behind that look like those
     of the next. Nobody can take them back in time, as a peer may read them first. So a rank that has failed
-    believes no flag in its next pass, and reduces everything behind the first step. How often it has failed since
+    believes no flag in its next pass, and reduces everything after the first step. How often it has failed since
     the last averaging is part of what the ranks compare there: one that failed alone, and would bring the
     gradients of its next step to a meeting for this one, is an error on all of them. That error is a failed
     pass, too, and the same on all ranks that were there, which then agree again.
@@ -308,7 +308,7 @@ class _BufferMail:
                 foreach_copy_(self._views, list(buffers))
 
     def read(self, buffers: Sequence[torch.Tensor]) -> None:
-        """The others take them out. Local; behind a step that follows `write`."""
+        """The others take them out. Local; after a step that follows `write`."""
         if not self._is_source:
             # Through .data: what autograd has saved for a second backward pass may be overwritten.
             foreach_copy_([buffer.data for buffer in buffers], self._views)

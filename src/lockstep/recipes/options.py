@@ -87,7 +87,7 @@ def existing_path(text: str) -> Path | None:
 
 
 def add_run_options(parser: argparse.ArgumentParser, recipe: str, backend: Sequence[str] = ("--backend",)) -> None:
-    """`--name`, `--out`, `--backend`, `--resume` and `--quiet`: where a run is kept, and what it goes on from.
+    """`--name`, `--out`, `--backend`, `--resume` and `--quiet`: where a run is kept, and what it resumes from.
 
     Args:
         parser: gets a group "run".
@@ -104,8 +104,8 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str, backend: Seque
         "--resume",
         type=existing_path,
         metavar="PATH",
-        help="go on from a run's folder or from one checkpoint file, in that run's folder; in a new one with --name or "
-        "--out",
+        help="resume from a run's folder or from one checkpoint file, in that run's folder; in a new one with --name "
+        "or --out",
     )
     run.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -154,7 +154,7 @@ def merge_with_saved(
             option = "--" + name.replace("_", "-")
             raise InputError(
                 f"{option} is {value}, but {given.resume} was trained with {saved[name]}: "
-                f"leave {option} out to go on with it, or start a new run without --resume"
+                f"leave {option} out to resume it, or start a new run without --resume"
             )
         values[name] = value
     return values

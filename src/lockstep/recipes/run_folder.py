@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, or that of a run that goes on, with what its `metrics.jsonl` says.
+"""The folder of a run: a new one, or that of a run that is resumed, with what its `metrics.jsonl` says.
 
 Needs nothing that only an extra brings: `lockstep bench` keeps what it measures in such folders, too.
 """
@@ -38,7 +38,7 @@ def create_run_folder(out: Path, name: str) -> Path:
 
 
 def folder_of_run(options: argparse.Namespace, recipe: str) -> Path:
-    """The folder of the run that goes on, unless a place for a new one was named; else a new one.
+    """The folder of the run that is resumed, unless a place for a new one was named; else a new one.
 
     Collective: rank 0 chooses it, every rank gets its path.
 
@@ -47,7 +47,7 @@ def folder_of_run(options: argparse.Namespace, recipe: str) -> Path:
         recipe: the name of runs that are given none.
 
     Raises:
-        InputError: it cannot be made or written, or the `metrics.jsonl` of the run that goes on cannot be read.
+        InputError: it cannot be made or written, or the `metrics.jsonl` of the run that is resumed cannot be read.
     """
 
     def choose() -> str:
@@ -89,7 +89,7 @@ def _parse(line: str, place: str) -> Record:
         record = None
     kind = record.get("kind") if isinstance(record, dict) else None
     if not isinstance(kind, str) or (kind in ("step", "epoch") and not _are_numbers(record)):
-        raise InputError(f"{place}: {line[:60].strip()!r} is no record of a run; remove the line to go on")
+        raise InputError(f"{place}: {line[:60].strip()!r} is no record of a run; remove the line to resume")
     return dict(record)
 
 
@@ -139,5 +139,5 @@ def _check_writable(folder: Path) -> None:
                     pass
     except OSError as error:
         raise InputError(
-            f"cannot write to {folder}: {error.strerror}; go on in a new folder, with --name or --out"
+            f"cannot write to {folder}: {error.strerror}; resume in a new folder, with --name or --out"
         ) from error

@@ -2,14 +2,14 @@
 
 `metrics.jsonl` holds one JSON object per line, each with a "kind":
 
-    run       first line, and one more each time that the run goes on: configuration, environment, number of ranks
+    run       first line, and one more each time that the run is resumed: configuration, environment, number of ranks
     step      one optimizer step (`StepReport`)
     epoch     one epoch (`EpochReport`), its evaluation under held_out_…
     note      a line that a person has seen, such as that the run was stopped early
     result    last line of a finished run
 
-Lines are only ever appended, and whole lines at that, so a run that was killed can be read. A run that goes on in its
-folder first drops the lines of what it does again, in one step.
+Lines are only ever appended, and whole lines at that, so a run that was killed can be read. A run that is resumed in
+its folder first drops the lines of what it does again, in one step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RunLog:
     Args:
         folder: the run's folder.
         header: contents of the first line.
-        resumed: the `--resume` path of a run that goes on. The steps and epochs of that one are copied, or stay
+        resumed: the `--resume` path of a run that is resumed. The steps and epochs of that one are copied, or stay
             where this is its folder, so that every log is the whole story.
         resumed_step: the last step to copy or to leave.
     """

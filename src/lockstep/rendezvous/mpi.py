@@ -176,7 +176,7 @@ def _publish(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
     rendezvous = {"hosts": hosts, **_open_rendezvous(hosts)}
     message = json.dumps(rendezvous).encode()
     answers = [world.Isend([message, mpi.BYTE], peer, _TAG) for peer in peers]
-    deadline.wait(lambda: bool(mpi.Request.Testall(answers)), lambda: "the other ranks came, and did not go on")
+    deadline.wait(lambda: bool(mpi.Request.Testall(answers)), lambda: "the other ranks came, and then stopped")
     return rendezvous
 
 

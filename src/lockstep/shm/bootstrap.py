@@ -142,7 +142,7 @@ class Bootstrap:
         return lost_meanwhile([self.global_ranks[rank] for rank in ranks], what)
 
     def explain(self, failure: PeerFailure, blocks: SharedControlBlocks) -> RankLost | RendezvousError:
-        """The error for ranks that came and then did not go on."""
+        """The error for ranks that came and then stopped."""
         gone = failure.ranks(FailureKind.DEAD) + failure.ranks(FailureKind.LEFT)
         if gone:
             return self._lost(gone, "came and was gone again")
@@ -153,7 +153,7 @@ class Bootstrap:
         if failures:
             return RendezvousError(failures[0].message)
         names = ", ".join(map(self.name, failure.ranks(FailureKind.LATE)))
-        return RendezvousError(f"{names} came and then did not go on within {self.timeout_s:g} s")
+        return RendezvousError(f"{names} came and then stopped for {self.timeout_s:g} s")
 
     def open_segment(self, size_bytes: int, layout: Terms) -> Segment:
         """The control segment of the new group, in which all ranks have introduced themselves. Collective.

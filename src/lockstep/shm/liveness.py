@@ -40,7 +40,7 @@ _NO_SUCH_PROCESS = (errno.ENOENT, errno.ESRCH)
 def _read_stat(pid: int) -> tuple[str, int]:
     """State letter and start time (clock ticks after boot) of a process. OSError if it cannot be read."""
     with open(f"/proc/{pid}/stat", "rb") as file:
-        # The name, in parentheses, may hold anything; the fields behind it are plain.
+        # The name, in parentheses, may hold anything; the fields after it are plain.
         fields = file.read().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])
 

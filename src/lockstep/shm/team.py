@@ -342,7 +342,7 @@ class SharedMemoryTeam:
         return self._transfers & 1
 
     def realign(self) -> None:
-        """Count transfers alike again, after a step at which the ranks found that they came for different things.
+        """Count transfers alike again, after a step at which the ranks found that they had called different operations.
 
         Some may have begun a transfer and some not. All have taken the same steps, so all count
         on from there; nobody reads the slots of the transfer that did not happen.

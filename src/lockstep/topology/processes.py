@@ -14,6 +14,6 @@ def name_and_parent(pid: int) -> tuple[str, int]:
         OSError: it is gone.
     """
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    # The name, in parentheses, may hold anything; the parent's number is the second field behind it.
+    # The name, in parentheses, may hold anything; the parent's number is the second field after it.
     name, _, fields = stat.partition("(")[2].rpartition(")")
     return name, int(fields.split()[1])

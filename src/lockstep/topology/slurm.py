@@ -211,7 +211,7 @@ def is_in_a_shell_of_slurm(pid: int) -> bool:
 
 
 def _begins_a_dialog(word: str) -> bool:
-    """Whether a word behind the name of a shell is neither a script nor `-c`."""
+    """Whether a word after the name of a shell is neither a script nor `-c`."""
     return word.startswith("--") or (word.startswith("-") and "c" not in word)
 
 

@@ -218,7 +218,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain optimizer, whole, which it can load; so can this one, at any world size.
 
-        Collective; behind `consolidate_state_dict`, until the next step, local on the rank that has it.
+        Collective; after `consolidate_state_dict`, until the next step, local on the rank that has it.
 
         Raises:
             CheckpointError: `consolidate_state_dict` brought it to another rank.

@@ -80,7 +80,7 @@ def _prepare(options: argparse.Namespace, world: World) -> tuple[DigitsConfig, T
     config = resolve_config(options, _saved_config(state, options.resume))
     if state["epoch"] >= config.epochs:
         done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
-        raise InputError(f"{options.resume} has done {done} already; give --epochs more than that to go on")
+        raise InputError(f"{options.resume} has done {done} already; raise --epochs to train on")
     trainer = make_trainer(config, world.device)
     trainer.load_state_dict(state)
     for group in trainer.optimizer.param_groups:  # its state has brought the old rate back
@@ -166,7 +166,7 @@ def _views(
     )
     heading = "\n".join([heading, *notes])
     if options.resume is not None:
-        heading += f"\ngoing on after epoch {trainer.epoch} of {options.resume}, in {folder}"
+        heading += f"\nresuming after epoch {trainer.epoch} of {options.resume}, in {folder}"
     steps_per_epoch = -(-len(trainer.loader) // config.accumulate)
     total = trainer.step + (config.epochs - trainer.epoch) * steps_per_epoch
     return [log, Display(heading, folder, config.epochs, trainer.step, total)]

@@ -18,7 +18,7 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 SCHEDULES = ("steps", "cosine", "constant")
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 
-# What a run may change when it goes on.
+# What a run may change when it is resumed.
 _MAY_CHANGE = ("epochs", "lr", "schedule", "step_epochs", "gamma", "warmup", "scale_lr")
 
 
@@ -209,7 +209,7 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--skip-broken", action="store_true", help="leave out images that cannot be read, and list them")
     group.add_argument("--save-every", type=least_one, metavar="N", help="write a checkpoint also every N steps")
     group.add_argument(
-        "--max-steps", type=least_one, metavar="N", help="end after N optimizer steps, with a checkpoint to go on from"
+        "--max-steps", type=least_one, metavar="N", help="end after N optimizer steps, with a checkpoint to resume from"
     )
 
 

@@ -61,7 +61,7 @@ def make_views(
         return [log]
     lines = [*heading(strategy, config, world, trainer), *notes]
     if options.resume is not None:
-        lines.append(f"going on after epoch {trainer.epoch}, step {trainer.step:,} of {options.resume}, in {folder}")
+        lines.append(f"resuming after epoch {trainer.epoch}, step {trainer.step:,} of {options.resume}, in {folder}")
     steps_per_epoch = -(-len(trainer.loader) // config.accumulate)
     total = config.epochs * steps_per_epoch
     if options.max_steps is not None:

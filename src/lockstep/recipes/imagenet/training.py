@@ -114,7 +114,7 @@ def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, f
         trainer.callbacks = (times, *views, *says_why)
         if not trainer.fit(job.config.epochs, options.max_steps):
             for view in views:
-                view.stop(f"stopped after step {trainer.step:,}, as asked; go on with --resume {folder}")
+                view.stop(f"stopped after step {trainer.step:,}, as asked; resume with --resume {folder}")
             return
         summary = times.summary()
         for each in (*says_why, *views):
@@ -162,11 +162,11 @@ def _begin_at(trainer: Trainer, epoch: int, is_resumed: bool) -> list[str]:
     """Begin with a later epoch: with its order of images, and its learning rate. Local.
 
     Returns:
-        What a person should know: a checkpoint says where to go on, as it does in the reference example.
+        What a person should know: a checkpoint says where to resume, as it does in the reference example.
     """
     if is_resumed:
         begins_as_asked = trainer.epoch == epoch
-        return [] if begins_as_asked else [f"--start-epoch {epoch}: going on in epoch {trainer.epoch}, as resumed"]
+        return [] if begins_as_asked else [f"--start-epoch {epoch}: continuing in epoch {trainer.epoch}, as resumed"]
     trainer.epoch, trainer.step = epoch, epoch * -(-len(trainer.loader) // trainer.accumulate)
     trainer.loader.set_epoch(epoch)
     assert trainer.scheduler is not None
@@ -348,7 +348,7 @@ def _check_goes_on(options: argparse.Namespace, config: ImagenetConfig, state: M
     """
     if state["epoch"] >= config.epochs:
         done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
-        raise InputError(f"{options.resume} has done {done} already; give --epochs more than that to go on")
+        raise InputError(f"{options.resume} has done {done} already; raise --epochs to train on")
     if options.max_steps is not None and state["step"] >= options.max_steps:
         raise InputError(f"{options.resume} has done {state['step']} steps already; --max-steps counts those, too")
 

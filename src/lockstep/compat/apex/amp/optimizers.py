@@ -44,7 +44,7 @@ _UNREDUCED = (
 _NOT_SYNCHRONIZED = (
     "the master weights hold gradients of this rank alone: Horovod's optimizer had not reduced those of the model when "
     "the block of scale_loss ended, and later is too late. Call optimizer.synchronize() inside `with "
-    "amp.scale_loss(...)`, behind backward(), and step() inside `with optimizer.skip_synchronize()`"
+    "amp.scale_loss(...)`, after backward(), and step() inside `with optimizer.skip_synchronize()`"
 )
 _NO_CLOSURE = (
     "Amp cannot run an optimizer with a closure here: call backward inside `with amp.scale_loss(...)`, then step() "

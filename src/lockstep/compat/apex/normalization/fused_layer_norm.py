@@ -1,7 +1,7 @@
 """Apex's fused normalization: torch's own, which is fused.
 
 [Note: dtypes that mix] Apex's kernels normalize in float32, round to the dtype of the weights, and scale in that. torch
-rounds to the dtype of the inputs, and once, behind the scaling. Hugging Face's T5 takes `FusedRMSNorm` in the place of
+rounds to the dtype of the inputs, and once, after the scaling. Hugging Face's T5 takes `FusedRMSNorm` in the place of
 its own layer where it finds one, and computes as Apex does; it hands float32 to 16-bit weights, and counts on 16 bits
 to come out. So root mean squares are Apex's, bit for bit, wherever there are 16 bits; means where dtypes mix. Means
 with float32 weights, as under opt level O1, take torch's one kernel: there is nothing to round between.

@@ -194,7 +194,7 @@ KINDS = (
     Kind(
         "local-rank-from-global-rank",
         "the local rank is a global rank",
-        "it works on one node; on the second, numbers go on where the first node's ended, and there is no such GPU",
+        "it works on one node; on the second, numbers continue where the first node's ended, and there is no such GPU",
         "take LOCAL_RANK (SLURM_LOCALID under srun, hvd.local_rank() with Horovod), or what lockstep.init() returns",
         _local_from_global,
     ),
