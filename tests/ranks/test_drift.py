@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ import lockstep
 from ddp_checks import warnings_of_lockstep
 from lockstep.drift import comparison, engines, watch
 from lockstep.errors import LockstepError, ModelError
-from lockstep.testing import run_ranks
+from lockstep.testing import limit_s, run_ranks
 
 BATCH = 6
 WARNING = "nothing was communicated"
@@ -336,6 +338,13 @@ def two_worlds_with_garbage() -> str:
 
 def test_garbage_of_an_earlier_world_is_none_of_this_one() -> None:
     assert run_ranks(two_worlds_with_garbage, 2, init=False) == ["no error"] * 2
+
+
+def test_an_engine_that_outlives_the_package_is_silent() -> None:
+    keep = "torch._C.kept = lockstep.DistributedDataParallel(torch.nn.Linear(1, 1))"
+    script = f"import lockstep, torch; world = lockstep.init(device='cpu'); {keep}; raise SystemExit(3)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=limit_s(60))
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 class WithParts(nn.Module):

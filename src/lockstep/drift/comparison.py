@@ -103,13 +103,14 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return state.hexdigest()
 
 
-def note_end(engine: AveragingModule) -> None:
+def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
     """An engine is about to be freed: keep what its model is compared by. Local; see [Note: models of the past].
 
     Args:
         engine: may be one whose construction has failed.
+        is_finalizing: when the interpreter ends, this module's names are gone before the last engines.
     """
-    world = None if sys.is_finalizing() else current_world()
+    world = None if is_finalizing() else current_world()
     if world is None or not _is_compared(engine) or num_writes(engine) == 0:
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
