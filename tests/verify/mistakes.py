@@ -136,6 +136,9 @@ def evaluate(model: nn.Module, epoch: int, loss: float) -> None:
 def loader_of(dataset: Any) -> tuple[Any, Any]:
     if kind == "uneven":
         return lockstep.DataLoader(dataset, 2 * BATCH + 1, shuffle=True, seed=0), None
+    if kind == "own_data":
+        draws = torch.Generator().manual_seed(rank)
+        return [(torch.randn(4, 6, generator=draws), torch.arange(4)) for _ in range(4)], None
     seed = {"own_order": world, "own_seeds": rank}.get(kind, 0)
     sampler: Any = DistributedSampler(dataset, shuffle=kind != "order", seed=seed, drop_last=kind != "padded")
     if kind in ("no_sampler", "own_part"):

@@ -127,6 +127,45 @@ def test_seeds_of_ranks_do_not_matter_where_an_engine_hands_out_parameters(tmp_p
     assert verdict.code == 0, text
 
 
+def test_samples_that_ranks_make_themselves_are_no_finding(tmp_path: Path) -> None:
+    verdict, text = verdict_on("own_data", tmp_path)
+    assert verdict.code == 2, text
+    assert "no loader gives the samples" in text
+
+
+BY_ACCELERATE = """
+import sys
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = DataLoader(TensorDataset(torch.randn(int(sys.argv[1]), 3)), batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("count", "first"), [("24", ("", "")), ("21", ("samples", "padded"))])
+def test_accelerate_draws_another_order_and_fills_up_the_last_batch(
+    count: str, first: tuple[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BY_ACCELERATE)
+    (verdict,) = verify(Verification(str(script), (count,), steps=2))
+    assert verdict.first == first, format_text("train.py", [verdict])
+    assert any(note.startswith("order: ") for note in verdict.notes) == (count == "24")
+
+
 def test_what_is_undetermined_is_no_finding(tmp_path: Path) -> None:
     verdict, text = verdict_on("undetermined", tmp_path)
     assert verdict.code == 2, text
