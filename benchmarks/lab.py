@@ -80,9 +80,16 @@ def parts_for(cores: int) -> list[Part]:
         case = importlib.import_module("benchmarks.case_contention")
         return case.Plan({}, {}, Budget(seconds=seconds, sample_s=0.02), 0.5, {worlds[-1]: 4}, turns=1)
 
+    def sharded(seconds: float) -> Any:
+        case = importlib.import_module("benchmarks.case_sharded")
+        budget = Budget(seconds=seconds, sample_s=0.1, min_rounds=4, max_rounds=40, sweeps=1)
+        cases = tuple((count, "mlp_10m", "adam") for count in worlds)
+        return case.Plan(cases, budget, ((worlds[-1], "mlp_50m"),))
+
     return [
         Part("all_reduce", 1.0, len(worlds), len(worlds) * len(sizes), all_reduce),
         Part("threads", 1.6, len(layouts), 3 * len(layouts), threads),
+        Part("sharded", 1.2, len(worlds) + 2, len(worlds), sharded),
         Part("contention", 0.5, 4, 1, contention),
     ]
 

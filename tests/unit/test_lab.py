@@ -26,13 +26,14 @@ def test_layouts_fit_the_cores(cores: int, layouts: list[tuple[int, int]]) -> No
     assert list(parts["threads"].plan(1.0).layouts) == layouts
     assert parts["threads"].settings == 3 * len(layouts)
     assert list(parts["all_reduce"].plan(1.0).world_sizes) == [ranks for ranks, threads in layouts if threads == 1]
+    assert [case[0] for case in parts["sharded"].plan(1.0).cases] == list(parts["all_reduce"].plan(1.0).world_sizes)
     assert parts["contention"].plan(1.0).work_rounds
 
 
 def test_everything_has_time_within_the_default_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert lab.main(["--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert len(listed) >= 3
+    assert len(listed) >= 4
     assert all(float(line.split(" s, ")[1].split()[0]) > 1 for line in listed if not line.startswith("gpu"))
 
 
