@@ -247,7 +247,7 @@ def test_terms_that_do_not_come_by_the_outputs() -> None:
         assert_same(functools.partial(penalised, in_forward=True), world_size)
 
 
-def test_mixup() -> None:
+def test_mixup_and_cutmix() -> None:
     for world_size in (2, 3):
         assert_same(another_answers.mixed_up, world_size)
 

@@ -13,8 +13,11 @@ from lockstep.drift import engines as drift
 class Engine(torch.nn.Module):
     """What an engine is for those who look for engines."""
 
-    module: torch.nn.Module
     process_group: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(1, 1)
 
 
 @pytest.fixture(autouse=True)

@@ -33,4 +33,5 @@ def test_blocks_of_code_are_python() -> None:
     blocks = re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL)
     assert blocks
     for block in blocks:
-        ast.parse(f"{block}    pass" if block.rstrip().split("#")[0].rstrip().endswith(":") else block)
+        ends_open = block.rstrip().splitlines()[-1].split("#")[0].rstrip().endswith(":")
+        ast.parse(f"{block}    pass" if ends_open else block)

@@ -288,9 +288,18 @@ def test_ranks_that_compare_models_believe_no_stranger(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("text", ["[]", "[1]", '{"a": 1}', '{"a": "b"}', '{"a": {"b": [1.0]}}', "[" * 9000])
-def test_summary_that_no_rank_makes_is_refused(text: str) -> None:
+@pytest.mark.parametrize("is_known", [comparison._is_said, comparison._is_projection])
+def test_summary_that_no_rank_makes_is_refused(text: str, is_known: Callable[[Any], bool]) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        comparison._read_summary(text, dict)
+        comparison._read_summary(text, is_known)
+
+
+def test_summary_that_ranks_make_is_read() -> None:
+    for summary, is_known in (
+        ({"g/0": [True, 3, "hash"]}, comparison._is_said),
+        ({"g/0": {"weight": [1.5, 0.25]}}, comparison._is_projection),
+    ):
+        assert comparison._read_summary(json.dumps(summary), is_known) == summary
 
 
 @pytest.mark.parametrize(

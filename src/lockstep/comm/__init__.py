@@ -9,7 +9,7 @@ General layout:
 * `deadlock`, `reorder`: what the record alone does not show: ranks that wait in a cycle, calls in another order;
   `flat_shapes`: which shapes may meet.
 * `work`, `message_work`: handles of collectives and of messages, and the thread that runs asynchronous calls;
-  `callback_watch`: the deadline of their callbacks.
+  `callback_watch`: the deadline of their callbacks; `intra_op`: how many threads that thread computes with.
 * `contract`: what a backend provides: what engine, flight recorder and point to point know of it.
 * `symmetric_memory`: gives a script tensors in memory that the ranks of a host share.
 * `engine`: the collectives of one group on one rank: checks, record, and who runs them; `symmetric_regions`: which
