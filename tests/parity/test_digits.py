@@ -130,7 +130,7 @@ def test_usage_error_is_one_line_and_no_failure(half: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(120))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert "has done 1 epoch already; give --epochs more than that" in line
+    assert "has done 1 epoch already; raise --epochs to train on" in line
 
 
 def test_augmentation_and_accumulation_do_not_depend_on_it_either(out: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_name_that_is_taken_gets_a_number(out: Path) -> None:
     ("options", "said"),
     [
         (("--batch-size", "32"), "--batch-size is 32, but {half} was trained with 64: leave --batch-size out"),
-        ((), "{half} has done 1 epoch already; give --epochs more than that"),
+        ((), "{half} has done 1 epoch already; raise --epochs to train on"),
         (("--epochs", "2", "--out", "{half}/metrics.jsonl"), "cannot keep runs in {half}/metrics.jsonl"),
     ],
 )

@@ -235,7 +235,7 @@ class TestRunLog:
             )
         else:
             monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-        said = f"cannot write to {finished}: Read-only file system; go on in a new folder, with --name or --out"
+        said = f"cannot write to {finished}: Read-only file system; resume in a new folder, with --name or --out"
         with pytest.raises(InputError, match=re.escape(said)):
             self.resume(finished)
         assert self.resume(finished, "--out", str(finished.parent)).exists()

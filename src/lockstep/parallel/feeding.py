@@ -37,6 +37,7 @@ weighting a slice by its own size: what one process would have had in its slice 
 
 from __future__ import annotations
 
+import gc
 import operator
 import weakref
 from collections import Counter
@@ -307,7 +308,8 @@ class Feeding:
                 break
             if is_last:
                 raise InputError(self._explain(rows, show(), divisions))
-            batch.purge()  # of loaders that are gone, some may still be known
+            gc.collect()  # no step comes here: an error would be next. Loaders in a reference cycle may be gone
+            batch.purge()
         # Nothing says how many samples: right if all ranks have the same.
         return Feed(claim=f"{'no' if rows is None else rows} rows on each rank")
 
