@@ -58,7 +58,6 @@ AT_THREE = {
     "mixed_inside",
     "mask",
     "root",
-    "closure",
     "sum",
     "criterion",
     "never_averaged",

@@ -69,6 +69,8 @@ def _become_rank(arguments: list[str], environment: Mapping[str, str], streams: 
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if leaving.code is not None and not isinstance(leaving.code, int):  # `sys.exit("no data")`
+            print(leaving.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
