@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,7 +106,8 @@ def test_second_ctrl_c_interrupts() -> None:
     assert run_ranks(second_ctrl_c, 1) == ["interrupted"]
 
 
-def sleep_long() -> None:
+def sleep_long(begun: Any) -> None:
+    begun.set()
     threading.Event().wait()
 
 
@@ -113,8 +115,11 @@ def end_child() -> int | None:
     """A forked child inherits the handler, and ends by the signal all the same."""
     world = lockstep.init()
     world.should_stop()
-    child = multiprocessing.get_context("fork").Process(target=sleep_long)
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    child = context.Process(target=sleep_long, args=(begun,))
     child.start()
+    assert begun.wait(limit_s(20))  # Python forgets signals that come while it still makes ready after a fork
     child.terminate()
     child.join(limit_s(20))
     code = child.exitcode
