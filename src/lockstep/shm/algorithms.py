@@ -23,7 +23,7 @@ from lockstep.shm.processor import bytes_reduced_by_all
 from lockstep.shm.row_tree import RowTree
 from lockstep.shm.team import Region, SharedMemoryTeam
 
-__all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "share_bounds"]
+__all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "reduce_into", "share_bounds"]
 
 # Pieces in which a share is reduced: what is read, added and written again must stay in a core's own cache.
 _PIECE_BYTES = 256 << 10
@@ -33,9 +33,9 @@ _TreeKey = tuple[int, torch.dtype, int, torch.dtype | None]
 _ALIGNMENT = 16  # elements; parts of a chunk start at whole cache lines for 4-byte elements
 
 
-def share_bounds(numel: int, world_size: int) -> list[int]:
+def share_bounds(numel: int, world_size: int, alignment: int = _ALIGNMENT) -> list[int]:
     """Bounds that share `numel` elements among ranks at whole cache lines; world_size + 1 numbers."""
-    return [min(numel, numel * rank // world_size // _ALIGNMENT * _ALIGNMENT) for rank in range(world_size)] + [numel]
+    return [numel * rank // world_size // alignment * alignment for rank in range(world_size)] + [numel]
 
 
 class SharedMemoryAlgorithms:
@@ -152,7 +152,7 @@ class SharedMemoryAlgorithms:
             if team.rank == root:
                 if kernel.factor is not None:
                     part.mul_(kernel.factor)
-                _reduce_into([part], [part if peer == root else view for peer, view in enumerate(views)], kernel)
+                reduce_into([part], [part if peer == root else view for peer, view in enumerate(views)], kernel)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
         """Copy `tensor` of the root to all ranks."""
@@ -290,10 +290,10 @@ def reduce_in_place(
     targets = [sources[rank], *(source for peer, source in enumerate(sources) if peer != rank)]
     if own is not None:
         sources[rank] = own
-    _reduce_into(targets, sources, kernel)
+    reduce_into(targets, sources, kernel)
 
 
-def _reduce_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], kernel: Kernel) -> None:
+def reduce_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], kernel: Kernel) -> None:
     """Reduce flat tensors of the same numel and dtype into each of `targets`, which may be some of them. Local."""
     is_direct = len(sources) <= 2  # `Kernel.reduce` can write to one of them.
     chunk = (_PIECE_BYTES_FOR_TWO if is_direct else _PIECE_BYTES) // sources[0].element_size()

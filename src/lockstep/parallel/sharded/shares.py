@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lockstep.shm.algorithms import reduce_into, share_bounds
 from lockstep.shm.kernels import Kernel
 
 __all__ = ["Share", "flat_of", "shaped_like", "share_out"]
@@ -14,8 +15,6 @@ __all__ = ["Share", "flat_of", "shaped_like", "share_out"]
 _ALIGNMENT = 64
 # A parameter with fewer elements for each rank than this goes to one rank as a whole.
 _WORTH_CUTTING = 8 << 10
-# Elements that are added up at once: what is read and written stays in a core's own cache.
-_PIECE = 64 << 10
 
 
 def share_out(numels: Sequence[int], world_size: int, loads: list[int], is_cut: bool = True) -> list[list[int]]:
@@ -37,7 +36,7 @@ def share_out(numels: Sequence[int], world_size: int, loads: list[int], is_cut: 
     for index in sorted(range(len(numels)), key=lambda each: -numels[each]):
         numel = numels[index]
         if is_cut and numel // world_size >= _WORTH_CUTTING:
-            bounds = [numel * rank // world_size // _ALIGNMENT * _ALIGNMENT for rank in range(world_size)] + [numel]
+            bounds = share_bounds(numel, world_size, _ALIGNMENT)
         else:
             owner = min(range(world_size), key=loads.__getitem__)
             bounds = [0 if rank <= owner else numel for rank in range(world_size + 1)]
@@ -138,8 +137,7 @@ class Share:
         """The mean over all ranks of the own elements, flat. Local; the ranks have met since the backward pass."""
         assert self._source is not None
         if not self._is_mean:
-            for start in range(0, self.numel, _PIECE):
-                self.mean_of(start, min(start + _PIECE, self.numel))
+            self.mean_of(0, self.numel)
             self.settle()
         return self._source
 
@@ -150,19 +148,12 @@ class Share:
         assert self._kernel is not None
         if self._is_mean:
             return source[start:stop]
-        for low in range(start, stop, _PIECE):
-            high = min(low + _PIECE, stop)
-            own = source[low:high]
-            parts = [own if peer == self.rank else part[low:high] for peer, part in enumerate(self._parts)]
-            if len(parts) <= 2:
-                self._kernel.reduce(parts, own)
-            else:
-                total = torch.empty_like(own)
-                self._kernel.reduce(parts, total)
-                own.copy_(total)
-            if self.carried is not None:
-                own.add_(self.carried[low:high])
-        return source[start:stop]
+        own = source[start:stop]
+        parts = [own if peer == self.rank else part[start:stop] for peer, part in enumerate(self._parts)]
+        reduce_into([own], parts, self._kernel)
+        if self.carried is not None:
+            own.add_(self.carried[start:stop])
+        return own
 
     def show(self) -> None:
         """Put the mean of the own elements where the other ranks find it. Local; nobody reads there meanwhile."""

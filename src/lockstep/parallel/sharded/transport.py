@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from lockstep.comm.engine import Engine
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.parallel.sharded.shares import Share
 from lockstep.parallel.symmetric import SymmetricTransport
-from lockstep.shm.kernels import find_kernel
 from lockstep.shm.segment import give_back
 from lockstep.shm.support import segment_folder
 
@@ -39,7 +37,7 @@ class ShardedTransport(SymmetricTransport):
 
     def __init__(self, plans: Sequence[BucketPlan], engine: Engine, stand_ins: Mapping[int, ShardedGradient]) -> None:
         super().__init__(plans, engine)
-        self.stand_ins = self._stand_ins = stand_ins
+        self.stand_ins: Mapping[int, ShardedGradient] = stand_ins
         # For each bucket, by the offset of the gradient.
         self._sharded: list[dict[int, Share]] = [
             {each.offset: stand_ins[each.index].share for each in plan.placements if each.index in stand_ins}
@@ -53,8 +51,7 @@ class ShardedTransport(SymmetricTransport):
     def _bind(self, bucket: int) -> None:
         for offset, share in self._sharded[bucket].items():
             numel = share.parameter.numel()
-            kernel = find_kernel(dist.ReduceOp.AVG, self._plans[bucket].dtype)
-            share.bind([part[offset : offset + numel] for part in self._parts[bucket]], kernel)
+            share.bind([part[offset : offset + numel] for part in self._parts[bucket]], self._kernels[bucket])
 
     def _is_kept(self, share: Share) -> bool:
         return self._world_size <= _WORLD_SIZE_KEPT and share.numel >= _WORTH_KEEPING
@@ -114,7 +111,7 @@ class ShardedTransport(SymmetricTransport):
     def _begin(self) -> None:
         """A pass begins to go out: let go of what the last one left."""
         self._is_new_pass = False
-        for stand_in in self._stand_ins.values():
+        for stand_in in self.stand_ins.values():
             if not stand_in.is_held:
                 stand_in.share.drop()
                 stand_in.added = None
