@@ -128,7 +128,8 @@ class WarmLauncher:
     def close(self) -> None:
         """End the server, which runs nothing then."""
         self._end_latest()
-        self._server.communicate()
+        with self._server:  # processes that tests forked since may hold its pipes: it would wait for their end
+            self._server.kill()
 
     def _end_latest(self) -> None:
         if self._latest is not None:

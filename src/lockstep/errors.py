@@ -32,6 +32,7 @@ expected, and what to do. A rank that caused an error which others raise is a cu
 from __future__ import annotations
 
 __all__ = [
+    "AFTER_CTRL_C",
     "AlreadyInitialized",
     "BackendUnavailable",
     "CheckpointError",
@@ -55,6 +56,12 @@ __all__ = [
     "UnusedParameters",
     "WorkerFailed",
 ]
+
+AFTER_CTRL_C = (
+    "Ctrl-C meets each rank at another line, so nothing can be communicated any more, and nothing was saved. To save "
+    "then, let Ctrl-C set a flag by world.stop_on(signal.SIGINT), and save `if world.should_stop():` after a step"
+)
+"""What errors say after a KeyboardInterrupt."""
 
 
 class LockstepError(RuntimeError):

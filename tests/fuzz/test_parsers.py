@@ -144,8 +144,12 @@ class Parser:
     refuses: tuple[type[Exception], ...] = ()
 
 
+def as_text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
 def text_of(read: Callable[[str], object]) -> Callable[[bytes], object]:
-    return lambda data: read(data.decode(errors="replace"))
+    return lambda data: read(as_text(data))
 
 
 def as_json(read: Callable[[Any], object]) -> Callable[[bytes], object]:
@@ -248,6 +252,22 @@ def read_link_store(data: bytes) -> object:
 
 def link_message(key: str, value: bytes) -> bytes:
     return link_store._HEAD.pack(link_store._KIND, len(key), len(value)) + key.encode() + value
+
+
+MODELS = b'{"0/1": [true, 3, "5e1f"], "0/2": [false, 4, "5e1f"]}'
+VALUES = b'{"0/1": {"0.weight": [1.0, 0.5], "0.bias": [2.0, 0.0]}}'
+
+
+def compare_models(data: bytes) -> object:
+    """What another rank says of its models, beside what this one does."""
+    own, other = (comparison._read_summary(text, comparison._is_said) for text in (MODELS.decode(), as_text(data)))
+    return [comparison._find_differing(key, [own, other]) for key in own | other]
+
+
+def compare_values(data: bytes) -> object:
+    """What another rank says of its tensors, beside what this one does."""
+    read = [comparison._read_summary(text, comparison._is_projection) for text in (VALUES.decode(), as_text(data))]
+    return comparison._find_apart([[0, 1]], [one.get("0/1", {}) for one in read])
 
 
 def notices() -> list[bytes]:
@@ -586,11 +606,8 @@ def parsers(folder: Path) -> dict[str, Parser]:
         "member": Parser(
             text_of(_Member.decode), [_Member(0, 2, "boot", own_identity()).encode().encode()], (RendezvousError,)
         ),
-        "drift": Parser(
-            text_of(lambda text: comparison._read_summary(text, dict)),
-            [b'{"0/1": {"0.weight": [1.0, 0.5]}}'],
-            (ValueError,),
-        ),
+        "models": Parser(compare_models, [MODELS], (ValueError,)),
+        "values": Parser(compare_values, [VALUES], (ValueError,)),
         "questions": Parser(read_questions, [f" {'0' * 32}  {'a' * 32} ".encode()]),
         "coming": Parser(read_coming, [f"{'0' * 32} {coming.seal('coming/1', '1')}".encode()]),
         "link store": Parser(
@@ -658,10 +675,10 @@ def parsers(folder: Path) -> dict[str, Parser]:
 
 NAMES = [
     "seals", "membership", "host report", "master", "knock", "handle", "bootstrap", "failure", "terms", "info", "first",
-    "probe", "reached", "member", "drift", "questions", "coming", "link store", "last words", "terms of a group",
-    "ready", "notices", "mails", "label", "control blocks", "ring", "handshake", "outgoing handshake", "challenge",
-    "proof", "links", "error report", "report file", "elastic report", "choice", "metrics of a run", "line of metrics",
-    "listing", "header of a listing", "status file", "token file",
+    "probe", "reached", "member", "models", "values", "questions", "coming", "link store", "last words",
+    "terms of a group", "ready", "notices", "mails", "label", "control blocks", "ring", "handshake",
+    "outgoing handshake", "challenge", "proof", "links", "error report", "report file", "elastic report", "choice",
+    "metrics of a run", "line of metrics", "listing", "header of a listing", "status file", "token file",
 ]  # fmt: skip
 
 

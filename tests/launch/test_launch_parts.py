@@ -19,7 +19,7 @@ from lockstep.launch.environment import AttemptEnvironment, visible_cores, visib
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, capture, error_behind, is_secondary, read_reports
-from lockstep.launch.root_cause import find_first_failure, format_summary
+from lockstep.launch.root_cause import find_first_failure, format_last_words, format_summary
 
 
 @pytest.mark.parametrize(
@@ -274,6 +274,18 @@ def test_errors_that_differ_in_a_number_share_one_traceback() -> None:
     text = format_summary(find_first_failure({rank: left(rank, time=rank) for rank in range(3)}, reports, set()), 3)
     assert "after it, rank 1 (pid 1001) failed with ValueError at /x/train.py:8: bad jpeg 1\n" in text
     assert (text.count("line 8"), text.count("line 9"), "\nrank 1:" in text, "\nrank 2:" in text) == (1, 1, False, True)
+
+
+def test_mismatch_after_ctrl_c_says_what_to_write() -> None:
+    """On the rank that shows its traceback, the error may know of no Ctrl-C."""
+    exits = {rank: left(rank, time=rank) for rank in range(3)}
+    reports = {
+        rank: replace(wrote(rank, rank), type="lockstep.errors.CollectiveMismatch", after_interrupt=rank > 0)
+        for rank in exits
+    }
+    assert "world.stop_on(signal.SIGINT)" in format_last_words(find_first_failure(exits, reports, set()))
+    before = {rank: replace(report, after_interrupt=False) for rank, report in reports.items()}
+    assert "stop_on" not in format_last_words(find_first_failure(exits, before, set()))
 
 
 def test_ranks_that_exit_alike_are_said_together() -> None:

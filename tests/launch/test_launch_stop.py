@@ -234,17 +234,24 @@ if __name__ == "__main__":
         (launches.folder / "worker").unlink()
 
 
-def test_save_after_ctrl_c_that_met_a_collective_says_what_to_write(launches: Launches) -> None:
-    """Ranks are interrupted at different lines: nothing is written, on any rank, and the error names the way."""
+@pytest.mark.parametrize("delay", [0, 1])
+def test_save_after_ctrl_c_that_met_a_collective_says_what_to_write(launches: Launches, delay: int) -> None:
+    """Ranks are interrupted at different lines: nothing is written, on any rank, and the error names the way.
+
+    Also where a rank is still in its collective when the others have come to the save.
+    """
     script = launches.script(
         NOTE_PID
+        + f"slow = {delay}\n"
         + """
 import torch, lockstep
 with lockstep.init() as world:
+    if slow and world.rank == 2:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         lockstep.sum(torch.ones(()))
         note(f"rank{world.rank}")
-        if world.rank == 0:
+        if world.rank < 1 + slow:
             while True: time.sleep(60)
         lockstep.sum(torch.ones(()))
     except KeyboardInterrupt:

@@ -28,6 +28,7 @@ from lockstep.comm.flat_shapes import FlatShapes, Shapes
 from lockstep.comm.reorder import Order, ReorderDetector
 from lockstep.comm.wording import without_ones
 from lockstep.errors import (
+    AFTER_CTRL_C,
     CollectiveAborted,
     CollectiveError,
     CollectiveMismatch,
@@ -68,10 +69,6 @@ _FOR_ALL_RANKS = {
 _DECIDED_ALONE = (
     ". Nothing failed there: if it stopped by a value of its own, such as its loss, all ranks must decide alike, by "
     "a value of all: lockstep.any(…)"
-)
-_AFTER_CTRL_C = (
-    ". Ctrl-C meets each rank at another line, so nothing can be communicated any more, and nothing was saved. To save "
-    "then, let Ctrl-C set a flag by world.stop_on(signal.SIGINT), and save `if world.should_stop():` after a step"
 )
 _SWAPPED = (
     " Flat tensors may meet others of as many elements, but these ranks had it the other way round in an earlier call: "
@@ -430,7 +427,7 @@ class FlightRecorder:
 
     def _advice_on_loss(self, lost: Sequence[int], failures: Mapping[int, Failure], is_decision: bool) -> str:
         if any(KeyboardInterrupt.__name__ in reported.message for reported in failures.values()):
-            return _AFTER_CTRL_C
+            return f". {AFTER_CTRL_C}"
         return self._advice_against(lost) or (_DECIDED_ALONE if is_decision else "")
 
     def _advice_against(self, missing: Sequence[int]) -> str:
@@ -482,7 +479,7 @@ class FlightRecorder:
         Such as a KeyboardInterrupt, or memory running out. The ranks are out of step for good. Tells the peers.
         """
         message = describe_exception(error)
-        advice = _AFTER_CTRL_C if isinstance(error, KeyboardInterrupt) else ""
+        advice = f". {AFTER_CTRL_C}" if isinstance(error, KeyboardInterrupt) else ""
         self.broken = CollectiveAborted(
             f"{self.name(self._rank)} {message}, in the middle of collective #{self.number} of {self.group_name}, "
             f"{self._own_call()}{advice}",

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lockstep import env
+from lockstep.errors import AFTER_CTRL_C, CollectiveMismatch
 from lockstep.launch.environment import visible_gpus
 from lockstep.launch.headline import (
     first_reason,
@@ -340,6 +341,14 @@ def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]
     ]
 
 
+def _advise_after_ctrl_c(failures: list[RankFailure]) -> list[str]:
+    """What to write where a rank that Ctrl-C met communicates, and another has not left its collective yet."""
+    reports = [each.report for each in failures if each.report is not None]
+    if not any(one.after_interrupt and one.type.endswith(CollectiveMismatch.__name__) for one in reports):
+        return []
+    return [f"lockstep: {AFTER_CTRL_C}"]
+
+
 def format_summary(
     failures: list[RankFailure],
     num_ranks: int,
@@ -358,7 +367,8 @@ def format_summary(
     """
     first = failures[0]
     rule = "=" * _WIDTH
-    lines = [rule, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures), *_advise(first, num_ranks, script)]
+    advice = _advise_after_ctrl_c(failures) or _advise(first, num_ranks, script)
+    lines = [rule, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures), *advice]
     if log_dir is not None:
         where = "" if _is_here(first, ranks) else f" on {first.ended.host}"
         lines.append(f"lockstep: its output is in {os.path.join(log_dir, f'rank{first.rank}.log')}{where}")
