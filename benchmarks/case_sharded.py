@@ -9,8 +9,10 @@ Contestants, each with a model of its own that started from the same weights, wi
 - `torch_zero_gloo`: torch's DDP and its ZeroRedundancyOptimizer, on gloo.
 - `fsdp2_gloo`: `fully_shard` of each layer and of the whole, on gloo.
 
-Optimizers are fused. Memory is measured in processes of its own for each: what all ranks together have resident more
-than before they made model and optimizer, at its most after a backward pass or a step.
+Each contestant has the first of `_IMPLEMENTATIONS` that it can run, fastest first: fused, then foreach, then one tensor
+at a time. Which one it was stands with its samples; DTensor, and so FSDP2, has no fused SGD. Who can run none is a line
+in the result. Memory is measured in processes of its own for each: what all ranks together have resident more than
+before they made model and optimizer, at its most after a backward pass or a step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import copy
 import itertools
 import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,17 +36,25 @@ import lockstep.comm.backend  # registers the backend
 from benchmarks import case_train_step
 from lockstep.bench.harness import Budget, Configuration, Contestant, measure
 from lockstep.bench.ranks import Job, run_ranks
-from lockstep.bench.results import Environment, Parameters, Result, Series
+from lockstep.bench.results import Environment, Parameters, Result, Series, Skipped
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]
 
 _ROWS, _INPUTS, _CLASSES = 32, 784, 10
 _WIDTHS = {"mlp_10m": 2048, "mlp_50m": 4736}
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adam": (torch.optim.Adam, {"lr": 1e-4, "fused": True}),
-    "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "fused": True}),
+    "adam": (torch.optim.Adam, {"lr": 1e-4}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+}
+# Fastest first.
+_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "one tensor at a time": {"foreach": False},
 }
 _WARMUP_STEPS = 2
+_CONTESTANTS = ("bound", "lockstep_ddp", "sharded", "torch_ddp_gloo", "torch_zero_gloo", "fsdp2_gloo")
+_COMPARED = ("torch_ddp_gloo", "sharded", "lockstep_ddp", "torch_zero_gloo")
 _IN_MEMORY = ("torch_ddp_gloo", "sharded")
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
@@ -75,7 +84,11 @@ FULL = Plan(
     Budget(seconds=25, sample_s=0.2, min_rounds=8, max_rounds=60, sweeps=1),
     ((2, "mlp_50m"), (4, "mlp_50m")),
 )
-QUICK = Plan(((2, "mlp_10m", "adam"),), Budget(seconds=2, sample_s=0.05, max_rounds=4, sweeps=1), ((2, "mlp_10m"),))
+QUICK = Plan(
+    tuple((2, "mlp_10m", optimizer) for optimizer in _OPTIMIZERS),
+    Budget(seconds=2, sample_s=0.05, max_rounds=4, sweeps=1),
+    ((2, "mlp_10m"),),
+)
 
 
 def run(plan: Plan, *, quick: bool = False) -> Result:
@@ -86,13 +99,15 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
     """
     environment = Environment.read()
     series: list[Series] = []
+    skipped: list[Skipped] = []
     for world_size, model, optimizer in plan.cases:
         job = {"model": model, "optimizer": optimizer, "budget": asdict(plan.budget)}
         answer = run_ranks(
             _measure_on_rank, world_size, job, threads=1, timeout_s=240 + 8 * plan.budget.seconds, backend="lockstep"
         )
-        assert isinstance(answer, list)
-        series += [Series(**item) for item in answer]
+        assert isinstance(answer, dict)
+        series += [Series(**item) for item in answer["series"]]
+        skipped += [Skipped(**item) for item in answer["skipped"]]
     memory: dict[str, dict[str, float]] = {}
     for (world_size, model), name in itertools.product(plan.memory, _IN_MEMORY):
         job = {"model": model, "contestant": name}
@@ -106,7 +121,7 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
         "resident_bytes": memory,
         "budget": asdict(plan.budget),
     }
-    return Result("sharded", quick, environment, settings, series)
+    return Result("sharded", quick, environment, settings, series, skipped)
 
 
 def _build(model: str) -> nn.Sequential:
@@ -117,9 +132,10 @@ def _build(model: str) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(width, _CLASSES))
 
 
-def _make(name: str, original: nn.Module, optimizer: str, groups: Groups) -> Made:
+def _make(name: str, original: nn.Module, optimizer: str, implementation: str, groups: Groups) -> Made:
     """Model and optimizer of one contestant. Collective."""
     kind, options = _OPTIMIZERS[optimizer]
+    options = {**options, **_IMPLEMENTATIONS[implementation]}
     model = copy.deepcopy(original)
     gloo = groups["gloo"]
     if name == "bound":
@@ -151,7 +167,27 @@ def _make_fsdp(model: nn.Module, gloo: dist.ProcessGroup, kind: Any, options: di
     return model, kind(model.parameters(), **options)
 
 
-def _step_of(made: Made, group: dist.ProcessGroup | None) -> Callable[[], None]:
+def _find_implementation(name: str, optimizer: str, groups: Groups) -> tuple[str, str]:
+    """The fastest that a contestant can run, and what stopped it from running faster ones; "" for none. Collective."""
+    problems: list[str] = []
+    for implementation in _IMPLEMENTATIONS:
+        problem = _problem_with(name, optimizer, implementation, groups)
+        if not problem:
+            return implementation, "; ".join(problems)
+        problems.append(f"{implementation}: {problem}")
+    return "", "; ".join(problems)
+
+
+def _problem_with(name: str, optimizer: str, implementation: str, groups: Groups) -> str:
+    """What stops a contestant from a step of a small model, on all ranks alike; "" for nothing. Collective."""
+    try:
+        _step_of(_make(name, nn.Sequential(nn.Linear(_INPUTS, _CLASSES)), optimizer, implementation, groups))()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _step_of(made: Made, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
     """One step on a fixed batch, others on each rank; then a barrier, if there is a group."""
     model, optimizer = made
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
@@ -180,30 +216,41 @@ def _measure_on_rank(job: Job) -> object:
     optimizer, budget = str(job["optimizer"]), job["budget"]
     assert isinstance(budget, dict)
     groups, original = _begin(job)
-    names = ("bound", "lockstep_ddp", "sharded", "torch_ddp_gloo", "torch_zero_gloo", "fsdp2_gloo")
-    made = OrderedDict((name, _make(name, original, optimizer, groups)) for name in names)
+    parameters: Parameters = {"world_size": dist.get_world_size(), "model": str(job["model"]), "optimizer": optimizer}
+    made: dict[str, Made] = {}
+    implementations: dict[str, str] = {}
+    skipped: list[Skipped] = []
+    for name in _CONTESTANTS:
+        implementation, problems = _find_implementation(name, optimizer, groups)
+        if implementation:
+            implementations[name] = implementation
+            made[name] = _make(name, original, optimizer, implementation, groups)
+        else:
+            skipped.append(Skipped(parameters, name, problems))
     contestants = [
         Contestant(name, _step_of(each, groups["lockstep"] if name == "bound" else None)) for name, each in made.items()
     ]
     for _ in range(_WARMUP_STEPS):
         for contestant in contestants:
             contestant.call()
-    compared = ("torch_ddp_gloo", "sharded", "lockstep_ddp", "torch_zero_gloo")
-    case_train_step.require_agreement(str(job["model"]), {name: made[name][0] for name in compared})
-    parameters: Parameters = {"world_size": dist.get_world_size(), "model": str(job["model"]), "optimizer": optimizer}
-    return [asdict(each) for each in measure([Configuration(parameters, contestants)], Budget(**budget))]
+    compared = {name: made[name][0] for name in _COMPARED if name in made}
+    case_train_step.require_agreement(str(job["model"]), compared)
+    series = measure([Configuration(parameters, contestants)], Budget(**budget))
+    for each in series:
+        each.facts["implementation"] = implementations[each.contestant]
+    return {"series": [asdict(each) for each in series], "skipped": [asdict(each) for each in skipped]}
 
 
 def _resident_on_rank(job: Job) -> object:
     """What one contestant takes with Adam, in bytes over all ranks."""
     groups, original = _begin(job)
     name = str(job["contestant"])
-    warm = _make(name, nn.Linear(_INPUTS, _CLASSES), "adam", groups)
+    warm = _make(name, nn.Linear(_INPUTS, _CLASSES), "adam", "fused", groups)
     _step_of(warm, groups["lockstep"])()
     del original
     before = _resident_bytes()
     torch.manual_seed(0)
-    made = _make(name, _build(str(job["model"])), "adam", groups)
+    made = _make(name, _build(str(job["model"])), "adam", "fused", groups)
     step = _step_of(made, groups["lockstep"])
     for _ in range(2):
         step()

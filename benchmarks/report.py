@@ -401,7 +401,13 @@ def _sharded_tables(result: Result) -> tuple[Section, Section]:
     ]
     memory = markdown_table(["all ranks together, Adam", "torch DDP on gloo", "lockstep, sharded"], memory_rows)
     times_table = markdown_table(["", CONTESTANT_NAMES["bound"], *names], time_rows)
-    caption = "Median, and 10th to 90th percentile of the samples."
+    others = [
+        f"{CONTESTANT_NAMES[each.contestant]}, {name_sharded(result, each.parameters)}: {each.facts['implementation']}"
+        for each in result.series
+        if each.facts.get("implementation", "fused") != "fused"
+    ]
+    caption = "Median, and 10th to 90th percentile of the samples. Optimizers are fused"
+    caption += f", where there is a fused one ({'; '.join(others)})." if others else "."
     full = f"## Time per step\n\n{caption}\n\n{times_table}\n\n## Resident memory\n\n{memory}"
     return markdown_table(header, ratio_rows), full
 

@@ -82,7 +82,9 @@ def _sharded() -> Result:
         "2 ranks, mlp_50m": {"torch_ddp_gloo": 2e9, "sharded": 1e9},
         "4 ranks, mlp_50m": {"torch_ddp_gloo": 4e9, "sharded": 2e9},
     }
-    return Result("sharded", False, ENVIRONMENT, {"resident_bytes": memory}, series)
+    series[-1].facts["implementation"] = "foreach"
+    skipped = [Skipped(adam, "torch_zero_gloo", "fused: no such operator")]
+    return Result("sharded", False, ENVIRONMENT, {"resident_bytes": memory}, series, skipped)
 
 
 def _horovod() -> Result:
@@ -136,6 +138,8 @@ def test_sharded_step_is_held_against_the_bound_gloo_and_memory() -> None:
     text = report.render(_sharded())
     assert "| 4 ranks on 2 cores, MLP, 50M parameters, SGD | 50.0 ms | 1.20x" in text
     assert "| 2 ranks, 50M parameters | 1.86 GiB | 0.93 GiB |" in text
+    assert "fused, where there is a fused one (FSDP2 on gloo, 4 ranks on 2 cores, MLP, 50M parameters, SGD: fo" in text
+    assert "Not measured: torch_zero_gloo at " in text
 
 
 def _contention() -> Result:
