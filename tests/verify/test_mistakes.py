@@ -72,7 +72,7 @@ AT_THREE = {
 }
 # What has no mistake, and what is said of it.
 RIGHT = {
-    "per_rank_batch": "to rounding",
+    "per_rank_batch": "the answer of one process in",
     "own_order": "it was given theirs",
     "pieces": "cuts its batches into pieces",
     "logs": "note: logged",

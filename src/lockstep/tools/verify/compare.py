@@ -24,6 +24,7 @@ __all__ = [
     "Losses",
     "Samples",
     "Values",
+    "distance_of_gradients",
     "far",
     "fit_ranks",
     "measure_calls",
@@ -540,6 +541,16 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
         taken=fit_ranks(_flat(names, took, total), parts),
         scale=scale.factors[0] if scale.is_good and scale.factors else None,
     )
+
+
+def distance_of_gradients(one: _Step, again: _Step) -> float:
+    """The part of the gradients that a second run did not compute: all together, up to a common factor.
+
+    Together, because one tensor may be made of rounding alone, such as the bias before a batch norm.
+    """
+    own, theirs = _used(one), _used(again)
+    names = [name for name, value in own.items() if value is not None]
+    return fit_ranks(_flat(names, own, own), [_flat(names, theirs, own)]).rest
 
 
 def _factor(pairs: Sequence[tuple[Any, Any]], precision: float) -> float | None:

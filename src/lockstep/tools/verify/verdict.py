@@ -26,6 +26,7 @@ from lockstep.tools.verify.causes import (
 )
 from lockstep.tools.verify.compare import (
     Gradients,
+    distance_of_gradients,
     measure_calls,
     measure_gradients,
     measure_losses,
@@ -55,7 +56,7 @@ class Verdict:
         differences: the first of training, and those of what follows.
         notes: what was set aside, or could not be compared.
         steps: how many were compared.
-        digits: for each step, the largest relative difference of each stage.
+        digits: for each step, the largest relative difference of each stage; of the gradients, all together.
         unknown: why nothing can be said; empty if something can.
     """
 
@@ -244,11 +245,11 @@ def _is_undetermined(step: StepOfJob) -> str:
             f"step {step.number}: two runs at one process differ by themselves: they have other samples. Seed what "
             "draws them"
         )
-    gradients = measure_gradients([step.again], step.one, None, step.precision)
-    if gradients.used.worst > _MOST_NOISE and gradients.factor is None and gradients.after.worst > _MOST_NOISE:
+    distance = distance_of_gradients(step.one, step.again)
+    if distance > _MOST_NOISE:
         return (
-            f"step {step.number}: two runs at one process differ by themselves, gradients by "
-            f"{gradients.used.worst:.1e}: the script does not determine what it computes"
+            f"step {step.number}: two runs at one process differ by themselves, gradients by {distance:.1e}: the "
+            "script does not determine what it computes"
         )
     return ""
 
@@ -269,9 +270,9 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
 
 def _digits(step: StepOfJob) -> dict[str, float]:
     calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
-    gradients = measure_gradients(step.ranks, step.one, step.again, step.precision)
     losses = measure_losses(step.ranks, step.one).sums("weighted")
-    found = {"inputs": calls.inputs, "outputs": calls.outputs, "gradients": gradients.used.worst}
+    gradients = distance_of_gradients(step.one, step.ranks[0])
+    found = {"inputs": calls.inputs, "outputs": calls.outputs, "gradients": gradients}
     if losses is not None:
         found["loss"] = abs(losses[0] - losses[1]) / max(abs(losses[0]), abs(losses[1]), 1e-30)
     return found
