@@ -63,7 +63,9 @@ class Noisy(Dataset[Any]):
 
 def data() -> Any:
     draws = torch.Generator().manual_seed(1)
-    found = TensorDataset(torch.randn(COUNT, 6, generator=draws), torch.randint(CLASSES, (COUNT,), generator=draws))
+    x = torch.randn(COUNT, 6, generator=draws)
+    x += 0.02 * x.sum(1, keepdim=True)  # a sum outside of the steps, which no run adds up otherwise
+    found = TensorDataset(x, torch.randint(CLASSES, (COUNT,), generator=draws))
     if kind == "own_part":
         return Subset(found, range(rank * COUNT // world, (rank + 1) * COUNT // world))
     return Noisy(found) if kind == "augmentation" else found
@@ -84,8 +86,11 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if kind == "contrast":
         z = normalize(output)
         return cross_entropy(z @ z.T, torch.arange(len(z)))
-    if kind == "root":
+    if kind in ("root", "root_in_closure"):
         return cross_entropy(output, y).sqrt()
+    if kind == "threshold":
+        loss = cross_entropy(output, y)
+        return loss * (loss < 1.5)
     if kind == "maximum":
         return cross_entropy(output, y, reduction="none").max()
     return cross_entropy(output, y)
@@ -163,17 +168,19 @@ def main() -> None:
     loader, sampler = loader_of(dataset)
     if kind == "resumes" and os.path.exists(f"{folder}/model.pt"):
         net.load_state_dict(torch.load(f"{folder}/model.pt"))
-    loss = torch.zeros(())
-    for epoch in range(1 if kind == "one_epoch" else 3):
+    loss, weight, losses = torch.zeros(()), 1.0, []
+    for epoch in range(1 if kind == "one_epoch" else 4):
+        if kind == "weight_by_epoch" and epoch > 1:
+            weight = losses[-1] / losses[-2]
         if sampler is not None and kind != "set_epoch":
             sampler.set_epoch(epoch)
         for x, y in loader:
 
-            def step(x: Tensor = x, y: Tensor = y) -> Tensor:
+            def step(x: Tensor = x, y: Tensor = y, weight: float = weight) -> Tensor:
                 optimizer.zero_grad()
                 quiet = model.no_sync() if kind == "never_averaged" else contextlib.nullcontext()
                 with quiet:
-                    loss = loss_of(model, x, y)
+                    loss = loss_of(model, x, y) * weight
                 if kind == "criterion":
                     loss = loss + (scale * model(x).mean(0)).sum()
                 if kind == "twin":
@@ -187,9 +194,14 @@ def main() -> None:
                 continue
             if kind == "undetermined":
                 x.add_(time.perf_counter() % 1)
-            if kind == "closure":
+            if kind in ("closure", "root_in_closure"):
                 optimizer.step(step)
                 continue
+            if kind == "sharpness":
+                with model.no_sync():
+                    step()
+                moves = [0.1 * each.grad for each in parameters]
+                torch._foreach_add_([each.detach() for each in parameters], moves)
             if kind == "pieces":
                 optimizer.zero_grad()
                 for part, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
@@ -199,6 +211,8 @@ def main() -> None:
             loss = step()
             if by_hand and kind != "unwrapped":
                 average(model)
+            if kind == "sharpness":
+                torch._foreach_sub_([each.detach() for each in parameters], moves)
             optimizer.step()
             if kind == "plateau":
                 schedule.step(x.sum().item())
@@ -209,6 +223,9 @@ def main() -> None:
                     )
             if rank == 0:
                 print(f"epoch {epoch} loss {loss.item():.5f}")
+        losses.append(loss.item())
+        if kind == "stops" and losses[-1] < 5 * rank:
+            return
         if kind in ("plain", "padded_evaluation", "mean_of_means", "mean_over_ranks", "summed_metric", "logs"):
             evaluate(model, epoch, loss.item())
         if kind == "all_save" or rank == 0:

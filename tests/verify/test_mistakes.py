@@ -27,6 +27,9 @@ CAUSES = {
     "root": ("loss", "function-of-mean"),
     "maximum": ("loss", "extreme"),
     "closure": ("loss", "closure"),
+    "threshold": ("loss", "threshold"),
+    "root_in_closure": ("loss", "function-of-mean"),
+    "weight_by_epoch": ("loss", "kept-state"),
     "sum": ("gradients", "sum"),
     "inner": ("gradients", "inner-model"),
     "unwrapped": ("gradients", "unwrapped"),
@@ -38,8 +41,10 @@ CAUSES = {
     "lr": ("parameters", "settings"),
     "plateau": ("parameters", "settings"),
     "noise": ("parameters", "ranks-differ"),
+    "sharpness": ("parameters", "moved"),
     "buffers": ("buffers", "buffers"),
     "skips": ("samples", "skips"),
+    "stops": ("steps", "number-of-steps"),
     "padded_evaluation": ("evaluated", "padded-evaluation"),
     "mean_of_means": ("evaluated", "metric"),
     "mean_over_ranks": ("evaluated", "metric"),
@@ -130,6 +135,37 @@ def test_samples_that_ranks_make_themselves_are_no_finding(tmp_path: Path) -> No
     verdict, text = verdict_on("own_data", tmp_path)
     assert verdict.code == 2, text
     assert "no loader gives the samples" in text
+
+
+OF_TOKENS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, DistributedSampler
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+texts = [torch.randint(1, 9, (length,)) for length in [3, 9, 5, 4, 7, 6, 8, 3, 4, 9, 6, 5]]
+model = DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 9)))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+sampler = DistributedSampler(texts, shuffle=False)
+loader = DataLoader(texts, 2, sampler=sampler, collate_fn=lambda rows: pad_sequence(rows, batch_first=True))
+for rows in loader:
+    optimizer.zero_grad()
+    cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], ignore_index=0).backward()
+    optimizer.step()
+"""
+
+
+def test_outputs_of_tokens_that_are_padding_are_not_compared(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OF_TOKENS)
+    (verdict,) = verify(Verification(str(script), steps=2))
+    assert verdict.first == ("loss", "count"), format_text("train.py", [verdict])
 
 
 BY_ACCELERATE = """

@@ -285,7 +285,7 @@ def _unsplit(step: StepOfJob, measured: str) -> Difference:
 def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
     """Backward passes that are more or fewer than in one process."""
     counts = [len(each) for each in losses.ranks]
-    if step.ranks[0]["closure"]:
+    if step.ranks[0]["closure"] and max(len(losses.one), *counts) > 1:  # Trainers give a closure to any optimizer
         return _by_closure(step, losses, counts)
     if len(set(counts)) == 1 and counts[0] == len(losses.one):
         return None
@@ -352,6 +352,16 @@ def _draws(drawn: Sequence[Mapping[str, Any]]) -> str:
 
 def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference | None:
     """Outputs that differ though the inputs do not."""
+    if far(calls.parameters, step.noise, step.precision):
+        return step.found(
+            "parameters",
+            "moved",
+            f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}, "
+            "though the step began with the same",
+            "they are changed within the step by what each rank has itself, such as its own gradients (sharpness-aware "
+            "steps, perturbations, inner loops)",
+            "make the change of what all ranks have: gradients that are averaged, so outside of no_sync",
+        )
     if not far(calls.outputs, step.noise, step.precision):
         return None
     name, kind = calls.culprit

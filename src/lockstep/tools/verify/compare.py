@@ -144,6 +144,7 @@ class Calls:
         counts: forward passes of one process and of each rank.
         kind: class of the model in question.
         foreign: those of `unknown` that a rank had.
+        parameters: largest difference between the parameters that the model has when it is called.
     """
 
     rows: int = 0
@@ -154,6 +155,7 @@ class Calls:
     counts: tuple[int, ...] = ()
     kind: str = ""
     foreign: int = 0
+    parameters: float = 0.0
 
 
 @dataclass
@@ -245,8 +247,10 @@ def measure_calls(
         if far(outputs, noise, precision):
             culprit = _culprit(call, others, known, precision, noise)
         unknown = pairs.unknown + pairs.foreign
-        told = Calls(call["count"], unknown, inputs, outputs, culprit, counts, call["name"], pairs.foreign)
-        if unknown or far(inputs, noise, precision) or far(outputs, noise, precision):
+        held = [other["parameters"] for other in others if other["parameters"].shape == call["parameters"].shape]
+        parameters = max((_relative(call["parameters"], each) for each in held), default=0.0)
+        told = Calls(call["count"], unknown, inputs, outputs, culprit, counts, call["name"], pairs.foreign, parameters)
+        if unknown or any(far(each, noise, precision) for each in (inputs, outputs, parameters)):
             break
     return told
 
@@ -257,9 +261,11 @@ def _outputs_differ(
     pairs: Sequence[tuple[int, int, int]],
     padded: bool,
 ) -> float:
-    """Largest difference of outputs. Those of padded samples may have other shapes, which are not compared."""
-    found = _rows_differ(one["outputs"], [each["outputs"] for each in ranks], pairs)
-    return 0.0 if padded and found == float("inf") else found
+    """Largest difference of outputs. Those of padded samples may have other lengths, which are not compared."""
+    if padded:
+        alike = {rank for rank, each in enumerate(ranks) if each["widths"] == one["widths"]}
+        pairs = [pair for pair in pairs if pair[1] in alike]
+    return _rows_differ(one["outputs"], [each["outputs"] for each in ranks], pairs)
 
 
 def _culprit(
@@ -473,6 +479,7 @@ class Gradients:
         needed: one process's gradient out of what the ranks computed.
         taken: the gradient that rank 0's optimizer took out of the same.
         scale: what one process's optimizer took is what it computed times this (clipped, unscaled); None for neither.
+        zeros: of each rank's backward passes, whether it left nothing but zeros; of one process's last.
     """
 
     between: Values
@@ -482,6 +489,7 @@ class Gradients:
     needed: Fit
     taken: Fit
     scale: float | None
+    zeros: tuple[bool, ...]
 
 
 def _used(step: _Step) -> dict[str, Tensor | None]:
@@ -530,16 +538,18 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
     total = _total(one)
     names = [name for name, value in total.items() if value is not None]
     parts = [_flat(names, each["local"], total) for step in ranks for each in step["backwards"]]
+    whole = _flat(names, total, total)
     took, kept = (dict(zip(step["names"], step["used"], strict=True)) for step in (ranks[0], one))
-    scale = fit_ranks(_flat(names, kept, total), [_flat(names, total, total)])
+    scale = fit_ranks(_flat(names, kept, total), [whole])
     return Gradients(
         between=max(between, key=lambda each: (len(each.names), each.worst), default=Values(0.0, (), 0)),
         used=used,
         after=after,
         factor=_factor(pairs, precision),
-        needed=fit_ranks(_flat(names, total, total), parts),
+        needed=fit_ranks(whole, parts),
         taken=fit_ranks(_flat(names, took, total), parts),
         scale=scale.factors[0] if scale.is_good and scale.factors else None,
+        zeros=tuple(not bool(each.any()) for each in (*parts, whole)),
     )
 
 

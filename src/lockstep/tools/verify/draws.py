@@ -6,7 +6,8 @@ has their samples. A draw that cannot be put together so (one process permutes t
 its own, and said.
 
 [Note: halves] What rounding does is measured: the one process takes each step once more, with every product and sum
-over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script.
+over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script. What
+is computed outside of a step, such as the data, stays as it is: samples are known by their content.
 """
 
 from __future__ import annotations
@@ -60,20 +61,20 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         on_draw: called with the operator's name and what it drew; returns what to take instead, or None.
-        halves: cut products and sums in two; see [Note: halves].
+        cuts: whether to cut a product or sum in two now; see [Note: halves].
     """
 
-    def __init__(self, on_draw: Callable[[str, Tensor], Tensor | None], *, halves: bool) -> None:
+    def __init__(self, on_draw: Callable[[str, Tensor], Tensor | None], cuts: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_draw = on_draw
-        self._halves = halves
+        self._cuts = cuts
         self._draws: dict[Any, bool] = {}
         self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, then take note or replace."""
         kwargs = kwargs or {}
-        cut = _CUTS.get(func) if self._halves else None
+        cut = _CUTS.get(func) if self._cuts() else None
         result = None if cut is None else cut(*args, **kwargs)
         if result is None:
             result = func(*args, **kwargs)

@@ -2,7 +2,8 @@
 inside.
 
 Writes `calls` of a step: `root`, `kind` (its class), `keys` (of its inputs), `count` of rows, `inputs` and `outputs`
-(sketches of each row, or None), `inner` (name, class and sketches of what
+(sketches of each row, or None), `widths` (numbers in a row of each output), `parameters` (two
+numbers of each), `inner` (name, class and sketches of what
 the modules inside return, in order), `filler`, `samples` (keys of the batch that it was computed from, if that has as
 many rows) and `engine` (the number of the engine that it is, or None).
 """
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.tools.verify.recorder import StepRecorder
-from lockstep.tools.verify.rows import row_sketch, sample_keys
+from lockstep.tools.verify.rows import row_sketch, sample_keys, value_sample
 from lockstep.tools.verify.state import plain_name
 from lockstep.tree import tensors_in
 
@@ -71,7 +72,8 @@ class ForwardWatch:
             and any(each.requires_grad for each in module.parameters())
         )
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, result: Any = None) -> None:
+        # torch leaves an argument out where forward() has raised
         if not self._is_seen() or not self._stack or self._stack[-1] is not module:
             return
         self._stack.pop()
@@ -120,6 +122,8 @@ class ForwardWatch:
                 "keys": [key for key, _ in sample_keys((args, kwargs), count)] if count else [],
                 "inputs": _joined([row_sketch(each, count) for each in inputs]),
                 "outputs": _joined([row_sketch(each, count) for each in outputs]),
+                "widths": [each.numel() // count for each in outputs] if count else [],
+                "parameters": _brief(module),
                 "inner": [_sketched(each, count) for each in self._inner],
                 "filler": bool(last and last["filler"]),
                 "samples": [key for _, key in last["keys"]] if last and len(last["keys"]) == count else None,
@@ -132,6 +136,12 @@ class ForwardWatch:
 def _joined(sketches: list[Tensor | None]) -> Tensor | None:
     found = [each for each in sketches if each is not None]
     return torch.cat(found, 1) if found else None
+
+
+def _brief(module: nn.Module) -> Tensor:
+    """Two numbers of each parameter."""
+    samples = [value_sample(each) for each in module.parameters()]
+    return torch.stack([number for each in samples for number in (each.sum(), each[-1])])
 
 
 def _sketched(inner: dict[str, Any], count: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
             "the model or the loss sees the padding, which a rank makes as long as the longest of its own samples",
             "pad to one length, or mask the padding",
         )
-    cause, meaning, advice = _meaning(step, losses, needed, taken)
+    cause, meaning, advice = _meaning(step, losses, gradients.zeros, needed, taken)
     return step.found(stage, cause, measured, meaning, advice)
 
 
@@ -134,10 +134,12 @@ def _has_one_ratio(a: list[float], b: list[float]) -> bool:
 
 
 def _meaning(
-    step: StepOfJob, losses: Losses, needed: list[float] | None, taken: list[float] | None
+    step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], needed: list[float] | None, taken: list[float] | None
 ) -> tuple[str, str, str]:
     if losses.are("sum", 1e-6) and not losses.are("weighted", 1e-3):
         return _SUM
+    if needed is None and any(zeros):
+        return _threshold(zeros)
     if needed is None:
         return _kept() if step.number > 1 and _is_first_odd(step) else _not_linear(losses)
     if len(set(losses.shares)) > 1 and all(_close(loss, one) for loss, one in _pairs(losses)):
@@ -159,7 +161,17 @@ def _meaning(
             "not averaged",
             "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
         )
-    return _by_weights(step, losses, needed)
+    return _by_weights(step, losses, zeros, needed)
+
+
+def _threshold(zeros: tuple[bool, ...]) -> tuple[str, str, str]:
+    who = "one process" if zeros[-1] else "a rank"
+    return (
+        "threshold",
+        f"the gradient of {who} is zero, and others are not: the loss is skipped, cut off or multiplied by zero by a "
+        "value of the rank's own samples",
+        "decide by what all ranks have: lockstep.mean(loss * len(y), len(y)), lockstep.any(…)",
+    )
 
 
 def _pairs(losses: Losses) -> list[tuple[float, float]]:
@@ -179,9 +191,9 @@ def _is_first_odd(step: StepOfJob) -> bool:
 def _kept() -> tuple[str, str, str]:
     return (
         "kept-state",
-        "the steps before were those of one process, and no weights of the ranks make its gradient now: something "
-        "that is kept from step to step (a centre, a queue, a running mean) follows one rank's rows; or the loss "
-        "compares samples",
+        "the steps before were those of one process, and no mean of the ranks makes its gradient now: something that "
+        "is kept from step to step (a centre, a queue, weights by earlier losses) follows one rank's rows; or the loss "
+        "compares samples, or is cut off",
         "update what is kept by the samples of all ranks (lockstep.all_gather, lockstep.mean)",
     )
 
@@ -207,8 +219,8 @@ def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool
     return abs(mean - one) <= tolerance * max(abs(one), *(abs(float(value or 0)) for value in values))
 
 
-def _by_weights(step: StepOfJob, losses: Losses, weights: list[float]) -> tuple[str, str, str]:
-    whole = sum(weights)
+def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weights: list[float]) -> tuple[str, str, str]:
+    whole, passes = sum(weights), sum(losses.shares)
     shown = _numbers(weights)
     empty = [rank for rank, each in enumerate(losses.ranks) if not all(map(_is_finite, each))]
     if empty:
@@ -217,7 +229,7 @@ def _by_weights(step: StepOfJob, losses: Losses, weights: list[float]) -> tuple[
             f"the loss of rank {empty[0]} is no number: it is divided by a count, which is 0 for that rank's samples",
             "lockstep.mean(total, count)",
         )
-    if sum(abs(each) > 1e-6 for each in weights) == 1:
+    if sum(abs(each) > 1e-6 for each in weights) == 1 and not any(zeros):
         return (
             "extreme",
             f"one rank's loss makes the whole gradient of one process (weights {shown}): the loss takes one value out "
@@ -225,7 +237,7 @@ def _by_weights(step: StepOfJob, losses: Losses, weights: list[float]) -> tuple[
             "lockstep.all_gather(values) before max() or median()",
         )
     tolerance = max(1e-9, 100 * step.precision)
-    is_mean = _close(whole, 1.0, tolerance) and all(each >= -1e-6 for each in weights)
+    is_mean = _close(whole, passes, tolerance) and all(each >= -1e-6 for each in weights)
     if is_mean and _is_weighted(losses, weights, 100 * tolerance):
         return (
             "count",
@@ -233,9 +245,11 @@ def _by_weights(step: StepOfJob, losses: Losses, weights: list[float]) -> tuple[
             "is divided by a count that ranks have more or less of (tokens, a mask, a selection, weights of classes)",
             "lockstep.mean(total, count)",
         )
+    if step.number > 1 and _is_first_odd(step):
+        return _kept()
     return (
         "function-of-mean",
-        f"the ranks' losses would have to weigh {shown}, which do not add up to 1: the loss is a function of a mean "
-        "over the batch (a root, a logarithm, a ratio, a threshold)",
+        f"the ranks' losses would have to weigh {shown}, which do not add up to {passes:.4g}: the loss is a "
+        "function of a mean over the batch (a root, a logarithm, a ratio, a threshold)",
         "take the mean of all ranks first: lockstep.mean(total, count), and then the function of it",
     )

@@ -89,8 +89,10 @@ class LoaderWatch:
             return take()
         recorder.check_time()
         trains = one["loader"] in self._trains
-        if recorder.is_cut and trains and one["trains"]:
-            raise StopIteration
+        if recorder.is_cut and trains:
+            if one["trains"]:
+                raise StopIteration
+            recorder.begin_epoch()
         try:
             batch = self._fetch(take)
             if trains and not recorder.is_cut and self._is_time_for_last(iterator):
@@ -113,13 +115,15 @@ class LoaderWatch:
 
     def _is_time_for_last(self, iterator: Any) -> bool:
         recorder = self._recorder
-        if len(recorder.steps) != recorder.settings.steps - 1 or recorder.step["batches"] or recorder.is_last_batch:
+        is_next = len(recorder.steps) + max(1, len(recorder.optimizers)) >= recorder.settings.steps
+        if not is_next or recorder.step["batches"] or recorder.is_last_batch:
             return False
         length = _length_of(iterator)
         return length is None or 1 < length <= _MOST_SKIPPED
 
     def _last(self, iterator: Any, batch: Any, take: Callable[[], Any]) -> Any:
         self._recorder.is_last_batch = True
+        self._recorder.until += 1
         with contextlib.suppress(StopIteration):
             for _ in range(_length_of(iterator) or _MOST_OF_STREAM):
                 batch = self._fetch(take)

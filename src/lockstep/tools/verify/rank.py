@@ -54,7 +54,8 @@ def install(settings: VerifySettings) -> StepRecorder:
     watch = loaders.install(recorder)
     GradientWatch(recorder, watch.note_step).install()
     outputs.install(recorder)
-    OperatorWatch(recorder.on_draw, halves=settings.role == HALVES).__enter__()  # type: ignore[no-untyped-call]
+    cuts = settings.role == HALVES
+    OperatorWatch(recorder.on_draw, lambda: cuts and recorder.is_recording).__enter__()  # type: ignore[no-untyped-call]
     if settings.role == RANKS:
         for name in ("spawn", "start_processes"):
             wrap(torch.multiprocessing, name, lambda original: functools.partial(_refuse, recorder))
@@ -95,6 +96,7 @@ def main(arguments: list[str]) -> None:
             worker.run_module(rest[0], rest[1:])
         else:
             worker.run_script(kind, rest)
+        recorder.facts["returned"] = True
     except Exception as error:
         if not recorder.is_cut:
             raise

@@ -2,10 +2,11 @@
 
 A *step* here is what lies between two calls of an optimizer's `step`. See [Note: when it ends] for how many there are.
 
-[Note: when it ends] Of an epoch the first K - 1 batches are trained on, and then its last one, which is where
-samples are left over. The loader ends there, so that the script evaluates and saves as it does after an epoch. What
-comes after is of no interest: with the next batch to train on, or the next step, the process ends, once all ranks
-are that far.
+[Note: when it ends] Of the first epoch K - 1 batches are trained on, and then its last one, which is where samples are
+left over. Of each further epoch the first batch is trained on, and the loader ends there, so that the script evaluates,
+saves and sets its schedules as it does after an epoch. So much is recorded as rank 0 has time for; the process then
+ends with the next batch to train on, or the next step, once all ranks are that far. One process goes as far as the
+ranks did.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ __all__ = ["StepRecorder"]
 
 # How long a process waits at its end for the others, which may wait for it elsewhere, and how long it may evaluate.
 _END_S, _AFTERWARDS_S = 5.0, 120.0
+# For how long further epochs are begun, and how many.
+_EPOCHS_S, _MOST_EPOCHS = 10.0, 8
+# Steps of optimizers that take turns, after which their round need not be complete.
+_LONGEST_ROUND = 8
 
 
 def _empty_step() -> dict[str, Any]:
@@ -45,8 +50,9 @@ class StepRecorder:
         roots: models, in the order in which they were first called while training.
         optimizers: in the order of their first steps.
         busy: above 0 while a loader fetches: what happens then is none of the step.
-        is_cut: K steps are complete, and nothing more is recorded of training.
-        is_last_batch: the last batch of an epoch has been handed out.
+        is_cut: nothing is recorded of training before the next epoch begins.
+        until: the number of steps at which it is cut.
+        is_last_batch: the last batch of the first epoch has been handed out.
         orders: indices for the loaders to hand out, for each pass by its number; see `orders.py`.
     """
 
@@ -63,18 +69,22 @@ class StepRecorder:
             "saves": [],
             "texts": [],
             "starts_ranks": False,
+            "goes_on": False,
+            "returned": False,
             "end": "",
         }
         self.roots: list[nn.Module] = []
         self.optimizers: list[Any] = []
         self.busy = 0
         self.is_cut = False
+        self.until = settings.steps
         self.is_last_batch = False
         self.orders: dict[int, list[list[int]]] = {}
         self._has_begun = False
         self._is_active = False
         self._is_written = False
-        self._cut_at = 0.0
+        self._cut_at = self._first_cut_at = 0.0
+        self._epochs = 1
         self._drawn: list[list[dict[str, Any]]] = []
 
     @property
@@ -118,13 +128,25 @@ class StepRecorder:
         self.step = _empty_step()
         self._exchange_state(len(self.steps))
         self._read_draws()
-        if len(self.steps) >= self.settings.steps + int(self.is_last_batch):
-            self.cut()
-
-    def cut(self) -> None:
-        """Record no more of training."""
-        if not self.is_cut:
+        over = len(self.steps) - self.until
+        is_round = self.steps[-1]["optimizer"] == len(self.optimizers) - 1
+        if over >= 0 and (is_round or over >= _LONGEST_ROUND):
             self.is_cut, self._cut_at = True, time.monotonic()
+            self._first_cut_at = self._first_cut_at or self._cut_at
+
+    def begin_epoch(self) -> None:
+        """A further epoch begins: record the first step of it, where there is time. See [Note: when it ends]."""
+        self._epochs += 1
+        goes, stops = (self.settings.epoch_file(self._epochs, word) for word in ("goes", "stops"))
+        if self.settings.role == RANKS and self.rank == 0:
+            has_time = self._epochs <= _MOST_EPOCHS and time.monotonic() - self._first_cut_at < _EPOCHS_S
+            (goes if has_time else stops).touch()
+        limit = time.monotonic() + (_END_S if self.settings.role == RANKS else 0.0)
+        while not (goes.exists() or stops.exists()) and time.monotonic() < limit:
+            time.sleep(0.001)
+        self.facts["goes_on"] = not (goes.exists() or stops.exists())
+        if goes.exists():
+            self.is_cut, self.until = False, len(self.steps) + 1
 
     def check_time(self) -> None:
         """End here if what comes after the steps takes too long."""

@@ -61,6 +61,10 @@ class VerifySettings:
         """The samples of all ranks, for the one process: see `draws.py`."""
         return Path(self.folder, "ranks-keys")
 
+    def epoch_file(self, number: int, word: str) -> Path:
+        """That rank 0 has begun an epoch, and "goes" on to record or "stops"."""
+        return Path(self.folder, f"epoch-{number}-{word}")
+
     def orders_file(self) -> Path:
         """The indices that loaders of the one process hand out, where not their own: see `orders.py`."""
         return Path(self.folder, "orders")

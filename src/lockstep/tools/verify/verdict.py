@@ -180,7 +180,7 @@ def judge(
             break
     else:
         if failure:
-            verdict.differences.append(_failed(count + 1, len(ranks), failure))
+            verdict.differences.append(_failed(count + 1, ranks, failure))
         else:
             _judge_counts(verdict, ranks, one)
             _judge_aftermath(verdict, ranks, one, again, moved)
@@ -203,12 +203,16 @@ def _judge_aftermath(
     verdict.notes.extend(notes)
 
 
-def _failed(step: int, world_size: int, failure: str) -> Difference:
+def _failed(step: int, ranks: Sequence[Mapping[str, Any]], failure: str) -> Difference:
+    done = [rank for rank, each in enumerate(ranks) if each["facts"]["returned"]]
+    if done:
+        text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
+        return _other_counts(step, f"the script came to its end on {text}, and other ranks went on: {failure}")
     return Difference(
         step,
         "steps",
         "fails",
-        f"one process goes on, and {world_size} ranks end with: {failure}",
+        f"one process goes on, and {len(ranks)} ranks end with: {failure}",
         "the script cannot train on this number of ranks as it is written",
         "what the error says; where it asks how many samples a pass holds, first see whether samples are compared "
         "with each other there",
@@ -280,22 +284,24 @@ def _digits(step: StepOfJob) -> dict[str, float]:
 
 def _judge_counts(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:
     counts = [len(each["steps"]) for each in ranks]
-    own = len(one["steps"])
+    own = len(one["steps"]) + int(one["facts"]["goes_on"])
     if len({own, *counts}) == 1:
         if own == 0:
             verdict.unknown = "no optimizer took a step, on any number of processes"
         return
-    text = ", ".join(map(str, counts))
-    verdict.differences.append(
-        Difference(
-            min([own, *counts]) + 1,
-            "steps",
-            "number-of-steps",
-            f"steps of optimizers: one process {own}, the ranks {text}",
-            "ranks step, skip or stop by what they have themselves: a length, a size or a loss of their own part",
-            "decide by what all ranks have: lockstep.mean(loss * len(y), len(y)), lockstep.sum(count), the "
-            "loader's length",
-        )
+    more, text = " or more" if one["facts"]["goes_on"] else "", ", ".join(map(str, counts))
+    measured = f"steps of optimizers: one process {own}{more}, the ranks {text}"
+    verdict.differences.append(_other_counts(min([own, *counts]) + 1, measured))
+
+
+def _other_counts(step: int, measured: str) -> Difference:
+    return Difference(
+        step,
+        "steps",
+        "number-of-steps",
+        measured,
+        "ranks step, skip or stop by what they have themselves: a length, a size or a loss of their own part",
+        "decide by what all ranks have: lockstep.mean(loss * len(y), len(y)), lockstep.any(…), the loader's length",
     )
 
 
