@@ -513,13 +513,13 @@ class Engine:
         self._symmetric.add(region)
         return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
 
-    def run_steps(self, key: object, describe: Describe, between: Callable[[], None]) -> None:
+    def run_steps(self, text: str, between: Callable[[], None] | None = None, key: object = None) -> None:
         """Run one collective of two steps with work in between, for protocols over a region of their own. Collective.
 
         Args:
-            key: what decides the fingerprint; equal keys stand for equal descriptions.
-            describe: makes the text behind the fingerprint.
+            text: describes it; what ranks compare.
             between: called when all ranks have come; on all ranks it is over when this returns.
+            key: decides the fingerprint instead of the text, where that leaves something out.
 
         Raises:
             InputError: there is no memory that all ranks share.
@@ -529,10 +529,11 @@ class Engine:
 
         def body(timeout_s: float) -> None:
             self._algorithms.barrier(timeout_s)
-            between()
+            if between is not None:
+                between()
             self._algorithms.barrier(timeout_s)
 
-        self._submit(key, describe, body, [], False, None)
+        self._submit(text if key is None else key, lambda: text, body, [], False, None)
 
     # ---- further groups ----------------------------------------------------------------------------
 

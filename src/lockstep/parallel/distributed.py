@@ -53,7 +53,7 @@ from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.sharded.gradients import ShardedGradient, find_stand_ins
+from lockstep.parallel.sharded.gradients import ShardedGradient, find_stand_ins, refuse_others
 from lockstep.parallel.transports import make_transport
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.dynamo import left_out, untraced
@@ -431,6 +431,8 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
                 break
         else:
             return None
+        if self._sharded:
+            refuse_others(optimizer, parameters_of(optimizer), self._sharded)
         backward, task = self._backward, current_graph_task_id()
         if task != _NO_TASK:
             if backward.is_under_way and backward.begun_task == task:

@@ -220,7 +220,7 @@ class SymmetricTransport:
         # What the ranks claim is compared as what they call is: by the fingerprint of the description.
         description = f"{self._description}; {words.claim}" if words.claim else self._description
         try:
-            self._engine.run_steps(description, lambda: description, between)
+            self._engine.run_steps(description, between)
         except CollectiveMismatch as error:
             if words.claim and not words.is_certain:
                 error.args = (f"{error.args[0]} {ADVICE}", *error.args[1:])

@@ -13,11 +13,11 @@ General layout, from the bottom up:
 * `optimizer`: what users see.
 
 [Note: a sharded step] On one host a step moves memory, and a sharded one a third of what an unsharded one does. Each
-rank copies out of its gradients what others sum, as they come; the rest stays where autograd wrote it. When the
-backward pass is over the ranks have met, and that is all. `step()` then goes through this rank's share in pieces that
-fit a cache: the peers' elements are added to the own, the sum is divided, and the optimizer updates that piece of the
-parameters where all ranks of the host read them. At the end the ranks meet again. Nobody copies parameters back, and
-nobody writes a mean that nobody reads.
+rank copies its gradients to its bucket as they come, and lets go of them: a share left where autograd wrote it would
+save a copy, and keep all of the gradient until the step. When the backward pass is over the ranks have met, and that is
+all. `step()` then goes through this rank's share in pieces that fit a cache: the peers' elements are added to the own,
+the sum is divided, and the optimizer updates that piece of the parameters where all ranks of the host read them. At the
+end the ranks meet again. Nobody copies parameters back, and nobody writes a mean that nobody reads.
 
 [Note: shared parameters of a host] The parameters of all ranks of the host are one memory. So nobody may write them
 but `step()`: a write of one rank would be one of all, in the middle of what they compute. `changing_parameters` says

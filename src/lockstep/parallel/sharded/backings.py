@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from lockstep.comm.engine import Engine
 from lockstep.errors import InputError, ModelError
@@ -81,23 +81,20 @@ class HostBacking:
         self._memories: list[HostMemory] = []
         self._gradients: list[ShardedGradient] = []
         self._members: list[_Member] = []
-        self._expects_writes, self._is_first_step = False, True
+        self._expects_writes, self._num_steps = False, 0
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
         """Take in parameters, which move into memory that the ranks of the host share."""
-        bounds = share_out([each.numel() for each in parameters], self._group.size(), self._loads, self._is_cut)
+        shares = share_out(parameters, self._group.rank(), self._loads, self._is_cut)
         memory = HostMemory(self._engine, parameters, names)
         self._memories.append(memory)
-        rank = self._group.rank()
-        shares = [Share(each, one, rank) for each, one in zip(parameters, bounds, strict=True)]
-        found = [ShardedGradient(share, self._gradients, self._group) for share in shares]
+        found = [ShardedGradient(share, self._gradients, self._group, self._owner) for share in shares]
         self._gradients += found
         by_parameter = {id(gradient.share.parameter): gradient for gradient in found}
         for model in self._models:
             own = {id(each) for each in model.module.parameters()}
             shard(model, {key: each for key, each in by_parameter.items() if key in own})
             self._listen(model.module, by_parameter)
-        _note_owner(self._owner, parameters)
         members = list(zip(shares, memory.flats, strict=True))
         self._members += members
         return members
@@ -119,10 +116,10 @@ class HostBacking:
             for each in used:
                 each.share.settle()
 
-        self._engine.run_steps(description, lambda: description, between)
+        self._engine.run_steps(description, between)
         self._note()
-        if self._is_first_step:
-            self._is_first_step = False
+        self._num_steps += 1
+        if self._num_steps.bit_count() == 1:  # less and less often: what it gives away costs faults when it comes back
             trim()
 
     def _check(self) -> None:
@@ -163,8 +160,8 @@ class HostBacking:
                 if is_held:
                     found[index] = gradient.share.whole()
 
-        self._engine.run_steps(text, lambda: text, put)
-        self._engine.run_steps(text, lambda: text, read)
+        self._engine.run_steps(text, put)
+        self._engine.run_steps(text, read)
         return found
 
     # ---- writes of others ----------------------------------------------------------------------------
@@ -173,7 +170,7 @@ class HostBacking:
     def changing(self) -> Iterator[None]:
         """Of what the ranks write, that of the first counts; the others write to copies."""
         text = "ZeroRedundancyOptimizer.changing_parameters()"
-        self._meet(text)
+        self._engine.run_steps(text)
         is_first = self._group.rank() == 0
         shared = [share.parameter.data for share, _ in self._members]
         if not is_first:
@@ -185,11 +182,8 @@ class HostBacking:
             if not is_first:
                 for (share, _), data in zip(self._members, shared, strict=True):
                     share.parameter.data = data
-        self._meet(text)
+        self._engine.run_steps(text)
         self._note()
-
-    def _meet(self, text: str) -> None:
-        self._engine.run_steps(text, lambda: text, lambda: None)
 
     def _listen(self, module: torch.nn.Module, known: Mapping[int, object]) -> None:
         """Hear of `load_state_dict` of each part of the model that holds some of these parameters."""
@@ -209,7 +203,7 @@ class HostBacking:
             if isinstance(given, torch.Tensor) and given.shape == parameter.shape and given.numel():
                 flat = given.detach().reshape(-1)
                 values.append(f"{name} {flat[0].item()} … {flat[-1].item()}")
-        self._meet(f"load_state_dict into parameters that the ranks share ({', '.join(values)})")
+        self._engine.run_steps(f"load_state_dict into parameters that the ranks share ({', '.join(values)})")
         self._expects_writes = True
 
 
@@ -253,8 +247,7 @@ class EveryRanksBacking:
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
         """Take in parameters, which stay where they are."""
-        bounds = share_out([each.numel() for each in parameters], self._world_size, self._loads, self._is_cut)
-        shares = [Share(each, one, self._rank) for each, one in zip(parameters, bounds, strict=True)]
+        shares = share_out(parameters, self._rank, self._loads, self._is_cut)
         self._shares += shares
         return [(share, self._flat(share)) for share in shares]
 
@@ -314,34 +307,3 @@ class EveryRanksBacking:
     def changing(self) -> Iterator[None]:
         """Each rank has its own."""
         yield
-
-
-# ---- other optimizers ----------------------------------------------------------------------------------
-
-# By `id`, of parameters in the memory of a host: the parameter, and the optimizer that may step it.
-_owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Optimizer]]] = {}
-
-
-def _note_owner(owner: weakref.ref[Optimizer], parameters: Sequence[torch.Tensor]) -> None:
-    _install()
-    for key in [key for key, (parameter, _) in _owners.items() if parameter() is None]:
-        del _owners[key]
-    _owners.update((id(each), (weakref.ref(each), owner)) for each in parameters)
-
-
-@functools.cache
-def _install() -> None:
-    register_optimizer_step_pre_hook(_refuse_others)
-
-
-def _refuse_others(optimizer: Optimizer, _: Any, __: Any) -> None:
-    """Another optimizer would step what all ranks share, on each of them."""
-    for group in optimizer.param_groups if _owners else ():
-        for each in group["params"]:
-            parameter, owner = _owners.get(id(each), (None, None))
-            if parameter is not None and owner is not None and parameter() is each and owner() is not optimizer:
-                raise ModelError(
-                    f"{type(optimizer).__name__}.step(): some of its parameters are those of a "
-                    "ZeroRedundancyOptimizer made before or after it, and the ranks of this host share them. Let one "
-                    "optimizer step them: make a new ZeroRedundancyOptimizer over them, and keep no other"
-                )

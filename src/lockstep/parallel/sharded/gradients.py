@@ -8,18 +8,20 @@ get them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
 
 from lockstep.errors import ModelError
 from lockstep.parallel.sharded.shares import Share
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.tensors import amp_unscale_, make_wrapper, plain_torch_function
 
-__all__ = ["ShardedGradient", "find_stand_ins"]
+__all__ = ["ShardedGradient", "find_stand_ins", "refuse_others"]
 
 _Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -31,6 +33,7 @@ class ShardedGradient(torch.Tensor):
         share: of the parameter.
         mates: those of all parameters whose norms are computed together, this one's too; a list that may grow.
         group: the ranks that have the other shares.
+        owner: the optimizer that steps it.
 
     Attributes:
         share: what this rank has.
@@ -45,13 +48,19 @@ class ShardedGradient(torch.Tensor):
     __torch_function__ = plain_torch_function
 
     @staticmethod
-    def __new__(cls, share: Share, mates: Sequence[ShardedGradient], group: dist.ProcessGroup) -> ShardedGradient:
+    def __new__(cls, share: Share, *_: object) -> ShardedGradient:
         parameter = share.parameter
         strides = torch.empty_like(parameter, device="meta").stride()
         return make_wrapper(cls, parameter.shape, strides=strides, dtype=parameter.dtype, device=parameter.device)  # type: ignore[no-any-return]
 
-    def __init__(self, share: Share, mates: Sequence[ShardedGradient], group: dist.ProcessGroup) -> None:
-        self.share, self.mates, self.group = share, mates, group
+    def __init__(
+        self,
+        share: Share,
+        mates: Sequence[ShardedGradient],
+        group: dist.ProcessGroup,
+        owner: weakref.ref[Optimizer],
+    ) -> None:
+        self.share, self.mates, self.group, self.owner = share, mates, group, owner
         self.added = None
 
     @property
@@ -97,6 +106,22 @@ def find_stand_ins(
 ) -> dict[int, ShardedGradient]:
     """Those of these parameters, by index; `known` has them by `id` of the parameter."""
     return {index: known[id(each)] for index, each in enumerate(parameters) if id(each) in known}
+
+
+def refuse_others(
+    optimizer: Optimizer, parameters: Iterable[torch.Tensor], known: Mapping[int, ShardedGradient]
+) -> None:
+    """Whether an optimizer that is about to step these is the one that may: others would do so on each rank. Local.
+
+    Raises:
+        ModelError: it is another one.
+    """
+    if any(id(each) in known and known[id(each)].owner() is not optimizer for each in parameters):
+        raise ModelError(
+            f"{type(optimizer).__name__}.step(): some of its parameters are those of a ZeroRedundancyOptimizer made "
+            "before or after it, and the ranks of this host share them. Let one optimizer step them: make a new "
+            "ZeroRedundancyOptimizer over them, and keep no other"
+        )
 
 
 def _refuse(name: str) -> NoReturn:

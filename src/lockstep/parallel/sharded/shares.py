@@ -17,33 +17,34 @@ _ALIGNMENT = 64
 _WORTH_CUTTING = 8 << 10
 
 
-def share_out(numels: Sequence[int], world_size: int, loads: list[int], is_cut: bool = True) -> list[list[int]]:
+def share_out(parameters: Sequence[torch.Tensor], rank: int, loads: list[int], is_cut: bool = True) -> list[Share]:
     """Share parameters among ranks: large ones in equal parts, each small one to the rank that has least.
 
     Args:
-        numels: elements of each parameter.
-        world_size: how many ranks.
+        parameters: the same on all ranks.
+        rank: this rank.
         loads: elements that each rank has already; brought up to date.
         is_cut: False gives every parameter to one rank as a whole.
 
     Returns:
-        For each parameter world_size + 1 bounds: rank r has elements bounds[r] … bounds[r + 1].
+        For each parameter the share of this rank.
 
-    >>> share_out([65536, 10, 20], 2, [0, 0])
+    >>> [each.bounds for each in share_out([torch.empty(65536), torch.empty(10), torch.empty(20)], 0, [0, 0])]
     [[0, 32768, 65536], [0, 0, 10], [0, 20, 20]]
     """
-    found: dict[int, list[int]] = {}
-    for index in sorted(range(len(numels)), key=lambda each: -numels[each]):
-        numel = numels[index]
+    world_size = len(loads)
+    found: dict[int, Share] = {}
+    for index in sorted(range(len(parameters)), key=lambda each: -parameters[each].numel()):
+        numel = parameters[index].numel()
         if is_cut and numel // world_size >= _WORTH_CUTTING:
             bounds = share_bounds(numel, world_size, _ALIGNMENT)
         else:
             owner = min(range(world_size), key=loads.__getitem__)
-            bounds = [0 if rank <= owner else numel for rank in range(world_size + 1)]
-        for rank in range(world_size):
-            loads[rank] += bounds[rank + 1] - bounds[rank]
-        found[index] = bounds
-    return [found[index] for index in range(len(numels))]
+            bounds = [0 if each <= owner else numel for each in range(world_size + 1)]
+        for each in range(world_size):
+            loads[each] += bounds[each + 1] - bounds[each]
+        found[index] = Share(parameters[index], bounds, rank)
+    return [found[index] for index in range(len(parameters))]
 
 
 def flat_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -65,8 +66,8 @@ def shaped_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class Share:
     """This rank's share of one parameter.
 
-    Its gradient is that of one backward pass: `bind` says where the ranks put theirs, `expect` and `arrive` where this
-    rank's own elements lie. The mean is made where they lie, once: when it is asked for.
+    Its gradient is that of one backward pass: `bind` says where the ranks put theirs. The mean is made where this
+    rank's own elements lie, once: when it is asked for.
 
     Args:
         parameter: shape and strides as they stay.
@@ -112,13 +113,9 @@ class Share:
         self._kernel = kernel
 
     def expect(self) -> None:
-        """A backward pass goes out: the own elements lie with the others, unless `arrive` says otherwise."""
+        """A backward pass goes out."""
         self._source, self._is_mean = self._parts[self.rank], False
         self.norms.clear()
-
-    def arrive(self, source: torch.Tensor) -> None:
-        """The own elements lie there."""
-        self._source = source
 
     def drop(self) -> None:
         """Nobody will ask for the gradient of the last pass any more."""

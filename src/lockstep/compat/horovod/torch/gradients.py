@@ -148,7 +148,7 @@ class _Averaging(SymmetricTransport):
             CollectiveMismatch: on all ranks, if one wants something else; no gradient was changed.
         """
         text = f"DistributedOptimizer's gradient averaging({len(self._plans)} buckets)"
-        self._engine.run_steps(self._key, lambda: text, self._reduce_rest)
+        self._engine.run_steps(text, self._reduce_rest, self._key)
         self._reduced.clear()
 
     def forget(self, bucket: int) -> None:
