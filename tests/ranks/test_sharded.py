@@ -69,7 +69,7 @@ def pair(kind: str, make: Callable[[], nn.Module] = net) -> tuple[Any, Any, Any,
 def distance(one: nn.Module, other: nn.Module) -> float:
     """The greatest, relative to the values."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
 
 
 def train_both(kind: str) -> float:

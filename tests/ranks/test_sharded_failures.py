@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_checks import error_of
+from failing import AT_ONCE_S, Caught, attempt, group_works
 from lockstep import DistributedDataParallel, ZeroRedundancyOptimizer
-from lockstep.errors import CollectiveMismatch, InputError, InputTypeError, ModelError, ModelMismatch, RankLost
-from lockstep.testing import WorkerDied, run_ranks
-from test_sharded import backward, net
+from lockstep.errors import (
+    CollectiveMismatch,
+    InputError,
+    InputTypeError,
+    ModelError,
+    ModelMismatch,
+    RankLost,
+    SharedMemoryError,
+)
+from lockstep.testing import WorkerDied, limit_s, run_ranks
+from test_sharded import backward, distance, net
 
 
 def made(cls: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
@@ -107,31 +117,95 @@ class Deadly(torch.optim.Optimizer):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Interrupted(Deadly):
+    def step(self, closure: Any = None) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 class Wrong(Deadly):
     def step(self, closure: Any = None) -> None:
         if dist.get_rank() == 1:
             raise ValueError("a step that went wrong")
 
 
-def step_once(kind: type[Deadly]) -> None:
+def step_once(kind: type[Deadly]) -> Caught:
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), kind)
     backward(model, 0)
-    optimizer.step()
+    try:
+        return attempt(optimizer.step)
+    except KeyboardInterrupt as error:
+        return Caught(error, 0.0, os.getpid())
 
 
-def test_a_rank_that_dies_within_the_step() -> None:
-    first, second = run_ranks(step_once, 2, Deadly, expect_errors=True)
-    assert isinstance(second, WorkerDied)
-    assert isinstance(first, RankLost)
-    assert "ZeroRedundancyOptimizer(Deadly).step" in str(first)
+@pytest.fixture
+def folder(tiny_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Makes a folder of so many KiB the one for shared memory."""
+
+    def make(num_kib: int) -> Path:
+        path = tiny_tmpfs(f"{num_kib}k")
+        monkeypatch.setenv("LOCKSTEP_SHM_DIR", str(path))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [Deadly, Interrupted])
+def test_a_rank_that_dies_within_the_step(kind: type[Deadly], folder: Callable[[int], Path]) -> None:
+    path = folder(64 << 10)
+    first, second = run_ranks(step_once, 2, kind, expect_errors=True)
+    if kind is Interrupted:
+        assert isinstance(second.error, KeyboardInterrupt)
+        assert "raised KeyboardInterrupt" in str(first.error)
+    else:
+        assert isinstance(second, WorkerDied)
+    assert isinstance(first.error, RankLost)
+    assert first.seconds < limit_s(AT_ONCE_S)
+    assert f"ZeroRedundancyOptimizer({kind.__name__}).step" in str(first.error)
+    assert os.listdir(path) == []
 
 
 def test_a_rank_whose_step_raises() -> None:
-    first, second = run_ranks(step_once, 2, Wrong, expect_errors=True)
+    first, second = (each.error for each in run_ranks(step_once, 2, Wrong))
     assert isinstance(second, ValueError)
     assert isinstance(first, RankLost)
     assert "a step that went wrong" in str(first)
+
+
+def make_where_memory_is_full(spare_bytes: int, folder: str) -> tuple[Caught, list[bool], float]:
+    """The segments of model and group are there; then so much is left."""
+    model, twin = (DistributedDataParallel(net()) for _ in range(2))
+    before = [each.data_ptr() for each in model.parameters()]
+    group_works()  # its slots are made by the first call
+    dist.barrier()
+    if dist.get_rank() == 0:
+        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_bsize
+        with open(os.path.join(folder, "filler"), "wb") as filler:
+            os.posix_fallocate(filler.fileno(), 0, free - spare_bytes)
+    dist.barrier()
+    caught = attempt(lambda: ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+    after = [each.data_ptr() for each in model.parameters()]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    for seed in range(2):
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(each, seed)
+            optimizer.step()
+    return caught, [group_works(), spare_bytes > 0 or before == after], distance(model, twin)
+
+
+@pytest.mark.parametrize("spare_kib", [0, 700])
+def test_no_memory_for_parameters_or_for_gradients(spare_kib: int, folder: Callable[[int], Path]) -> None:
+    """The way out is in the error, and a plain optimizer trains what is left as it was."""
+    path = folder(32 << 10)
+    for caught, is_well, far in run_ranks(make_where_memory_is_full, 2, spare_kib << 10, str(path)):
+        assert type(caught.error) is SharedMemoryError
+        assert f"shared memory in {path}: No space left on device" in str(caught.error)
+        assert "point LOCKSTEP_SHM_DIR elsewhere" in str(caught.error)
+        assert is_well == [True, True]
+        assert far == 0.0
+    assert os.listdir(path) == ["filler"]
 
 
 def use_wrongly() -> list[tuple[type, str]]:

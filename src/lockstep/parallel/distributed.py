@@ -53,7 +53,7 @@ from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
 from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.sharded.gradients import ShardedGradient, find_stand_ins, refuse_others
+from lockstep.parallel.sharded.gradients import JOIN_ADVICE, ShardedGradient, find_stand_ins, refuse_others
 from lockstep.parallel.transports import make_transport
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.dynamo import left_out, untraced
@@ -483,6 +483,8 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has joined; called by torch's `Join`."""
+        if self._sharded:
+            raise ModelError(f"Join: {JOIN_ADVICE}")
         self._joined.divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         return JoinedRank(self, self._ignored)
 

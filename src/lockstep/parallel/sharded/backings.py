@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
 from lockstep.comm.engine import Engine
-from lockstep.errors import InputError, ModelError
+from lockstep.errors import InputError, ModelError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
 from lockstep.parallel.sharded.engines import shard
 from lockstep.parallel.sharded.gradients import ShardedGradient
@@ -91,9 +91,16 @@ class HostBacking:
         found = [ShardedGradient(share, self._gradients, self._group, self._owner) for share in shares]
         self._gradients += found
         by_parameter = {id(gradient.share.parameter): gradient for gradient in found}
+        taking_back: list[Callable[[], None]] = [memory.leave]
+        try:
+            for model in self._models:
+                own = {id(each) for each in model.module.parameters()}
+                taking_back.append(shard(model, {key: each for key, each in by_parameter.items() if key in own}))
+        except SharedMemoryError:
+            for each in taking_back:
+                each()
+            raise
         for model in self._models:
-            own = {id(each) for each in model.module.parameters()}
-            shard(model, {key: each for key, each in by_parameter.items() if key in own})
             self._listen(model.module, by_parameter)
         members = list(zip(shares, memory.flats, strict=True))
         self._members += members

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from lockstep.drift.engines import engines
-from lockstep.errors import InputError
+from lockstep.errors import InputError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
 from lockstep.parallel.sharded.gradients import ShardedGradient
 
@@ -47,13 +47,31 @@ def _check(engine: DistributedDataParallel, names: set[str]) -> None:
             raise InputError(f"{min(found)} {why}, which cannot be sharded: give it an optimizer of its own")
 
 
-def shard(engine: DistributedDataParallel, stand_ins: Mapping[int, ShardedGradient]) -> None:
+def shard(engine: DistributedDataParallel, stand_ins: Mapping[int, ShardedGradient]) -> Callable[[], None]:
     """Leave the gradients of these parameters to those who have shares of them. Collective.
 
     Args:
         engine: that averages them.
         stand_ins: what `.grad` becomes, by `id` of the parameter.
+
+    Returns:
+        What takes it back, on all ranks or on none. Local.
+
+    Raises:
+        SharedMemoryError: on every rank; there is none for the gradients. All is as it was.
     """
+    reducer, sharded = engine._reducer, dict(engine._sharded)
+
+    def take_back() -> None:
+        engine._sharded = sharded
+        vars(engine)["_reducer"] = reducer
+        engine._backward.set_reducer(reducer)
+
     engine._sharded.update(stand_ins)
-    vars(engine).pop("_reducer", None)
-    engine._reducer  # noqa: B018  made anew, while all ranks are here
+    del engine._reducer
+    try:
+        engine._reducer  # noqa: B018  made anew, while all ranks are here
+    except SharedMemoryError:
+        take_back()
+        raise
+    return take_back

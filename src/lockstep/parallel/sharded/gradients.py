@@ -21,8 +21,12 @@ from lockstep.parallel.sharded.shares import Share
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.tensors import amp_unscale_, make_wrapper, plain_torch_function
 
-__all__ = ["ShardedGradient", "find_stand_ins", "refuse_others"]
+__all__ = ["JOIN_ADVICE", "ShardedGradient", "find_stand_ins", "refuse_others"]
 
+JOIN_ADVICE = (
+    "a rank that has joined would still have to step its share of the parameters of ZeroRedundancyOptimizer. Let "
+    "lockstep.DataLoader give every rank as many batches, or take a plain optimizer"
+)
 _Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 

@@ -58,6 +58,11 @@ class HostMemory:
         self._owners = [index for index, each in enumerate(parameters) for _ in range(_num_places(each))]
         self._left = self._sample()
 
+    def leave(self) -> None:
+        """Give each parameter memory of this rank's own again. Local."""
+        for parameter in self._parameters:
+            parameter.data = parameter.data.clone()
+
     def _sample(self) -> torch.Tensor:
         return self._bytes.index_select(0, self._places)
 

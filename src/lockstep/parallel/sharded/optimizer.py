@@ -19,6 +19,7 @@ from lockstep.parallel.agreement import check_same_model
 from lockstep.parallel.checks import check_group
 from lockstep.parallel.sharded.backings import Backing, EveryRanksBacking, HostBacking
 from lockstep.parallel.sharded.engines import find_models
+from lockstep.parallel.sharded.gradients import JOIN_ADVICE
 from lockstep.parallel.sharded.inner import InnerOptimizer, check_class, is_elementwise
 from lockstep.parallel.sharded.states import collect_states, cut_state
 
@@ -52,7 +53,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             share of a parameter; others, and classes of users, whole parameters, each on one rank.
         process_group: the ranks that share; default that of the engine, else the default group.
         parameters_as_bucket_view: accepted for torch's signature.
-        overlap_with_ddp: accepted for torch's signature; the gradients of a step go out during the backward pass.
+        overlap_with_ddp: refused where it is True: there, torch's steps within a communication hook.
         elementwise: whether a class of the user's steps each element by itself, and knows no shapes; None means no.
         **defaults: for `optimizer_class`.
 
@@ -79,6 +80,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         **defaults: Any,
     ) -> None:
         self._class = check_class(optimizer_class)
+        if overlap_with_ddp:
+            raise InputError(
+                "overlap_with_ddp=True would have the optimizer step within a communication hook. Leave both out, and "
+                "call step(): gradients go out during the backward pass anyway"
+            )
         self._backing: Backing | None = None
         self._num_steps = 0
         self._collected: tuple[int, int, dict[int, dict[str, Any]] | None] | None = None
@@ -253,6 +259,10 @@ class ZeroRedundancyOptimizer(Optimizer):
                 self.optim.state.pop(piece.parameter, None)
             else:
                 self.optim.state[piece.parameter] = cut_state(piece, state)
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """Not with torch's `Join`, which calls this."""
+        raise ModelError(f"Join: {JOIN_ADVICE}")
 
     def __getstate__(self) -> NoReturn:
         raise ModelError(
