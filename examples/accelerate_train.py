@@ -4,7 +4,7 @@
 
 Accelerate chooses a backend from a list of names of its own, and refuses others in
 `InitProcessGroupKwargs(backend=...)`. It takes a group that is there already, though: `lockstep.init()` before the
-`Accelerator` is the one line that is needed. On CPUs Accelerate's state goes on to say "gloo", because that names its
+`Accelerator` is the one line that is needed. On CPUs Accelerate's state continues to say "gloo", because that names its
 choice and not the group; `dist.get_backend()` names the group.
 """
 

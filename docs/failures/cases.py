@@ -339,7 +339,7 @@ class Observation:
         rank: the rank.
         pid: of its process.
         host: where it ran.
-        error: name of the exception, with its module; empty if it went on as if nothing were wrong.
+        error: name of the exception, with its module; empty if it continued as if nothing were wrong.
         message: its text.
         seconds: from the beginning of the case on.
     """

@@ -134,7 +134,7 @@ def _describe(outcome: Any, case: Case) -> str:
     if not isinstance(outcome, Observation):
         return f"raises {type(outcome).__name__}"
     if not outcome.error:
-        return "goes on, with wrong data" if case.error == "CollectiveMismatch" else "goes on"
+        return "continues, with wrong data" if case.error == "CollectiveMismatch" else "continues"
     return f"raises {outcome.error.rpartition('.')[2]}"
 
 

@@ -32,7 +32,6 @@ expected, and what to do. A rank that caused an error which others raise is a cu
 from __future__ import annotations
 
 __all__ = [
-    "AFTER_CTRL_C",
     "AlreadyInitialized",
     "BackendUnavailable",
     "CheckpointError",

@@ -349,7 +349,7 @@ def reachable(listeners: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) ->
 
 
 def _go_on(tries: dict[int, _Try], found: dict[int, list[int]], longest_s: float) -> bool:
-    """Wait until some of the tries can go on, and note and remove those that are over; whether any could."""
+    """Wait until some of the tries can continue, and note and remove those that are over; whether any could."""
     poll = select.poll()
     for descriptor, one in tries.items():
         poll.register(descriptor, one.awaited)

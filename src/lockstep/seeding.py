@@ -5,7 +5,7 @@ in every process, Python version and run (Python's own `hash` is none of that).
 
 [Note: streams of ranks] All ranks must draw the same weights and different dropout masks: with the same masks the N
 parts of a batch see the same noise N times. So `init(seed=…)` seeds the process-wide generators alike, and an engine
-moves every rank but the first to streams of its own; the first goes on undisturbed, as one process does. The first
+moves every rank but the first to streams of its own; the first continues undisturbed, as one process does. The first
 engine that is made moves those of numpy and `random`. Torch's, which draw weights, move when an engine's first forward
 pass begins: other models may be made after the first engine, and some are
 never trained (the target of random network distillation), so that no engine makes them alike. Who has seeded torch in

@@ -140,7 +140,7 @@ class _Answer:
             self._event.record()
 
     def read(self) -> int:
-        """Wait for it, and not for what was queued behind it."""
+        """Wait for it, and not for what was queued after it."""
         if self._event is not None:
             self._event.synchronize()
         return int(self._number.item())

@@ -15,7 +15,7 @@ What is worth copying into a loop of one's own:
 - The end of training is decided by all ranks together: `EarlyStopping` by a number of the epoch, and a signal after the
   same step on all (`World.should_stop`).
 - A checkpoint within an epoch is taken between two optimizer steps, and says what the epoch came to so far: a run that
-  goes on from it reports the epoch as if nobody had stopped, at any number of ranks.
+  resumes from it reports the epoch as if nobody had stopped, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ class Trainer:
         self.step = 0
         self.epoch = 0
         self._so_far = _SoFar()
-        # The loader's state where the epoch goes on that `_so_far` is of; None where the next one begins.
+        # The loader's state where the epoch continues that `_so_far` is of; None where the next one begins.
         self._rest: dict[str, Any] | None = None
 
     def fit(self, epochs: int, max_steps: int | None = None) -> bool:
@@ -384,7 +384,7 @@ class Trainer:
         Args:
             epochs: to do in all.
             max_steps: end after this many optimizer steps in all, if that comes first: with a checkpoint, and without
-                an evaluation. The next call goes on within the epoch, as does a run that loads the checkpoint.
+                an evaluation. The next call continues within the epoch, as does a run that loads the checkpoint.
 
         Returns:
             Whether training is over: all epochs are done, or `stop` has ended it. False after `max_steps`, and after a

@@ -443,7 +443,7 @@ def horovod_step() -> tuple[list[float], list[float]]:
 
 
 def serve_after_a_leaver(leaver: int) -> dict[str, _Outcome]:
-    """Rank 0 has posted a receive from each of two clients when one of them leaves; it goes on with the other."""
+    """Rank 0 has posted a receive from each of two clients when one of them leaves; it continues with the other."""
     opened = lockstep.init(device="cpu", timeout=limit_s(TIMEOUT_S))
     found = {}
     if opened.rank == leaver:

@@ -98,7 +98,7 @@ def test_all_learn_why_a_group_is_not_made(hosts: Cluster, culprit: int, where: 
 
 
 def test_a_rank_that_dies_while_gloo_connects_is_named(hosts: Cluster) -> None:
-    """Gloo goes on asking for it for five times as long as the group's timeout."""
+    """Gloo keeps asking for it for five times as long as the group's timeout."""
     for rank, found in enumerate(hosts.run(programs.fails_to_make_a_group, (1, 1, 1), 1, "gloo dies")):
         if rank == 1:
             assert isinstance(found, RankDied)

@@ -135,7 +135,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("token", [True, False])
 def test_stranger_is_named_by_address(token: bool, job: Job, hosts: Cluster) -> None:
-    """He ended both launchers with code 0 and no line; now the job goes on, and one warning says who knocked."""
+    """He ended both launchers with code 0 and no line; now the job continues, and one warning says who knocked."""
     first, second, third = hosts.hosts
     (job.folder / "token").write_text("0123456789abcdef" * 4)
     (job.folder / "token").chmod(0o600)
@@ -151,7 +151,7 @@ def test_stranger_is_named_by_address(token: bool, job: Job, hosts: Cluster) -> 
     )
     stranger = subprocess.Popen(command)
     try:
-        wait_until(lambda: "It is refused, and the job goes on" in job.said(first), job, hosts)
+        wait_until(lambda: "It is refused, and the job continues" in job.said(first), job, hosts)
         assert f"connected there, from no host of this job: {third.address}." in job.said(first)
         (job.folder / "stop").touch()
         wait_until(lambda: all(process.poll() is not None for process in job.processes), job, hosts)

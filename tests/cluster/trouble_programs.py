@@ -75,7 +75,7 @@ def _receive_late(buffer: torch.Tensor) -> None:
 
 
 def one_sender_stalls() -> list[float]:
-    """Rank 0 receives from rank 1, which does not go on, and from rank 2, which does; what comes from rank 2, and 1."""
+    """Rank 0 receives from rank 1, which stalls, and from rank 2, which does not; what comes from rank 2, and 1."""
     with world() as opened:
         if opened.rank == 1:
             start = HostsTeam.start_send

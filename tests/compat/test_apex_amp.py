@@ -460,7 +460,7 @@ def test_groups_added_later(state: AmpState, level: str) -> None:
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
 def test_resume_with_masters_is_bit_for_bit(state: AmpState, make: Any) -> None:
-    """Model, optimizer and Amp saved after two steps and loaded go on as if nothing had been."""
+    """Model, optimizer and Amp saved after two steps and loaded continue as if nothing had been."""
     options = {"lr": 0.01} | ({"momentum": 0.9} if make is torch.optim.SGD else {})
     data = batches(4)
     model, optimizer = amp.initialize(

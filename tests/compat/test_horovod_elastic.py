@@ -192,7 +192,7 @@ def test_interrupt_survives_pickling() -> None:
 
 
 def test_a_killed_rank_costs_what_came_after_the_last_commit(tmp_path: Path, capfd: Any) -> None:
-    """All ranks start again, and go on from the commit on disk; the folder is gone afterwards."""
+    """All ranks start again, and continue from the commit on disk; the folder is gone afterwards."""
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(

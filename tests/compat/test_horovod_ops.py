@@ -84,7 +84,7 @@ def any_order() -> None:
     if late is None:
         late = hvd.allgather_async(torch.tensor([rank]), name="late")
     deadline = time.monotonic() + limit_s(20)
-    while not hvd.poll(late):  # goes on although nobody waits
+    while not hvd.poll(late):  # continues although nobody waits
         assert time.monotonic() < deadline
     assert hvd.synchronize(late).tolist() == list(range(size))
 
@@ -181,7 +181,7 @@ def mistakes() -> None:
         assert "rank 0: " in str(caught.value)
         assert "rank 1: " in str(caught.value)
         assert "test_horovod_ops.py:" in str(caught.value)
-    assert hvd.allreduce(ones, op=hvd.Sum).tolist() == [size] * 4  # the ranks go on
+    assert hvd.allreduce(ones, op=hvd.Sum).tolist() == [size] * 4  # the ranks continue
 
 
 def joining() -> None:

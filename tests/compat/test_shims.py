@@ -236,14 +236,14 @@ def test_a_script_that_asks_for_apex(launches: Launches) -> None:
         has_apex = find_spec("apex") is not None
         if not has_apex:
             raise ImportError("Please install apex from https://www.github.com/nvidia/apex")
-        print("goes on")
+        print("continues")
         """
     )
     refused = launches.run("--nproc", "1", insists)
     assert refused.returncode == 1
     assert "with `--compat` it finds lockstep.compat.apex" in refused.stderr
     done = launches.run("--nproc", "1", "--compat", insists)
-    assert (done.returncode, done.stdout) == (0, "[0] goes on\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[0] continues\n"), done.stderr
     exits = launches.script("import importlib.util\nimportlib.util.find_spec('apex') or exit('Please install Apex.')")
     refused = launches.run("--nproc", "1", exits)
     assert refused.returncode == 1

@@ -411,7 +411,7 @@ def patched(place: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def read_run(folder: Path) -> Callable[[bytes], object]:
-    """The metrics of a run, by a run that goes on with it in its folder."""
+    """The metrics of a run, by a run that continues with it in its folder."""
 
     def parse(data: bytes) -> object:
         (folder / runlog.METRICS).write_bytes(data)

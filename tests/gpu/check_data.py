@@ -88,7 +88,7 @@ def metrics(run: Context, backend: str) -> dict[str, Any]:
 
 
 def checkpoints(run: Context) -> dict[str, Any]:
-    """A training that goes on from a checkpoint takes the steps of one that was not interrupted."""
+    """A training that continues from a checkpoint takes the steps of one that was not interrupted."""
     world = run.init("nccl", seed=0)
     folder = Path(tempfile.mkdtemp())
     inputs = torch.randn(6, 12, generator=torch.Generator().manual_seed(0)).to(run.device)

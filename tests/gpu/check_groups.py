@@ -219,7 +219,7 @@ def mixed(run: Context) -> dict[str, Any]:
         dist.destroy_process_group()
         return {"verbs": found}
     error = expect_nccl_error(run)
-    dist.all_reduce(tensor)  # ours goes on working
+    dist.all_reduce(tensor)  # ours continues working
     same(tensor.tolist(), [4.0] * 3, "all_reduce behind an error of nccl")
     return {"nccl says": error}
 

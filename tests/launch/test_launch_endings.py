@@ -363,7 +363,7 @@ while True:
 
 
 def test_ignored_hangup_stays_ignored(launches: Launches) -> None:
-    """`nohup lockstep run …` goes on when the terminal is closed, and so do its ranks."""
+    """`nohup lockstep run …` continues when the terminal is closed, and so do its ranks."""
     script = launches.script(
         NOTE_PID + "note('rank0')\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('done')"
     )
@@ -392,7 +392,7 @@ def test_ctrl_z_stops_and_continues_the_ranks(launches: Launches) -> None:
     process.send_signal(signal.SIGTSTP)
     wait_until(lambda: state(rank) == state(process.pid) == b"T", "launcher and rank are stopped")
     process.send_signal(signal.SIGCONT)
-    wait_until(lambda: state(rank) != b"T", "the rank goes on")
+    wait_until(lambda: state(rank) != b"T", "the rank continues")
     (launches.folder / "go").touch()
     assert process.wait(timeout=limit_s(10)) == 0
 

@@ -1,4 +1,4 @@
-"""A stranger at the port where the launchers of a job meet: what he writes is refused, and the job goes on."""
+"""A stranger at the port where the launchers of a job meet: what he writes is refused, and the job continues."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_job_goes_on(what: str, launches: Launches) -> None:
     assert [code for code, _, _ in ends] == [0] * len(ends), ends
     said = "".join(err for _, _, err in ends)
     assert said.count(WARNING) == 1, said
-    assert "refused, and the job goes on" in said
+    assert "refused, and the job continues" in said
     assert not (launches.folder / "up-1-0").exists(), "no rank was started again"
 
 
@@ -192,7 +192,7 @@ def test_recording_of_an_earlier_job_ends_no_launcher(launches: Launches) -> Non
         is_over.set()
     ends = job.end()
     assert [code for code, _, _ in ends] == [0, 0], ends
-    assert "refused, and the job goes on" in "".join(err for _, _, err in ends)
+    assert "refused, and the job continues" in "".join(err for _, _, err in ends)
 
 
 def test_job_that_was_over_before_a_launcher_came_is_no_success(launches: Launches) -> None:

@@ -74,7 +74,7 @@ def one_process(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def half(out: Path) -> Path:
-    """A run of one epoch at two ranks, to go on from."""
+    """A run of one epoch at two ranks, to continue from."""
     train(2, out, "half", "--epochs", "1", "--dtype", "float64", "--quiet")
     return out / "half"
 

@@ -199,7 +199,7 @@ def totals_of_which_some_have_no_graph(site: Site) -> None:
 
 
 def through_a_gradient(site: Site) -> None:
-    """A penalty on the gradient of a mean, which each rank goes on computing with."""
+    """A penalty on the gradient of a mean, which each rank keeps computing with."""
 
     def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()

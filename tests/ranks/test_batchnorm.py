@@ -203,7 +203,7 @@ def one_value_everywhere() -> None:
     own = torch.ones(1 if dist.get_rank() == 0 else 0, CHANNELS)
     with pytest.raises(InputError, match="more than 1 value per channel"):
         layer(own)
-    assert layer(torch.ones(2, CHANNELS)).shape == (2, CHANNELS), "the group goes on working"
+    assert layer(torch.ones(2, CHANNELS)).shape == (2, CHANNELS), "the group continues working"
 
 
 def in_a_subgroup() -> None:

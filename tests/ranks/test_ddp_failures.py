@@ -1,4 +1,4 @@
-"""Backward passes that fail: what the others are told, and whether training can go on; and what is left in memory."""
+"""Backward passes that fail: what the others are told, whether training can continue, and what memory is left."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_others_are_told_at_once(kill: bool, capfd: pytest.CaptureFixture[st
         assert told_at - failed_at < limit_s(1)
 
 
-# ---- all ranks fail, and go on ----------------------------------------------------------------------------
+# ---- all ranks fail, and continue ----------------------------------------------------------------------------
 
 
 class Breakable:

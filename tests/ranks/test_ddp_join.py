@@ -140,7 +140,7 @@ def throw_early() -> str:
         with model.join(throw_on_early_termination=True):
             train(model, 1 + dist.get_rank())
     except RuntimeError as error:
-        # Everybody is told at the same point, and training may go on.
+        # Everybody is told at the same point, and training may continue.
         train(model, 1)
         assert_same_on_all_ranks(flat(model))
         return str(error)
@@ -197,7 +197,7 @@ def leave_alone(broadcast_buffers: bool) -> list[float]:
 
 
 def join_with_sharded_optimizer(divide_by_initial_world_size: bool) -> None:
-    """A joined rank goes on updating its shard: it gets the averaged gradients, too."""
+    """A joined rank continues updating its shard: it gets the averaged gradients, too."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns on import, of torch.jit
 
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -305,7 +305,7 @@ def test_a_loss_of_means_is_an_error(is_alone: bool) -> None:
 
 
 def keep_a_graph_for_nothing() -> None:
-    """Nobody uses the graph: training goes on as without one."""
+    """Nobody uses the graph: training continues as without one."""
     one, other = twins(mlp())
     for each, create_graph in ((one, True), (other, False)):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)

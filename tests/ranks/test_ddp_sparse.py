@@ -248,7 +248,7 @@ def tie_on_some_ranks() -> None:
         if tied_ranks and rank not in tied_ranks:
             plain.words.weight.grad = plain.words.weight.grad.to_dense()  # as the sum over ranks is
         assert_mean(model, plain)
-        if step:  # else it goes on accumulating
+        if step:  # else it continues accumulating
             clear(model, plain)
         else:
             plain.words.weight.grad = net.words.weight.grad.clone()

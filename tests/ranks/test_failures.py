@@ -1,4 +1,4 @@
-"""Ranks that come for different things: an error on every one of them at once, and the group goes on."""
+"""Ranks that come for different things: an error on every one of them at once, and the group continues."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_groups_have_their_own_deadlines(tmp_path: Path) -> None:
 
 
 def wait_with_a_limit(folder: str) -> tuple[Caught, bool]:
-    """A limit on one wait breaks nothing: the call goes on."""
+    """A limit on one wait breaks nothing: the call continues."""
     tensor = torch.ones(5)
     came = Path(folder, "came")
     if dist.get_rank() == LATE:

@@ -203,7 +203,7 @@ def test_rank_raises_in_its_world(world_size: int) -> None:
 
 
 def interrupt_a_call() -> tuple[Caught, Caught]:
-    """Ctrl-C strikes rank 1 inside a collective; its script goes on as if nothing had happened."""
+    """Ctrl-C strikes rank 1 inside a collective; its script continues as if nothing had happened."""
     dist.barrier()
     if dist.get_rank() == 1:
         import _thread

@@ -124,7 +124,7 @@ class Squares(Dataset[int]):
 
 
 def load_while_reducing() -> tuple[int, bool, bool]:
-    """A DataLoader with forked workers, of which one dies badly, while collectives go on."""
+    """A DataLoader with forked workers, of which one dies badly, while collectives continue."""
     total = torch.zeros((), dtype=torch.int64)
     pids = set()
     for squares, makers in DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork"):

@@ -1,4 +1,4 @@
-"""What no collective can take: an error on the rank that gives it, before anybody waits, and the group goes on."""
+"""What no collective can take: an error on the rank that gives it, before anybody waits, and the group continues."""
 
 from __future__ import annotations
 

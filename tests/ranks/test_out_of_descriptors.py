@@ -1,4 +1,4 @@
-"""A process that has no descriptor left: all ranks raise an error with its limit, and go on when there are some."""
+"""A process that has no descriptor left: all ranks raise an error with its limit, and continue when there are some."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_send_first_on_both_sides(world_size: int) -> None:
 
 
 def progress_inside_collectives() -> None:
-    """Nobody waits for the large send or the early receive: they go on while their rank is in a collective."""
+    """Nobody waits for the large send or the early receive: they continue while their rank is in a collective."""
     size = 6 << 20
     if dist.get_rank() == 0:
         sending = dist.isend(message(size, 0), 1)

@@ -172,7 +172,7 @@ def test_sender_dies_before_its_large_message_is_read(source: int | None) -> Non
 
 
 def announce_what_cannot_be_mapped() -> Caught:
-    """The sender is alive, and goes on to wait for the receiver."""
+    """The sender is alive, and continues to wait for the receiver."""
     dist.barrier()
     if dist.get_rank() == 0:
         dist.isend(zeros(LARGE), 1)
@@ -206,7 +206,7 @@ def test_chain_of_waits() -> None:
 
 
 def outlive_a_leaver() -> Caught:
-    """A receive from any source goes on when one of several possible sources has left in good order."""
+    """A receive from any source continues when one of several possible sources has left in good order."""
     group = dist.new_group()
     rank = dist.get_rank()
     if rank == 2:
@@ -225,7 +225,7 @@ def test_any_source_outlives_a_leaver() -> None:
 
 
 def serve_after_a_leaver() -> list[Caught]:
-    """Rank 0 has posted a receive from each of its clients when rank 1 leaves; it goes on with rank 2."""
+    """Rank 0 has posted a receive from each of its clients when rank 1 leaves; it continues with rank 2."""
     group = dist.new_group()
     rank = dist.get_rank()
     if rank == 1:
@@ -320,7 +320,7 @@ def test_collective_names_the_receive_that_a_rank_is_in() -> None:
 
 
 def lose_patience() -> tuple[Caught, bool]:
-    """A wait of one's own ends; the receive goes on, and so does the group."""
+    """A wait of one's own ends; the receive continues, and so does the group."""
     received = zeros()
     if dist.get_rank() == 1:
         dist.barrier()
@@ -338,7 +338,7 @@ def test_wait_with_a_timeout() -> None:
     (caught, works), _ = run_ranks(lose_patience, 2)
     assert type(caught.error) is CollectiveTimeout
     assert "recv(float32[4], src=1, tag=0) of the default group" in str(caught.error)
-    assert "it goes on" in str(caught.error)
+    assert "it continues" in str(caught.error)
     assert 0.04 < caught.seconds < limit_s(1)
     assert works
 

@@ -1,4 +1,4 @@
-"""PowerSGD: what it leaves out, that nothing is lost, and that training goes on as well with it."""
+"""PowerSGD: what it leaves out, that nothing is lost, and that training continues as well with it."""
 
 from __future__ import annotations
 

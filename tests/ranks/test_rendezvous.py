@@ -72,7 +72,7 @@ def meet_twice(place: Path, name: str) -> list[int]:
             store = folder.open_store(name, *whoami(), LONG)
             assert list(place.iterdir()) == [], "nothing is left on disk once somebody has met"
             seen.append(store.add("who comes", 1))
-            # Who goes on at once would put the next meeting there while another still looks.
+            # Who continues at once would put the next meeting there while another still looks.
             wait_until(lambda store=store: store.add("who comes", 0) == whoami()[1])  # type: ignore[misc]
         return seen
 

@@ -138,7 +138,7 @@ def test_one_rank_cannot_open_the_memory() -> None:
 
 
 def allocate_without_permission() -> tuple[Caught, bool]:
-    """The same once the group is there: all ranks raise, and the group goes on."""
+    """The same once the group is there: all ranks raise, and the group continues."""
 
     def refuse(handle: str, size_bytes: int | None = None) -> Segment:
         raise SharedMemoryError(errno.EACCES, "cannot open the shared memory of process 1: Permission denied")

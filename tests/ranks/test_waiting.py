@@ -160,7 +160,7 @@ def test_message_wakes_the_thread_that_nobody_waits_with() -> None:
 
 
 def seconds_of_sends_beside_a_sleeper() -> float:
-    """Rank 0 sends more than there is room for, and goes on; all that is left to move it is a thread that receives."""
+    """Rank 0 sends more than there is room for, and returns; all that is left to move it is a thread that receives."""
     messages = [torch.full((_EAGER_BYTES,), number, dtype=torch.uint8) for number in range(_NUM_MESSAGES)]
     dist.barrier()
     with _no_looks():

@@ -280,7 +280,7 @@ def die_before_a_group(how: str, victim: int) -> Caught | None:
             dist.destroy_process_group()
             return None
         else:
-            raise ValueError("cannot go on")
+            raise ValueError("cannot continue")
     return attempt(lambda: dist.new_group([0, 1]))
 
 
@@ -294,7 +294,7 @@ def test_rank_that_cannot_come_to_a_group(how: str, says: str, victim: int) -> N
 
 
 def found_a_group_without_the_lost() -> tuple[Caught, float] | None:
-    """The survivors of a loss may go on in a group of their own."""
+    """The survivors of a loss may continue in a group of their own."""
     pids = pids_of_ranks()
     if dist.get_rank() == 1:
         kill_self()

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--world-size", type=int, default=3, metavar="N", help="number of ranks (default 3)")
     parser.add_argument("--backend", default="lockstep", help="for init_process_group (default lockstep)")
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long to go on (default 1)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long to continue (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the next has the next (default 0)")
     parser.add_argument("--steps", metavar="SEED,…", help="run this one program, a seed for each step")
     parser.add_argument("--show", action="store_true", help="print the steps of the program and do not run it")

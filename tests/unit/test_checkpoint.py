@@ -130,7 +130,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_going_back_leaves_the_later_ones_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that was resumed from step 100 does not go on, later, from step 300 of the run that was left."""
+    """A run that was resumed from step 100 does not continue, later, from step 300 of the run that was left."""
     _, _, last = save_steps(tmp_path, 100, 200, 300, keep=3)
     assert "WARNING" not in capsys.readouterr().err
     resumed = checkpoint.load(checkpoint.available(tmp_path)[-1])

@@ -483,7 +483,7 @@ class Late(torch.utils.data.Dataset):
 
 
 def test_a_batch_that_is_late_is_not_skipped(tmp_path):
-    """torch goes on waiting for a batch that has timed out; its share and its place come with it."""
+    """torch continues waiting for a batch that has timed out; its share and its place come with it."""
     loader = DataLoader(Late(tmp_path / "now"), 2, num_workers=1, timeout=0.2, rank=0, world_size=1)
     iterator = iter(loader)
     with pytest.raises(RuntimeError, match="timed out"):

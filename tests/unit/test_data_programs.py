@@ -109,7 +109,7 @@ def test_a_script_may_tell_the_sampler_its_epochs() -> None:
     for epoch in (40, 41, 41, 43):
         sampler.set_epoch(epoch)
         assert epoch_of(loader) == epoch
-    assert [epoch_of(loader) for _ in range(2)] == [44, 45], "told once, the loader goes on"
+    assert [epoch_of(loader) for _ in range(2)] == [44, 45], "told once, the loader continues"
     sampler.set_epoch(number=50, start=1)
     assert (epoch_of(loader), loader.epoch) == (51, 51), "what it makes of it is its own business"
     sampler.set_epoch(60)
@@ -206,7 +206,7 @@ def test_what_was_told_by_the_batch_sampler_counts_for_one_epoch() -> None:
     loader, told = DataLoader(range(9), 4, shuffle=True), DataLoader(range(9), 4, shuffle=True)
     tell_as_mmengine_does(told, 3)
     loader.set_epoch(3)
-    assert [run_orders(told) for _ in range(3)] == [run_orders(loader) for _ in range(3)], "it goes on from there"
+    assert [run_orders(told) for _ in range(3)] == [run_orders(loader) for _ in range(3)], "it continues from there"
     tell_as_mmengine_does(told, 3)
     told.set_epoch(1)
     loader.set_epoch(1)

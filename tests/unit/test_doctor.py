@@ -200,7 +200,7 @@ def test_no_room_at_all_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> N
 def test_torch_that_does_not_load(
     error: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is one result, and the report goes on with what can be said without torch."""
+    """It is one result, and the report continues with what can be said without torch."""
 
     class Refusing:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:

@@ -84,7 +84,7 @@ def wait_in_thread(pair: Pair, memory: torch.Tensor) -> tuple[threading.Thread, 
 
 def check_ended(thread: threading.Thread, raised: list[BaseException]) -> None:
     thread.join(limit_s(20))
-    assert not thread.is_alive(), "the wait goes on"
+    assert not thread.is_alive(), "the wait continues"
     assert [type(error) for error in raised] == [PeerFailure]
 
 

@@ -504,7 +504,7 @@ def recording(port: int) -> dict[str, str]:
 
 
 def test_holder_takes_no_nonce_that_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger who came first to the port had it go on with an earlier job, which was closed."""
+    """A stranger who came first to the port had it continue with an earlier job, which was closed."""
     port = find_free_port()
     earlier = recording(port)
     hold = job_store_module._hold

@@ -210,7 +210,7 @@ class TestRunLog:
 
     @pytest.fixture
     def finished(self, tmp_path: Path) -> Path:
-        """A run to go on from."""
+        """A run to continue from."""
         run = tmp_path / "run"
         (run / "checkpoints").mkdir(parents=True)
         (run / "metrics.jsonl").write_text('{"kind": "run"}\n', encoding="utf-8")

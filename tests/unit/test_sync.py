@@ -376,7 +376,7 @@ def test_after_another_wake_up_one_may_be_missed_again(sleeps: list[float], monk
     sleep = Futex.sleep
 
     def be_woken(futex: Futex, index: int, seen: int, timeout_s: float) -> None:
-        if len(sleeps) == 1:  # this is the second, which would go on until the first look
+        if len(sleeps) == 1:  # this is the second, which would continue until the first look
             other.waiter.sound_alarm()
         sleep(futex, index, seen, timeout_s)
 

@@ -43,7 +43,7 @@ def test_ranks_that_disagree() -> None:
         assert "all_reduce(float32[3], SUM)" in str(caught.value)
         assert "all_reduce(float32[4], SUM)" in str(caught.value)
         assert tensor.eq(7.0).all(), "a mismatch is found before a byte is written"
-        dist.barrier()  # the group goes on
+        dist.barrier()  # the group continues
 
     assert run_threads(run, 2) == [None, None]
 

@@ -96,7 +96,7 @@ class PublishedWaits(Protocol):
         """Publish what this rank waits in, and for whom."""
 
     def confirm_wait(self, time_ns: int) -> None:
-        """Confirm that the published wait still went on at that time of the monotonic clock."""
+        """Confirm that the published wait still continued at that time of the monotonic clock."""
 
     def withdraw_wait(self) -> None:
         """Publish that this rank waits no more."""

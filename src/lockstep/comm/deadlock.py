@@ -5,7 +5,7 @@ and then A, each waits in a group of its own, and nobody ever comes for the wron
 waits in A for rank 1, which waits in B for rank 0.
 
 A rank that has waited for a moment publishes its wait in its control block of the default group, which all ranks map:
-in which collective it waits, and for whom. While it goes on waiting, it follows the ranks that it waits for, and those
+in which collective it waits, and for whom. While it waits, it follows the ranks that it waits for, and those
 that they wait for, and looks whether this leads back to itself.
 
 [Note: no false alarm] An error where none is would be worse than a late one, so a rank counts as waiting only if it
@@ -65,7 +65,7 @@ def note_other_caller() -> None:
 
 
 def forget_other_callers() -> None:
-    """Count on the main thread alone again. Local; for a process that goes on to another job without such threads."""
+    """Count on the main thread alone again. Local; for a process that takes another job without such threads."""
     global _has_other_callers
     _has_other_callers = False
 

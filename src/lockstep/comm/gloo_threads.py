@@ -1,6 +1,6 @@
 """Waits until gloo's threads are at rest, before the interpreter exits and, with torch < 2.8, before a group ends.
 
-[Note: gloo at exit] The rank that calls a collective goes on when gloo has the result; after that, a thread of gloo
+[Note: gloo at exit] The rank that calls a collective continues when gloo has the result; after that, a thread of gloo
 drops its references to the tensors, and needs the GIL for it. If the script ends at that moment with the group still
 referenced (a DDP model holds it, also after `destroy_process_group`), the interpreter ends first, and Python ends a
 thread that asks a dead interpreter for the GIL in a way that C++ answers with `terminate called without an active

@@ -130,7 +130,7 @@ class BootstrapStore:
         found = self._refused.setdefault((*self._scope, key), _RefusedValue(text, time.monotonic()))
         if time.monotonic() - found.since_s > _PATIENCE_S:
             raise RendezvousError(f"{text}. {_SAME_TOKEN}")
-        warn_once(get_logger(__name__), f"{text}. It is refused, and the job goes on")
+        warn_once(get_logger(__name__), f"{text}. It is refused, and the job continues")
         return None
 
     def share(self, topic: str, rank: int, world_size: int, text: str, timeout_s: float) -> list[str] | None:

@@ -1,6 +1,6 @@
 """Which threads compute what a group's own thread computes.
 
-A group's thread adds and copies while the thread that called it goes on computing with all its intra-op threads. OpenMP
+A group's thread adds and copies while the thread that called it keeps computing with all its intra-op threads. OpenMP
 gives every thread that computes a team of its own: with eight intra-op threads a rank would have sixteen, and those
 that wait at the end of each operation take the cores by asking (torch's DDP over a group, 2 ranks of 8 threads on 16
 cores: 1.3 to 7.5 times slower than our engine, which computes in the caller's thread). So it computes alone, as

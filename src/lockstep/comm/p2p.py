@@ -3,14 +3,14 @@
 A mailbox (`shm/mailbox.py`) moves messages only while a thread calls it. A thread that waits for a message drives the
 mailbox itself (`PointToPoint.drive`): a message that is already there costs no change of threads. While no thread
 waits, a background thread of the group drives it; that thread starts with the first operation that cannot finish at
-once. So operations go on while this rank computes or is in a collective. Both kinds of thread sleep when nothing has
+once. So operations continue while this rank computes or is in a collective. Both kinds of thread sleep when nothing has
 moved for a while, until a peer rings (`shm/doorbell.py`), and look at the peers as rarely as a collective does.
 
 [Note: deadlines] A receive may be posted long before its message is due. Its deadline runs from the moment at which a
 thread waits for it. An operation that no thread waits for ends with its peer, or with the group.
 
 [Note: what breaks a group] A pair that disagrees about a message (CollectiveMismatch) has lost that message
-and nothing else. A rank that left in good order ends the messages with it and nothing else: a server goes on with its
+and nothing else. A rank that left in good order ends the messages with it and nothing else: a server continues with its
 other clients. A rank that died or failed, or did not come in time, is an error that breaks the group on this rank as it
 does in a collective: peers that wait for this rank learn of it at once.
 """
@@ -311,7 +311,7 @@ class PointToPoint:
         try:
             self._mailbox.progress()
         except BaseException as error:
-            # Some record may be half read: no way to go on.
+            # Some record may be half read: no way to continue.
             self._break(error)
             if not isinstance(error, Exception):
                 raise

@@ -4,7 +4,7 @@
 call waits for its copies before it finishes, and leaves nothing queued on the GPU. So all work that the caller queues
 behind it sees the result, on any stream, and no memory of the tensor has to be kept for a stream. A call in another
 thread runs on a stream of its own, behind an event in the caller's stream, so it sees all work that the caller queued
-before the call. It does not wait for the caller's stream itself, which goes on computing meanwhile.
+before the call. It does not wait for the caller's stream itself, which keeps computing meanwhile.
 
 Staging is for tensors that come now and then, and for ranks that share one GPU, which NCCL refuses. Between GPUs NCCL
 is faster: "cpu:lockstep,cuda:nccl", or `lockstep.init()`, which chooses it.

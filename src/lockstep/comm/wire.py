@@ -2,7 +2,7 @@
 
 A reduction over several hosts adds within each host first, in the dtype in which it accumulates. What then crosses the
 network is one partial sum per host, and these are what a wire format encodes. Every rank, also the one that encoded
-them, goes on with the decoded values, so all ranks end with the same bits.
+them, continues with the decoded values, so all ranks end with the same bits.
 
 | name | bits per value | error of one encoding of x |
 |---|---|---|

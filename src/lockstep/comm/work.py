@@ -142,7 +142,7 @@ class PendingWork(_TorchWork):
         timeout_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
         if not self._await(timeout_s):
             raise CollectiveTimeout(
-                f"{self._describe()} had not finished when wait(timeout={timeout_s:g} s) ran out; it goes on, and the "
+                f"{self._describe()} had not finished when wait(timeout={timeout_s:g} s) ran out; it continues; the "
                 "group's own deadline will say which rank is missing"
             )
         if self._error is not None:

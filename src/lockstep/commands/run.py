@@ -49,7 +49,7 @@ Options after the script belong to the script.
 _RUN_EPILOG = """\
 When a rank fails, the others are stopped, the first failure is shown last with its traceback, and the exit code is that
 rank's (128 + signal if one killed it). Ctrl-C ends all ranks, a second Ctrl-C at once. No process survives, also
-when this one is killed. SIGUSR1 to this process prints where every rank is, and the job goes on.
+when this one is killed. SIGUSR1 to this process prints where every rank is, and the job continues.
 
 examples:
   lockstep run --nproc 4 train.py --epochs 10

@@ -8,7 +8,7 @@ its file or that of the main file imports Apex in any case. It is told yes; so i
 program that was told no, and ends with an error about that, gets a line that names `--compat`. An import finds the shim
 whatever was asked before.
 
-In any case means: not in a function that is called, in a branch, or in a `try` that goes on without. A `try` or a
+In any case means: not in a function that is called, in a branch, or in a `try` that continues without. A `try` or a
 branch counts whose other ways raise or exit. The text comes by `linecache`, which has that of zip files and of cells of
 notebooks, too.
 """

@@ -277,7 +277,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _full_memory(error: Exception) -> DataError:
-    """The error for the user. Removes the file that torch leaves behind when it cannot fill it."""
+    """The error for the user. Removes the file that torch leaves when it cannot fill it."""
     left = re.search(r"file <(/torch_[0-9_]+)>", str(error))
     if left is not None:
         with contextlib.suppress(OSError):

@@ -146,7 +146,7 @@ class Attempt:
         """Watch the ranks until all have exited, ending them where need be.
 
         Args:
-            timeout_s: seconds after which to return while the ranks go on; None for no limit, as a job has none,
+            timeout_s: seconds after which to return while the ranks continue; None for no limit, as a job has none,
                 but each phase of its ending has.
 
         Returns:

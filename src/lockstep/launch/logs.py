@@ -26,7 +26,7 @@ class LogFolder:
         self._fds: dict[int, int] = {}
 
     def open(self, ranks: Iterable[int], *, has_begun: bool = False) -> None:
-        """Make sure that these ranks have files; those that this job has opened before go on where they are.
+        """Make sure that these ranks have files; those that this job has opened before continue where they are.
 
         Args:
             ranks: of this host.

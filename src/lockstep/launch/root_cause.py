@@ -381,7 +381,7 @@ def find_own_errors(failures: list[RankFailure]) -> list[RankFailure]:
     Where all raised because of another rank, those that did so after Ctrl-C: what they meant to save is not saved.
 
     Nor because of an import: Ctrl-C in the middle of one becomes errors of other kinds, where a library catches
-    everything, or goes on with half a module.
+    everything, or continues with half a module.
 
     Args:
         failures: from `find_first_failure`.

@@ -224,7 +224,7 @@ class BatchJob:
 
     def _step(self) -> list[str]:
         """The command that starts the ranks."""
-        # Otherwise the ranks that wait for one that died would go on waiting until the time limit.
+        # Otherwise the ranks that wait for one that died would wait on until the time limit.
         srun = ["srun", "--kill-on-bad-exit=1"]
         if self.prefix:
             srun.append("--label")

@@ -2,12 +2,12 @@
 
 [Note: rendezvous in a folder] Rank 0 makes a folder of that name, mode 0700, where temporary files go, and a
 file in it. The others wait for it and open the file. Every rank signs the file, which is a torch FileStore.
-When all have signed, rank 0 marks it as complete and removes file and folder; the ranks go on through
+When all have signed, rank 0 marks it as complete and removes file and folder; the ranks continue through
 their open descriptors, so nothing is left behind however they end.
 
 * The folder must be a real folder that only this user can enter, because every user may make one of any
   name where temporary files go. It is checked, and then used, through one descriptor.
-* A rank goes on when its file has lost its name. If the file was not marked complete, or bears another's
+* A rank continues when its file has lost its name. If the file was not marked complete, or bears another's
   signature, it was left over from ranks that were killed while they met, and rank 0 has replaced it: the
   rank looks again. So no rank takes an old rendezvous for its own, in whichever order they come.
 * A second world in the same process uses the store of the first, with other keys. So a descriptor is never

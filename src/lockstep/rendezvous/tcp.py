@@ -82,7 +82,7 @@ def _setting(url: str | None) -> str:
 
 
 def stop_serving() -> None:
-    """Let go of the ports, in a process that goes on with another job. Local."""
+    """Let go of the ports, in a process that continues with another job. Local."""
     _servers.clear()
 
 
@@ -111,7 +111,7 @@ def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket 
 class _Rendezvous:
     """Ranks that come to one port for one store: [Note: named rendezvous] in `meeting`.
 
-    The store that they go on with has keys that begin with the name.
+    The store that they continue with has keys that begin with the name.
 
     Args:
         address: of rank 0's host.

@@ -170,6 +170,6 @@ def _place(url: str) -> tuple[str, int] | None:
 
 
 def _query(url: str) -> dict[str, str]:
-    """The values that torch has put behind the `?`: rank and world_size, where the caller gave them."""
+    """The values that torch has put after the `?`: rank and world_size, where the caller gave them."""
     _, _, text = url.partition("?")
     return dict(pair.split("=", 1) for pair in text.split("&") if "=" in pair)

@@ -281,7 +281,7 @@ def reduce_in_place(
         parts: one flat tensor per rank, the same numel and dtype.
         rank: whose part is this rank's own.
         low: index of the first element.
-        high: index behind the last element.
+        high: index after the last element.
         kernel: reduces the elements.
         own: flat tensor of high - low elements to take instead of what lies in the own part.
     """

@@ -84,7 +84,7 @@ class BaseMailbox(abc.ABC):
         """Wake the peers that sleep until something that this rank has done since the last call. Local."""
 
     def arm(self) -> int:
-        """Ask to be woken when a peer has done something that `progress` can go on with. Local.
+        """Ask to be woken when a peer has done something that `progress` can continue with. Local.
 
         Returns:
             The value that `sleep` takes. Call `progress` once more before it; see [Note: bells] in doorbell.py.

@@ -234,7 +234,7 @@ class SharedControlBlocks:
         self.words[self._starts[self.rank] // 8 + _BLOCKED_WORD] = self._num_blocked
 
     def confirm_wait(self, time_ns: int) -> None:
-        """Confirm that the published wait still went on at that time of the monotonic clock."""
+        """Confirm that the published wait still continued at that time of the monotonic clock."""
         self.words[self._starts[self.rank] // 8 + _CONFIRMED_WORD] = time_ns
 
     def withdraw_wait(self) -> None:

@@ -5,7 +5,7 @@ once more. A rank that changes the word then reads that other word, and wakes th
 that read before the store has left the core, which takes some tens of nanoseconds, while the sleeper still has a system
 call before it. Should it happen nevertheless, the sleeper notices 2 ms later: it sleeps no longer at first
 (`MISSED_AFTER_S` in `sync.py`), and looks once more. Then whoever looked too early has stored, and whoever comes later
-reads that somebody sleeps. So if nothing has changed, the rank goes on sleeping without writing anything, and for as
+reads that somebody sleeps. So if nothing has changed, the rank sleeps on without writing anything, and for as
 long as it likes; after a wake-up it begins anew.
 """
 

@@ -160,7 +160,7 @@ class Watch:
             if error.errno in _NO_SUCH_PROCESS:
                 self._dead.add(rank)
             else:
-                self._without_pidfd[rank] = peer  # `dead` goes on asking
+                self._without_pidfd[rank] = peer  # `dead` keeps asking
         if is_peer and fd is not None and sentry().watch(process, fd, self):
             return
         if fd is not None:

@@ -65,7 +65,7 @@ class MailArea:
         return rings + (sender * self.num_ranks + receiver) * ring_bytes(self.capacity)
 
     def bell_word(self, local_rank: int) -> int:
-        """Index of the word that changes when that rank is rung for; behind it is what its bell is armed for."""
+        """Index of the word that changes when that rank is rung for; after it is what its bell is armed for."""
         return (self._start + self.num_ranks * _TEXT_BYTES + local_rank * _BELL_BYTES) // 8
 
     def publish_waiting(self, rank: int, text: str) -> None:

@@ -52,14 +52,14 @@ _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _RecordKind(IntEnum):
-    """Records. The fields behind the kind are: number, tag, num_bytes, label, chunk, chunk_bytes."""
+    """Records. The fields after the kind are: number, tag, num_bytes, label, chunk, chunk_bytes."""
 
     LABEL = 1  # the payload is what that label stands for from here on
     POOL = 2  # the payload is the handle of the sender's pool
     EAGER = 3  # the payload is the message
     ANNOUNCE = 4  # a message that waits for a grant; the chunk is its beginning
     CHUNK = 5  # the next piece of a granted message: the chunk, or else the payload
-    GRANT = 6  # to the sender of that number: go on
+    GRANT = 6  # to the sender of that number: continue
     REFUSE = 7  # to the sender of that number: the receive that matched has that label, which does not fit
 
 
@@ -198,7 +198,7 @@ class Mailbox(BaseMailbox):
         self._bell.ring_here()
 
     def close(self) -> None:
-        """Close the file of the pool. Local; peers that have mapped it go on."""
+        """Close the file of the pool. Local; peers that have mapped it continue."""
         if self._pool is not None:
             self._pool.release()
 
@@ -239,7 +239,7 @@ class Mailbox(BaseMailbox):
 
     def _keep(self, arrival: Incoming) -> None:
         if arrival.data is not None and not arrival.announced:
-            arrival.data = arrival.data.clone()  # It lies in the ring, which must go on.
+            arrival.data = arrival.data.clone()  # It lies in the ring, which must continue.
         self._matcher.keep(arrival)
 
     def deliver(self, receive: Receive, arrival: Incoming) -> None:
@@ -357,7 +357,7 @@ class Mailbox(BaseMailbox):
     def _write(
         self, to: _RingPeer, fields: Fields, payload: torch.Tensor | None = None, send: Send | None = None
     ) -> None:
-        """Write a record, behind those that wait for room; `send` is done once it is written."""
+        """Write a record, after those that wait for room; `send` is done once it is written."""
         to.backlog.append((fields, payload, send))
         self._flush(to)
 

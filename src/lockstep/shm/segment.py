@@ -247,7 +247,7 @@ def leave(piece: torch.Tensor) -> torch.Tensor:
     """Move a piece of a segment to another address, and leave private memory in its place. Local.
 
     The memory at the old address becomes private, with the same content, in one step: tensors, views and bare pointers
-    to it stay valid, and no rank writes there any more. Peers go on with the segment as it was.
+    to it stay valid, and no rank writes there any more. Peers continue with the segment as it was.
 
     Args:
         piece: uint8 tensor that begins at a page, and has the rest of its last page for itself.

@@ -11,7 +11,7 @@ the release of the first and the acquire of the second order everything around t
 [Note: waiting] First spin (the peer is on another core and microseconds away), then yield the core, then sleep until
 the last peer's step wakes this rank (it computes, and needs the cores; `futex.py`). Where the kernel has no such sleep
 there are short naps. A yield that takes long has let somebody else run here. If there are cores for all ranks, that may
-be the very peer, which the scheduler has put on this core, and the two would go on taking turns. So the rank goes to
+be the very peer, which the scheduler has put on this core, and the two would keep taking turns. So the rank goes to
 sleep, because the scheduler gives a thread that wakes up an idle core. Where another program has the core, no rank
 yields for a while ([Note: lost cores] in cores.py). Only the slow part looks at clocks and at the state of peers, so
 looking for failures costs nothing while there are none.

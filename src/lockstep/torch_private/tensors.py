@@ -28,7 +28,7 @@ __all__ = [
     "values_of",
 ]
 
-_BYTES_OF_HEAD = 8  # scale and bias, float32 each, behind the values of a row
+_BYTES_OF_HEAD = 8  # scale and bias, float32 each, after the values of a row
 _LEAST_RANGE = 1e-8  # what torch's kernel adds to the range of a row
 
 _Tensors = Sequence[torch.Tensor]

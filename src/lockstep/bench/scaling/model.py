@@ -8,7 +8,7 @@ to measurements that are not the check::
     computing  fixed + gamma b    forward, backward and optimizer of b samples, r ranks at once, nobody communicating
 
 The link is no line: small messages and large ones go different ways, and the large ones need a reply before they begin.
-So between the sizes that were measured it is straight, and beyond the largest it goes on as between the last two.
+So between the sizes that were measured it is straight, and beyond the largest it continues as between the last two.
 
 An all_reduce of m bytes over H hosts goes through the stages of `comm/hosts`: ranks tell each other what they have
 come for (one latency of the link with up to 3 ranks, else one for each step up a tree and down again), each host adds
@@ -24,7 +24,7 @@ hosts form a ring, of 2 (H - 1) hops. They go in k pieces, and while one is on t
     all_reduce = told + max(wire, inner) + min(wire, inner) / k      told: link(0) for each time that ranks tell
 
 A step computes forward, then backward. The engine reduces a bucket of gradients as soon as it is full, between hosts
-while the backward pass goes on, on one host when it is over; buckets follow each other. Gradients are taken to come
+during the backward pass, on one host when it is over; buckets follow each other. Gradients are taken to come
 evenly over the backward pass. Then the optimizer steps.
 
 Where all hosts share one machine's cores, `link`, `host` and what ranks tell each other are measured with all ranks at

@@ -270,7 +270,7 @@ def _keep(contestants: Sequence[_Contestant], session: Session) -> None:
 
 
 def _give_up(one: _Contestant, failure: WayFailed, session: Session, contestants: list[_Contestant]) -> None:
-    """Leave a way out that cannot go on."""
+    """Leave a way out that cannot continue."""
     contestants.remove(one)
     one.job.kill()
     if one.name == SINGLE:  # against which all others are held

@@ -17,7 +17,7 @@ long as there is something to send.
 
 [Note: signals] The handler of a signal may raise wherever Python calls a function, in the middle of `receive`, too; a
 message that is lost or read twice then would go unnoticed. So each step from the socket to an inbox is either one call
-into C, which no handler interrupts, or one assignment; and the next `receive` goes on where the last one was left.
+into C, which no handler interrupts, or one assignment; and the next `receive` continues where the last one was left.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class _Connecting:
         """The group.
 
         Raises:
-            TimeoutError: it is not there in time; the thread goes on.
+            TimeoutError: it is not there in time; the thread continues.
         """
         deadline_s = time.monotonic() + timeout_s
         while not self._is_over.wait(_LOOK_EVERY_S):
@@ -209,7 +209,7 @@ class GlooConnections:
     def break_off(self) -> None:
         """Close the connections, for all groups, so that every wait ends. Local."""
         self._are_whole = False
-        # See [Note: waits]; Gloo's own abort() lets waits go on.
+        # See [Note: waits]; Gloo's own abort() lets waits continue.
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _BREAK_OFF_TAG).wait(_AT_ONCE)

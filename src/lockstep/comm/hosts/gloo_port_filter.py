@@ -4,7 +4,7 @@
 keeps every other connection, and where no descriptor is left for the next one, an exception ends the process (SIGABRT).
 It listens for as long as the group is there, though nobody has to connect once all have. So the kernel keeps strangers
 away from it, by a filter on the socket that listens: while the ranks connect, packets from the addresses of their hosts
-pass, later none. Connections that were made before go on. A kernel that knows no such filters leaves the port open.
+pass, later none. Connections that were made before continue. A kernel that knows no such filters leaves the port open.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class LinkStore(Store):
                 silent = sorted(peer for peer in awaited if not self._num_received[peer])
                 if silent:
                     raise not_come(silent, self._rank, self._ranks, self._timeout_s)
-                raise lost_meanwhile([self._ranks[peer] for peer in sorted(awaited)], "came and did not go on")
+                raise lost_meanwhile([self._ranks[peer] for peer in sorted(awaited)], "came and did not continue")
             self._links.wait(_POLL_S)
             self._receive()
 

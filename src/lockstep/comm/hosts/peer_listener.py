@@ -3,7 +3,7 @@
 A rank listens while the group is being made, on the chosen address of its host and a free port, and no longer: once all
 are connected there is no listening port. A process that connects has to prove who it is (`handshake.py`).
 
-[Note: strangers] All handshakes go on at the same time, each with a deadline of its own. So a stranger that connects
+[Note: strangers] All handshakes continue at the same time, each with a deadline of its own. So a stranger that connects
 and sends nothing, or single bytes, keeps no rank waiting. Its connection is closed in the end, with one warning.
 """
 
@@ -135,7 +135,7 @@ class _Handshakes:
             self._outgoing[peer] = OutgoingHandshake(self._rank, peer, endpoint, key, self._address)
 
     def go_on(self) -> None:
-        """Advance the handshakes that can go on now; waits a moment if none can."""
+        """Advance the handshakes that can continue now; waits a moment if none can."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         for descriptor in self._incoming:
@@ -208,7 +208,7 @@ class _Handshakes:
             warn_once(
                 get_logger(__name__),
                 f"rank {self._rank} of a new group refused a connection from {handshake.address}: {why}. "
-                "The job goes on",
+                "The job continues",
             )
 
     def strangers(self) -> str:

@@ -7,7 +7,7 @@ leaves. Subclasses move the bytes.
 go through one channel for each pair of ranks, and arrive in the order in which they were sent; the last message of a
 rank is its final notice. A rank that waits for anything receives them, so any wait learns of a rank that failed.
 
-[Note: arrival] A rank comes to a collective by sending its record to the others (`arrival.py`), and goes on when it has
+[Note: arrival] A rank comes to a collective by sending its record to the others (`arrival.py`), and leaves when it has
 received those of all. Only then do tensors move, straight between the memories of users, in messages whose sizes all
 ranks know. The final notice of a rank that gives up holds how many collectives it has finished, so a peer knows whether
 the data that it still waits for will come.

@@ -25,6 +25,6 @@ torch's, and the rendezvous implements torch's `RendezvousHandler`. Three things
 
 * its agent for local processes, because `local_workers.py` runs the ranks of one host as in a job on one host;
 * its dynamic rendezvous, which unpickles what it reads from the network, declares hosts dead whose clocks differ, takes
-  45 s to go on after a host was lost, and does not tell the others at all when a host fails for good;
+  45 s to continue after a host was lost, and does not tell the others at all when a host fails for good;
 * its use of the agents' store for the ranks: the next start uses it again, and its ranks read addresses of the last.
 """

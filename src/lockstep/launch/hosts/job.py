@@ -66,7 +66,7 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
         except OutputLost as lost:
             return end_without_reader(lost.error)
         except StoreLost as lost:
-            say(f"{_RULE}\nlockstep: {lost}; without it no host can go on\n{_RULE}\n")
+            say(f"{_RULE}\nlockstep: {lost}; without it no host can continue\n{_RULE}\n")
             return 1
 
 

@@ -280,7 +280,7 @@ class JobStore:
             seen = f"; connected there, from no host of this job: {', '.join(strangers)}" if strangers else ""
             say(
                 f"lockstep: warning: somebody who does not have this job's token came to {self._config.endpoint}, "
-                f"where the launchers meet, and {what}{seen}. It is refused, and the job goes on\n"
+                f"where the launchers meet, and {what}{seen}. It is refused, and the job continues\n"
             )
 
     @contextlib.contextmanager

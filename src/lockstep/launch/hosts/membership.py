@@ -98,7 +98,7 @@ class Membership:
         failures: number of rounds that have failed.
         failed_round: number of the last round that failed.
         order: keys of the hosts of the round that ran last, in the order of their numbers.
-        is_abandoned: whether the launcher that holds the store is about to leave, and the others go on elsewhere.
+        is_abandoned: whether the launcher that holds the store is about to leave, and the others continue elsewhere.
         closed: why the job is over; None while it is not.
         exit_code: exit code of the job, once it is closed.
     """

@@ -17,7 +17,7 @@ OPTIONS = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "r
 # The default ports of torchrun: of --master-port and of --rdzv-endpoint.
 _DEFAULT_PORT = 29500
 _DEFAULT_RDZV_PORT = 29400
-# A user who lets the number of hosts change wants the job to go on.
+# A user who lets the number of hosts change wants the job to continue.
 _ELASTIC_RESTARTS = 3
 _BACKENDS = ("c10d", "static")
 

@@ -14,7 +14,7 @@ few to run.
 
 [Note: put back] A stranger may write over the state, or remove it. Every launcher keeps the last state that it has seen
 under this job's seal and puts it back as it was, with its count; a launcher that has seen a later one then puts back
-that. So the job goes on from the latest state that any launcher knows. A host puts back its own values of a round.
+that. So the job continues from the latest state that any launcher knows. A host puts back its own values of a round.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class HostRendezvous(RendezvousHandler):
         return max(1, len(self.membership.waiting)) if self._regroup else 0
 
     def shutdown(self) -> bool:
-        """Leave the job, which goes on if it has hosts enough."""
+        """Leave the job, which continues if it has hosts enough."""
         with contextlib.suppress(StoreLost):  # A refusal of the last moment is warned of, too.
             self._warn()
         self._heartbeat.stop()

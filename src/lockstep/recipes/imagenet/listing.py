@@ -49,7 +49,7 @@ class Listing:
     Attributes:
         root: the folder listed.
         classes: names of the class folders, sorted; a label is a place in here.
-        names: uint8; the paths below `root`, one behind the other, as the file system spells them.
+        names: uint8; the paths below `root`, one after the other, as the file system spells them.
         ends: int64 [n]; where each path ends in `names`.
         labels: int64 [n].
         seconds: that the listing took; 0 where it was found in a file.

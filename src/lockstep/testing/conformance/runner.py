@@ -3,7 +3,7 @@
 All cases of a run share one call of `run_ranks` and one process group. After each case the
 ranks meet in a mapped file (`progress.py`); where a case failed, each rank leaves the group and
 all build a new one, so that one failure does not make the next. Where a rank died or hung, the
-case it was in is reported as failed, and a new call goes on with the case after it.
+case it was in is reported as failed, and a new call continues with the case after it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 Apex's name
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """The model in float16, but for batch normalization, behind a cast of its input."""
+    """The model in float16, but for batch normalization, after a cast of its input."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 

@@ -209,7 +209,7 @@ class Reducer:
 
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype and device, one behind the other. Local.
+    """Tensors of one dtype and device, one after the other. Local.
 
     >>> flatten([torch.tensor([[1, 2]]), torch.tensor(3)]).tolist()
     [1, 2, 3]

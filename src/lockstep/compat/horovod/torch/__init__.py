@@ -15,7 +15,7 @@ General layout, from the bottom up:
 * `counting`: counts backward passes until a gradient is complete; `wrapping`: changes the class of an optimizer.
 * `gradients`: holds gradients back and reduces them together.
 * `optimizer`: `DistributedOptimizer`; `delta_optimizer`: the same for Adasum.
-* `sync_batch_norm`: `SyncBatchNorm`; `elastic`: training that goes on after a failure.
+* `sync_batch_norm`: `SyncBatchNorm`; `elastic`: training that resumes after a failure.
 """
 
 from __future__ import annotations

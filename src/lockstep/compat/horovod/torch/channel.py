@@ -57,7 +57,7 @@ _DUPLICATE = (
 )
 _SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to use a tensor "
-    "operation after hvd.shutdown(); call hvd.init() again to go on"
+    "operation after hvd.shutdown(); call hvd.init() again to continue"
 )
 
 
@@ -352,7 +352,7 @@ class Channel:
         return bool(ready) or has_ended
 
     def _end_join(self) -> None:
-        """All ranks have joined: all go on, and count requests without names from the start."""
+        """All ranks have joined: all continue, and count requests without names from the start."""
         self._joined.clear()
         with self._news:
             self._counts.clear()

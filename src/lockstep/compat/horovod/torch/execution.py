@@ -66,7 +66,7 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def gather_equal(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Copy the ranks' tensors, all of one size, one behind the other. Collective."""
+    """Copy the ranks' tensors, all of one size, one after the other. Collective."""
     engine = engine_of(group)
     if engine is not None:
         # As torch does, without its logging decorators, which take longer than the operation.

@@ -55,7 +55,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def _check_tensors(items: Sequence[tuple[str | None, Any]]) -> None:
-    """Refuse names that all stand for no tensor: nothing would be sent, and each rank go on with its own."""
+    """Refuse names that all stand for no tensor: nothing would be sent, and each rank continue with its own."""
     names = [str(name) for name, value in items if name is not None and not isinstance(value, torch.Tensor)]
     strange = [name for name in names if not name.endswith(_EXTRA_STATE)]
     if strange and len(names) == len(items):

@@ -1,4 +1,4 @@
-"""Processes of the script's own that died while it went on."""
+"""Processes of the script's own that died while it continued."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _died(job: RehearsedJob) -> Iterator[Finding]:
         if not children:
             continue
         told = [f"{child['name']}, which ran {child['function']}, {_ending(child['code'])}" for child in children]
-        yield Finding("child-failed", sites, "; ".join(told) + ", and the script went on")
+        yield Finding("child-failed", sites, "; ".join(told) + ", and the script continued")
 
 
 KINDS = (
     Kind(
         "child-failed",
         "a process of the script's own failed, and nobody looked",
-        "join() returns whatever happened: the script goes on without that process's work and says that all is well",
+        "join() returns whatever happened: the script continues without that process's work and says that all is well",
         "start them with torch.multiprocessing.spawn, which raises what they raised; or look at exitcode after join()",
         _died,
         is_failure=True,

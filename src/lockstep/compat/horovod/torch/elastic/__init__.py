@@ -1,4 +1,4 @@
-"""`hvd.elastic`: training that goes on after a failure. See [Note: two kinds of recovery] in `state.py`."""
+"""`hvd.elastic`: training that resumes after a failure. See [Note: two kinds of recovery] in `state.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler that goes on where it was when the ranks change."""
+"""A sampler that resumes where it was when the ranks change."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def _find_handler(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer, and anything else that training needs to go on.
+    """A model, an optimizer, and anything else that training needs to resume.
 
     Args:
         model: a module, or None.
