@@ -6,13 +6,14 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
+from lockstep.comm.backend import engine_of
 from lockstep.comm.engine import Engine
 from lockstep.errors import InputError, ModelError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
@@ -26,34 +27,7 @@ from lockstep.torch_private.tensors import foreach_copy_
 __all__ = ["Backing", "EveryRanksBacking", "HostBacking"]
 
 _Member = tuple[Share, torch.Tensor]
-
-
-class Backing(Protocol):
-    """What the optimizer needs of one."""
-
-    def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
-        """Take in parameters. Collective.
-
-        Returns:
-            For each, this rank's share, and the memory of the whole parameter, flat.
-        """
-
-    def gradient_of(self, piece: ShardPiece) -> torch.Tensor | None:
-        """The mean over the ranks, flat; None where there is none. Local, within `step`."""
-
-    def step(self, description: str, update: Callable[[], None]) -> None:
-        """Run `update`, which steps this rank's shares, where nobody else reads them. Collective.
-
-        Args:
-            description: the same on all ranks, or it is an error.
-            update: calls `gradient_of`.
-        """
-
-    def full_gradients(self) -> list[torch.Tensor | None]:
-        """The mean gradients of all parameters, whole. Collective."""
-
-    def changing(self) -> contextlib.AbstractContextManager[None]:
-        """Parameters may be written to inside, on all ranks alike. Collective."""
+_WORTH_SENDING = 32 << 10  # elements from which on a part is a message of its own
 
 
 class HostBacking:
@@ -84,7 +58,11 @@ class HostBacking:
         self._expects_writes, self._num_steps = False, 0
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
-        """Take in parameters, which move into memory that the ranks of the host share."""
+        """Take in parameters, which move into memory that the ranks of the host share. Collective.
+
+        Returns:
+            For each, this rank's share, and the memory of the whole parameter, flat.
+        """
         shares = share_out(parameters, self._group.rank(), self._loads, self._is_cut)
         memory = HostMemory(self._engine, parameters, names)
         self._memories.append(memory)
@@ -114,7 +92,12 @@ class HostBacking:
         return None if share.parameter.grad is None else share.mean_of(piece.start, piece.stop)
 
     def step(self, description: str, update: Callable[[], None]) -> None:
-        """Update this rank's shares between two steps of all ranks."""
+        """Update this rank's shares between two steps of all ranks. Collective.
+
+        Args:
+            description: the same on all ranks, or it is an error.
+            update: calls `gradient_of`.
+        """
         self._check()
         used = [each for each in self._gradients if each.is_held]
 
@@ -291,20 +274,44 @@ class EveryRanksBacking:
         kinds: dict[tuple[torch.dtype, torch.device], list[Share]] = {}
         for share in self._shares:
             kinds.setdefault((share.parameter.dtype, share.parameter.device), []).append(share)
-        for shares in kinds.values():
+        for (_, device), shares in kinds.items():
             flats = [flat_of(share.parameter.data, share.parameter) for share in shares]
             by_rank = [
                 [flat[share.bounds[rank] : share.bounds[rank + 1]] for flat, share in zip(flats, shares, strict=True)]
                 for rank in range(self._world_size)
             ]
-            numels = [sum(each.numel() for each in parts) for parts in by_rank]
-            own = flats[0].new_empty(max(numels))
-            own[: numels[self._rank]] = torch.cat(by_rank[self._rank])
-            rows = [torch.empty_like(own) for _ in numels]
-            dist.all_gather(rows, own, group=self._group)
-            for rank, (parts, row) in enumerate(zip(by_rank, rows, strict=True)):
-                if rank != self._rank:
-                    foreach_copy_(parts, list(torch.split(row[: numels[rank]], [each.numel() for each in parts])))
+            if device.type == "cpu" and engine_of(self._group) is None:
+                self._broadcast(by_rank)
+            else:
+                self._gather(by_rank)
+
+    def _broadcast(self, by_rank: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Over gloo, whose all_gather takes several times as long: large parts in place, small ones in one message."""
+        group = self._group
+        assert group is not None
+        works = []
+        rows: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for rank, parts in enumerate(by_rank):
+            small = [each for each in parts if 0 < each.numel() < _WORTH_SENDING]
+            rows += [(torch.cat(small), small)] if small else []
+            sent = [each for each in parts if each.numel() >= _WORTH_SENDING] + [row for row, _ in rows[-1:] if small]
+            source = dist.get_global_rank(group, rank)
+            works += [dist.broadcast(each, source, group=group, async_op=True) for each in sent]
+        for work in works:
+            work.wait()
+        for row, parts in rows:
+            foreach_copy_(list(parts), list(torch.split(row, [each.numel() for each in parts])))
+
+    def _gather(self, by_rank: Sequence[Sequence[torch.Tensor]]) -> None:
+        numels = [sum(each.numel() for each in parts) for parts in by_rank]
+        own = by_rank[0][0].new_empty(max(numels))
+        own[: numels[self._rank]] = torch.cat(list(by_rank[self._rank]))
+        rows = [torch.empty_like(own) for _ in numels]
+        dist.all_gather(rows, own, group=self._group)
+        for rank, (parts, row) in enumerate(zip(by_rank, rows, strict=True)):
+            if rank != self._rank:
+                sizes = [each.numel() for each in parts]
+                foreach_copy_(list(parts), list(torch.split(row[: numels[rank]], sizes)))
 
     def full_gradients(self) -> list[torch.Tensor | None]:
         """They are whole."""
@@ -314,3 +321,6 @@ class EveryRanksBacking:
     def changing(self) -> Iterator[None]:
         """Each rank has its own."""
         yield
+
+
+Backing = HostBacking | EveryRanksBacking
