@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import lockstep
 
@@ -74,6 +75,8 @@ def data() -> Any:
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if kind == "normalised_inputs":
         x = (x - x.mean(0)) / x.std(0)
+    if kind == "constant_size":
+        x = x + torch.zeros(2 * BATCH, 6)
     output = model.module(x) if kind == "inner" else model(x)
     if kind == "sum":
         return cross_entropy(output, y, reduction="sum")
@@ -88,12 +91,29 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(z @ z.T, torch.arange(len(z)))
     if kind in ("root", "root_in_closure"):
         return cross_entropy(output, y).sqrt()
-    if kind == "threshold":
+    if kind in ("threshold", "divided_by_itself"):
         loss = cross_entropy(output, y)
-        return loss * (loss < 1.5)
+        return loss * (loss < 1.5) if kind == "threshold" else loss / loss.detach()
     if kind == "maximum":
         return cross_entropy(output, y, reduction="none").max()
     return cross_entropy(output, y)
+
+
+class Parts(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        torch.optim.SGD(parameters[rank::world], self.param_groups[0]["lr"]).step()
+        for place, parameter in enumerate(parameters):
+            dist.broadcast(parameter.data, place % world)
+
+
+class OwnRate(torch.optim.SGD):
+    rate = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=self.rate * group["lr"])
 
 
 def average(model: nn.Module) -> None:
@@ -148,13 +168,15 @@ def loader_of(dataset: Any) -> tuple[Any, Any]:
     sampler: Any = DistributedSampler(dataset, shuffle=kind != "order", seed=seed, drop_last=kind != "padded")
     if kind in ("no_sampler", "own_part"):
         sampler = None
+    if kind == "batch_sampler":
+        return DataLoader(dataset, batch_sampler=BatchSampler(sampler, BATCH, drop_last=True)), sampler
     size = 12 // world if kind == "per_rank_batch" else BATCH
     return DataLoader(dataset, size, sampler=sampler, shuffle=sampler is None, drop_last=kind != "padded"), sampler
 
 
 def main() -> None:
     dataset, net = data(), Net()
-    by_hand = kind in ("by_hand", "clipped_before", "clipped_by_norm", "added_up", "unwrapped")
+    by_hand = kind in ("by_hand", "clipped_before", "clipped_by_norm", "added_up", "unwrapped", "passes")
     model: Any = net if by_hand else DistributedDataParallel(net)
     scale = nn.Parameter(torch.ones(CLASSES))
     twin = Net()  # its parameters have the names of those that an engine holds
@@ -164,6 +186,12 @@ def main() -> None:
     optimizer: Any = torch.optim.SGD(parameters, lr, momentum=0.9)
     if kind == "closure":
         optimizer = torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
+    if kind == "sharded_state":
+        optimizer = Parts(parameters, {"lr": lr})
+    if kind == "own_rate":
+        optimizer = OwnRate(parameters, lr)
+    if kind == "compressed":
+        model.register_comm_hook(None, fp16_compress_hook)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     loader, sampler = loader_of(dataset)
     if kind == "resumes" and os.path.exists(f"{folder}/model.pt"):
@@ -186,6 +214,8 @@ def main() -> None:
                 if kind == "twin":
                     loss = loss + cross_entropy(twin(x), y)
                 loss.backward()
+                if kind == "passes" and x.mean() > 0:
+                    net.last.weight.square().sum().backward()
                 if kind == "past_engine":
                     (net.last.weight.square().sum() * x.mean()).backward()
                 return loss
@@ -209,6 +239,8 @@ def main() -> None:
                 optimizer.step()
                 continue
             loss = step()
+            if kind == "own_rate":
+                optimizer.rate = loss.item()
             if by_hand and kind != "unwrapped":
                 average(model)
             if kind == "sharpness":

@@ -9,6 +9,7 @@ import pytest
 from another_answers import ANOTHER_ANSWERS
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.verification import Verification, verify
+from test_mistakes import is_documented
 
 SCRIPT = str(Path(__file__).with_name("run_row.py"))
 
@@ -17,6 +18,7 @@ SCRIPT = str(Path(__file__).with_name("run_row.py"))
 def test_is_found(name: str) -> None:
     verdicts = verify(Verification(SCRIPT, (name,), nproc=(3,), steps=3))
     assert verdicts[0].first == ANOTHER_ANSWERS[name][1:], format_text(name, verdicts)
+    assert is_documented(verdicts[0].differences[0])
 
 
 @pytest.mark.parametrize("name", ANOTHER_ANSWERS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from another_answers import ANOTHER_ANSWERS
+from lockstep.tools.verify.causes import Difference
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import Verification, verify
@@ -30,6 +33,8 @@ CAUSES = {
     "threshold": ("loss", "threshold"),
     "root_in_closure": ("loss", "function-of-mean"),
     "weight_by_epoch": ("loss", "kept-state"),
+    "divided_by_itself": ("gradients", "not-linear"),
+    "passes": ("loss", "passes"),
     "sum": ("gradients", "sum"),
     "inner": ("gradients", "inner-model"),
     "unwrapped": ("gradients", "unwrapped"),
@@ -37,13 +42,16 @@ CAUSES = {
     "twin": ("gradients", "unwrapped"),
     "past_engine": ("gradients", "past-engine"),
     "never_averaged": ("gradients", "not-averaged"),
+    "compressed": ("gradients", "before-averaging"),
     "clipped_before": ("gradients", "before-averaging"),
     "lr": ("parameters", "settings"),
     "plateau": ("parameters", "settings"),
     "noise": ("parameters", "ranks-differ"),
+    "own_rate": ("parameters", "optimizer"),
     "sharpness": ("parameters", "moved"),
     "buffers": ("buffers", "buffers"),
     "skips": ("samples", "skips"),
+    "constant_size": ("steps", "fails"),
     "stops": ("steps", "number-of-steps"),
     "padded_evaluation": ("evaluated", "padded-evaluation"),
     "mean_of_means": ("evaluated", "metric"),
@@ -78,12 +86,18 @@ AT_THREE = {
 # What has no mistake, and what is said of it.
 RIGHT = {
     "per_rank_batch": "the answer of one process in",
+    "batch_sampler": "the answer of one process in 6 steps",
+    "sharded_state": "the answer of one process in 6 steps",
     "own_order": "it was given theirs",
     "pieces": "cuts its batches into pieces",
     "logs": "note: logged",
     "resumes": "note: files: nothing of yours was changed; the runs wrote",
     "one_epoch": "epochs: one was seen",
 }
+# Stage, cause and what is said, from the table of docs/verify.md, where … stands for what is measured.
+ROWS = re.findall(
+    r"^\| `([a-z]+)` \| `([a-z-]+)` \| (.+) \|$", Path(__file__).parents[2].joinpath("docs/verify.md").read_text(), re.M
+)
 CORE = {"sum", "mask", "no_sampler", "inner"}
 
 
@@ -102,6 +116,20 @@ def test_mistake_is_named(kind: str, tmp_path: Path) -> None:
     first = verdict.differences[0]
     assert (first.stage, first.cause) == CAUSES[kind], text
     assert first.measured in " ".join(text.split()), "the report has the measurement"
+    assert is_documented(first), f"docs/verify.md says something else of {first.cause}: {first.meaning}"
+
+
+def is_documented(found: Difference) -> bool:
+    for _, cause, words in ROWS:
+        if cause == found.cause and re.search(".*".join(map(re.escape, re.split(" ?… ?", words))), found.meaning):
+            return True
+    return False
+
+
+def test_documented_causes_are_those_that_tests_run() -> None:
+    others = {(stage, cause) for _, stage, cause in ANOTHER_ANSWERS.values()}
+    assert {(stage, cause) for stage, cause, _ in ROWS} <= {*CAUSES.values(), *others}
+    assert {cause for _, cause, _ in ROWS} == {cause for _, cause in {*CAUSES.values(), *others}}
 
 
 @pytest.mark.core

@@ -37,3 +37,9 @@ def test_it_raises_where_nothing_can_be_told(tmp_path: Path) -> None:
 def test_it_wants_a_number_of_processes_to_compare() -> None:
     with pytest.raises(AssertionError, match=r"nproc is \(1,\)"):
         assert_one_answer(SCRIPT, nproc=(1,))
+
+
+def test_it_says_why_a_file_of_another_user_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise OSError(75, 'Value too large for defined data type')")
+    with pytest.raises(AssertionError, match=r"(?s)belongs\s+to\s+another\s+user"):
+        assert_one_answer(tmp_path / "fails.py")

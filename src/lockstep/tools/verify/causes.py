@@ -509,12 +509,11 @@ def read_parameters(step: StepOfJob) -> Difference | None:
     kind = step.ranks[0]["kind"]
     meaning = f"the same gradients make other steps: {kind} goes by something that each rank has of its own"
     advice = "give the optimizer what all ranks have; a closure returns lockstep.mean(loss * len(y), len(y))"
-    cause = "closure" if "LBFGS" in kind else "optimizer"
     measured = (
         f"{len(wrong)} of {len(own)} parameters differ after the step ({_names(wrong)}), by up to {worst:.1e} of what "
         "it moved them"
     )
-    return step.found("parameters", cause, measured, meaning, advice)
+    return step.found("parameters", "optimizer", measured, meaning, advice)
 
 
 def read_buffers(step: StepOfJob) -> Difference | None:

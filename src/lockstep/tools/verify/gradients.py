@@ -50,6 +50,7 @@ class GradientWatch:
         self._begin: list[Tensor] = []
         self._used: list[Tensor | None] = []
         self._passes = 0
+        self._stepping: Any = None
         self._depth = 0
 
     def install(self) -> None:
@@ -156,6 +157,10 @@ class GradientWatch:
         recorder = self._recorder
         if recorder.is_cut:
             recorder.end()
+        if self._stepping is None:
+            self._stepping = optimizer
+        if optimizer is not self._stepping:
+            return  # one of those that an optimizer is made of, as ZeroRedundancyOptimizer is
         with recorder.aside(), torch.no_grad():
             if not any(optimizer is one for one in recorder.optimizers):
                 recorder.optimizers.append(optimizer)
@@ -169,8 +174,9 @@ class GradientWatch:
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        if recorder.is_cut:
+        if recorder.is_cut or optimizer is not self._stepping:
             return
+        self._stepping = None
         with recorder.aside(), torch.no_grad():
             # After the step: Horovod's optimizer averages within it.
             used = self._gradients(optimizer)

@@ -107,7 +107,12 @@ def _after_losses(
     """What is wrong with the averaging, where one process's loss is the mean over samples of the ranks'."""
     if needed is None or not _are_close(needed, losses.shares):
         return None
-    if taken is None or not (_are_close(taken, given) or _has_one_ratio(taken, needed)):
+    is_even = _are_close(given, losses.shares)
+    if (
+        taken is None
+        or (is_even and _are_close(taken, given))
+        or not (_are_close(taken, given) or _has_one_ratio(taken, needed))
+    ):
         return (
             "before-averaging",
             "the weighted mean of what the ranks computed is one process's gradient, and what the optimizer took is "
@@ -116,7 +121,7 @@ def _after_losses(
             "clip and unscale after the averaging: after backward(), and with Horovod between "
             "optimizer.synchronize() and step()",
         )
-    if _are_close(given, losses.shares):
+    if is_even:
         return None
     return (
         "uneven",
@@ -141,7 +146,7 @@ def _meaning(
     if needed is None and any(zeros):
         return _threshold(zeros)
     if needed is None:
-        return _kept() if step.number > 1 and _is_first_odd(step) else _not_linear(losses)
+        return _kept() if step.number > 1 and _is_first_odd(step) else _not_linear()
     if len(set(losses.shares)) > 1 and all(_close(loss, one) for loss, one in _pairs(losses)):
         return (
             "whole-batch",
@@ -193,12 +198,12 @@ def _kept() -> tuple[str, str, str]:
         "kept-state",
         "the steps before were those of one process, and no mean of the ranks makes its gradient now: something that "
         "is kept from step to step (a centre, a queue, weights by earlier losses) follows one rank's rows; or the loss "
-        "compares samples, or is cut off",
+        "compares samples, is cut off, or adds terms that are divided by different counts",
         "update what is kept by the samples of all ranks (lockstep.all_gather, lockstep.mean)",
     )
 
 
-def _not_linear(losses: Losses) -> tuple[str, str, str]:
+def _not_linear() -> tuple[str, str, str]:
     return (
         "not-linear",
         "no weights of the ranks make one process's gradient: the loss compares samples with each other, takes a "
@@ -238,6 +243,8 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
         )
     tolerance = max(1e-9, 100 * step.precision)
     is_mean = _close(whole, passes, tolerance) and all(each >= -1e-6 for each in weights)
+    if all(_close(loss, one) for loss, one in _pairs(losses)):
+        return _not_linear()  # it is divided by itself
     if is_mean and _is_weighted(losses, weights, 100 * tolerance):
         return (
             "count",

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 import lockstep
@@ -75,8 +75,10 @@ class LoaderWatch:
         values = vars(iterator)
         number = values.setdefault(_NUMBER, len(self._recorder.facts["passes"]))  # workers ask before the pass begins
         asked = values.setdefault(_ASKED, [])
-        given = self._recorder.orders.get(number, ())
-        index = given[len(asked)] if len(asked) < len(given) else index
+        given = self._recorder.orders.get(number)
+        if given is not None and len(asked) >= len(given):
+            raise StopIteration
+        index = index if given is None else given[len(asked)]
         is_known = isinstance(index, Sequence) and iterator._dataset_kind == _DatasetKind.Map
         asked.append(_numbers(index) if is_known else None)
         values.setdefault(_COUNTS, deque()).append(list(index) if is_known else None)
@@ -184,7 +186,7 @@ def _describe(loader: Any) -> dict[str, Any]:
         "samples": _length_of(loader.dataset),
         "batches": _length_of(loader),
         "splits": sampler is not None,
-        "draws_order": isinstance(getattr(loader, "sampler", None), RandomSampler),
+        "draws_order": not isinstance(getattr(loader, "sampler", None), SequentialSampler),
         "shuffles": bool(sampler is not None and sampler.shuffle),
         "padding": 0 if sampler is None or sampler.drop_last else sampler.total_size - len(sampler.dataset),
     }
@@ -199,10 +201,13 @@ def _init(watch: LoaderWatch, sizes: Sequence[int | None]) -> Callable[..., Any]
                 object.__setattr__(self, "_lockstep_made", made[0])
                 asked = sizes[made[0]] if made[0] < len(sizes) else None
                 made[0] += 1
-                is_number = isinstance(batch_size, int)
-                watch.note_made(batch_size if is_number else None)
-                has_own = kwargs.get("batch_sampler") is not None or (len(args) > 2 and args[2] is not None)
-                if asked is not None and batch_size is not None and not has_own:
+                own = kwargs.get("batch_sampler", args[2] if len(args) > 2 else None)
+                size = batch_size if own is None else getattr(own, "batch_size", None)
+                watch.note_made(size if isinstance(size, int) else None)
+                if asked is not None and own is not None:
+                    with contextlib.suppress(AttributeError):
+                        own.batch_size = asked
+                elif asked is not None:
                     batch_size = asked
             original(self, dataset, batch_size, *args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import re
@@ -31,7 +32,10 @@ _RANK_MODULE = "lockstep.tools.verify.rank"
 # What a script says that cannot do without a GPU.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Mismatch|Parameters|Lost|Timeout|Exit)\b.*: ")
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
-_LAST = "Its last words:\n"
+_FOREIGN = (
+    "A file or folder that belongs to another user cannot be written to where files are kept apart: give the script a "
+    "folder of your own. "
+)
 _STARTS_RANKS = (
     "the script starts its ranks itself (torch.multiprocessing.spawn), so nobody else can say how many there are. Let "
     "it read RANK and WORLD_SIZE where they are set, and start nothing then"
@@ -202,17 +206,20 @@ def _compared(session: _Session, world_size: int) -> Any:
     code, settings = session.ranks()
     ranks = read_records(settings, RANKS, world_size)
     if len(ranks) < world_size:
-        words = f"the script ends with exit code {code} on {world_size} ranks. {_LAST}{session.output(RANKS)}"
-        return Verdict(world_size, unknown=words)
+        return Verdict(world_size, unknown=_ended(session.output(RANKS), code, f"{world_size} ranks"))
     if any(each["facts"]["starts_ranks"] for each in ranks):
         return Verdict(world_size, unknown=_STARTS_RANKS)
     _write_keys(settings, ranks)
     failure = session.failure(RANKS) if code else ""
     code, one, sizes = _reference(session, ranks)
     if code or one is None:
-        words = f"the script ends with exit code {code} on one process. {_LAST}{session.output(ONE)}"
-        return Verdict(world_size, unknown=words)
+        return Verdict(world_size, unknown=_ended(session.output(ONE), code, "one process"))
     return _judged(session, ranks, one, sizes, failure)
+
+
+def _ended(output: str, code: int, where: str) -> str:
+    why = _FOREIGN if f"[Errno {errno.EOVERFLOW}]" in output else ""
+    return f"the script ends with exit code {code} on {where}. {why}Its last words:\n{output}"
 
 
 def _reference(session: _Session, ranks: Sequence[Any]) -> tuple[int, Any, tuple[int | None, ...]]:
