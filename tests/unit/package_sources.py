@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,26 @@ def modules() -> Mapping[str, Module]:
         found[name] = Module(name, path, ast.parse(path.read_text(), str(path)))
     assert found
     return found
+
+
+def _broken_by(check: Callable[[Module], None], module: Module) -> str:
+    try:
+        check(module)
+    except AssertionError as error:
+        return str(error) or "?"
+    return ""
+
+
+def each_module(check: Callable[[Module], None]) -> Callable[[], None]:
+    """Make a rule of modules one test, which fails with all of those that break it: thousands would cost a minute."""
+
+    @functools.wraps(check)
+    def test() -> None:
+        broken = [text for module in modules().values() if (text := _broken_by(check, module))]
+        assert not broken, "\n".join(broken)
+
+    del test.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for a fixture of its argument's name
+    return test
 
 
 def imports_of(module: Module) -> Iterator[tuple[str, int]]:

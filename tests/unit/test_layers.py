@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 
-import pytest
-
-from package_sources import Module, imports_of, modules
+from package_sources import Module, each_module, imports_of, modules
 
 # From the bottom up. A module belongs to the longest name here that it begins with; modules in
 # one line do not know each other. `lockstep` alone is the package's own __init__, which what
@@ -50,9 +48,6 @@ def _layer_of(module: str) -> str:
             return ".".join(parts[:length])
     assert module == "lockstep", f"{module} is in no layer: give it one in LAYERS and in ARCHITECTURE.md"
     return module
-
-
-each_module = pytest.mark.parametrize("module", modules().values(), ids=lambda module: module.name)
 
 
 @each_module

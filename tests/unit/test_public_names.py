@@ -11,9 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.testing import limit_s
-from package_sources import Module, modules
-
-each_module = pytest.mark.parametrize("module", modules().values(), ids=lambda module: module.name)
+from package_sources import Module, each_module, modules
 
 
 @pytest.mark.parametrize("name", lockstep.__all__)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from package_sources import Module, modules
+from package_sources import Module, each_module, modules
 
 # Modules that make objects, or code, out of bytes.
 PICKLERS = {"_pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing.connection", "pickle", "shelve"}
@@ -73,7 +73,7 @@ def _risk_of_call(call: ast.Call) -> str:
     return "yaml.load" if called in ("yaml.load", "yaml.unsafe_load") else ""
 
 
-@pytest.mark.parametrize("module", modules().values(), ids=lambda module: module.name)
+@each_module
 def test_only_named_places_unpickle(module: Module) -> None:
     if module.name not in ALLOWED:
         found = [f"{module.path}:{line}: {text}" for line, text in risks(module.tree)]
