@@ -78,7 +78,7 @@ def train_anew(leaves_a_forward_pass: bool, accumulates: bool, regularises: bool
 
 @pytest.mark.parametrize(
     ("leaves_a_forward_pass", "accumulates", "regularises"),
-    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
+    [(False, False, False), (True, False, False), (False, True, False), (False, False, True), (True, False, True)],
 )
 def test_a_model_is_wrapped_anew(leaves_a_forward_pass: bool, accumulates: bool, regularises: bool) -> None:
     run_ranks(train_anew, 2, leaves_a_forward_pass, accumulates, regularises)

@@ -39,6 +39,10 @@ while).
 abandon: the pass failed, or what it waits for never came. Back to IDLE from ARMED, DEFERRED and AVERAGING, before the
 next ready, accumulate or begin; from WAITING before the next ready. An accumulate leaves it WAITING.
 
+forget: another engine has been made for the parameters. Back to IDLE from READY: from then on only a gradient that
+comes to an output begins a pass. Where the engine of before is part of a reference cycle, some ranks may have freed it
+and others not: one that took a parameter's gradient for its own would average alone.
+
 A task may run within another one (re-entrant checkpoints). The inner one abandons what the outer one began, and may
 have averaged when the outer one is over: so a wait comes in all phases but AVERAGING, and an average in all phases. A
 rank that has joined (`joined.py`) averages zeros, wherever it stands.
@@ -142,6 +146,10 @@ class PassState:
         """A forward pass begins whose backward pass does not average."""
         self._go("accumulate", self.phase if self.phase is _WAITING else _IDLE, not self.is_under_way)
         self.is_accumulating = True
+
+    def forget(self) -> None:
+        """Gradients that come by parameters alone are another engine's from now on."""
+        self._go("forget", _IDLE if self.phase is _READY else self.phase, True)
 
     def begin(self, task: int, early: bool) -> None:
         """Gradients begin to come in a task that averages; `early`: buckets go out as they fill."""

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch, seeding
 from lockstep.agreement import collective_device
-from lockstep.drift.engines import StepArguments, note_engine, parameters_of
+from lockstep.drift.engines import StepArguments, engines, note_engine, parameters_of
 from lockstep.drift.watch import describe_step, watch_steps
 from lockstep.errors import InputTypeError, ModelError
 from lockstep.parallel.agreement import broadcast_tensors, check_same_model
@@ -193,6 +193,8 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         if self._averages_at_once:
             self.number = next(_numbers_of(group))
             self._reducer  # noqa: B018  made now, while all ranks are here
+        for other in engines():
+            other.give_way(self._own)
         note_engine(self)
         seeding.begin_rank_streams_of_engine()
         watch_steps()
@@ -392,6 +394,11 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     def may_average(self, parameters: frozenset[int]) -> bool:
         """Whether a backward pass of this engine has begun or may begin, in which it averages any of them. Local."""
         return self._backward.phase is not Phase.IDLE and not self._own.isdisjoint(parameters)
+
+    def give_way(self, parameters: frozenset[int]) -> None:
+        """Another engine is made for these parameters, and takes the gradients that come past all outputs. Local."""
+        if not self._own.isdisjoint(parameters):
+            self._backward.forget()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
