@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep import DistributedDataParallel, ZeroRedundancyOptimizer
 from lockstep.testing import run_ranks
@@ -296,6 +297,24 @@ def test_memory_is_shared_and_state_is_not() -> None:
         assert is_apart
         assert is_averaged
         assert is_small
+
+
+def let_go() -> list[bool]:
+    """Whether the memory of autograd's gradients is free after the backward pass."""
+    model = DistributedDataParallel(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    found: list[StorageWeakRef] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: found.append(StorageWeakRef(gradient.untyped_storage())))
+    backward(model, 0)
+    are_free = [each.expired() for each in found]
+    optimizer.step()
+    return are_free
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_not_kept_until_the_step(world_size: int) -> None:
+    assert run_ranks(let_go, world_size) == [[True] * 6] * world_size
 
 
 def same_bits() -> bool:
