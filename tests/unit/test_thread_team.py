@@ -70,7 +70,7 @@ def test_what_a_backend_cannot_do_is_refused_before_anybody_waits() -> None:
         with pytest.raises(InputError, match="the default group has no symmetric memory"):
             engine.allocate(1)
         with pytest.raises(InputError, match="the default group has no memory that all its ranks share"):
-            engine.run_steps("key", str, lambda: None)
+            engine.run_steps("text")
         dist.barrier()
 
     assert run_threads(run, 2) == [None, None]
