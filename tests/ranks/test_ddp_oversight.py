@@ -507,35 +507,3 @@ def test_batch_normalization_of_one_sample_gets_a_remedy() -> None:
         for text in errors:
             assert "got input size torch.Size([1, 3])" in text
             assert text.endswith("lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model)")
-
-
-class Recurrent(nn.Module):
-    """Begins with a state for as many rows as the loader's batch has."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.rnn, self.batch_size = nn.GRU(4, 3, batch_first=True), batch_size
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.rnn(inputs, torch.zeros(1, self.batch_size, 3))[0]
-
-
-def state_of_all_rows(batch_size: int) -> list[str]:
-    model = DistributedDataParallel(Recurrent(batch_size))
-    (inputs,) = next(iter(DataLoader(TensorDataset(torch.ones(12, 5, 4)), 6)))
-    try:
-        model(inputs)
-    except RuntimeError as error:
-        return [str(error), *getattr(error, "__notes__", [])]
-    return []
-
-
-def test_a_tensor_for_the_rows_of_all_ranks_gets_a_note() -> None:
-    for rank, (error, note) in enumerate(run_ranks(state_of_all_rows, 2, 6)):
-        assert error == "Expected hidden size (1, 3, 3), got [1, 6, 3]"
-        assert note == (
-            f"rank {rank} holds 3 of the 6 samples of this batch. If that is the 6 above, make the tensor for as many "
-            "rows as the input has: x.size(0)"
-        )
-    assert run_ranks(state_of_all_rows, 2, 3) == [[], []]
-    assert all(len(said) == 1 for said in run_ranks(state_of_all_rows, 2, 4))

@@ -7,11 +7,11 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `reducer`: the gradients of a backward pass in their buckets.
 * `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches.
 * `feeding`, `rows`: how many samples of the global batch a forward pass holds.
-* `checks`, `agreement`: what an engine can be given, and whether all ranks have the same model.
+* `checks`: what an engine can be given.
 * `buckets`, `gradient_memory`: where each gradient lies; `sparse_gradients`: those that lie in no bucket.
 * `transports`, `symmetric`: how a full bucket is averaged; `comm_hooks`: by a hook of the user's.
 * `sharded`: a share of each parameter on each rank; a package with a map of its own.
-* `rank_agreement`: whether all ranks understood a step alike, and hold the same parameters.
+* `rank_agreement`: whether all ranks have the same model, understood a step alike, and hold the same parameters.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `parameter_changes`: parameters that no engine averages.
 * `powersgd`: a communication hook that sends fewer bytes.

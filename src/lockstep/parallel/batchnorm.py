@@ -20,7 +20,6 @@ they take off this rank's gradient by w_r again.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -446,27 +445,18 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's w
 
 
 def explain_forward_error(error: Exception, world_size: int, share: BatchShare | None) -> Exception:
-    """The error to raise in place of one that the model raised: with a remedy, or itself, maybe with a note. Local.
+    """The error to raise in place of one that the model raised: with a remedy where torch says this, or itself. Local.
 
     Args:
         error: what the forward pass raised.
         world_size: ranks of the engine.
         share: what this rank holds of the batch; None where nobody knows.
     """
-    if world_size == 1:
+    if world_size == 1 or _ONE_VALUE not in str(error):
         return error
-    if _ONE_VALUE in str(error):
-        held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
-        return InputError(
-            f"rank {dist.get_rank()} had {held} of this batch, and batch normalization needs more than one value per "
-            f"channel on each of the {world_size} ranks: {error}. Normalize over the batch of all ranks, with model = "
-            "lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model)"
-        )
-    # Where torch names the size of the global batch, the script may have made a tensor of it: zeros(1, BATCH, hidden).
-    if share is not None and str(share.global_samples) in re.findall(r"\d+", str(error)):
-        note = (
-            f"rank {dist.get_rank()} holds {share.local_samples} of the {share.global_samples} samples of this batch. "
-            f"If that is the {share.global_samples} above, make the tensor for as many rows as the input has: x.size(0)"
-        )
-        error.__notes__ = [*getattr(error, "__notes__", []), note]
-    return error
+    held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
+    return InputError(
+        f"rank {dist.get_rank()} had {held} of this batch, and batch normalization needs more than one value per "
+        f"channel on each of the {world_size} ranks: {error}. Normalize over the batch of all ranks, with model = "
+        "lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model)"
+    )

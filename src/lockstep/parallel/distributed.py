@@ -22,7 +22,6 @@ from lockstep.agreement import collective_device
 from lockstep.drift.engines import StepArguments, engines, note_engine, parameters_of
 from lockstep.drift.watch import describe_step, watch_steps
 from lockstep.errors import InputTypeError, ModelError
-from lockstep.parallel.agreement import broadcast_tensors, check_same_model
 from lockstep.parallel.backward_pass import BackwardPass, Phase
 from lockstep.parallel.batchnorm import explain_forward_error, warn_of_batch_statistics
 from lockstep.parallel.buckets import plan_buckets
@@ -51,7 +50,7 @@ from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.gradient_memory import keep_memory_of_gradients
 from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
 from lockstep.parallel.parameter_changes import ParameterChanges
-from lockstep.parallel.rank_agreement import RankAgreement
+from lockstep.parallel.rank_agreement import RankAgreement, broadcast_tensors, check_same_model
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.sharded.gradients import JOIN_ADVICE, ShardedGradient, find_stand_ins, refuse_others
 from lockstep.parallel.transports import make_transport

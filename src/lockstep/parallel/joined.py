@@ -32,8 +32,8 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from lockstep.batch import BatchShare
 from lockstep.errors import InputError
-from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.checks import named_tensors
+from lockstep.parallel.rank_agreement import broadcast_tensors
 from lockstep.torch_private.groups import join_config_of, tell_join_config
 
 __all__ = ["JoinableEngine", "JoinedRank", "RepeatableJoin", "Steps"]

@@ -1,4 +1,6 @@
-"""Whether the ranks of an engine do the same: compared once with each averaging, and a difference is an error.
+"""Whether the ranks of an engine do the same: compared when the model is wrapped and once with each averaging.
+
+A difference is an error.
 
 Each rank says a few words with every averaging (`Words`): its claim, what it takes the batch to be; which batches of a
 loader its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group
@@ -32,7 +34,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -40,11 +42,23 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.flight_recorder import fingerprint
+from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch, ModelMismatch
 from lockstep.torch_private.autograd import version_of
 
-__all__ = ["ADVICE", "NO_WORDS", "RankAgreement", "Words", "all_reduce_options", "describe_batches", "fingerprint_of"]
+__all__ = [
+    "ADVICE",
+    "NO_WORDS",
+    "RankAgreement",
+    "Words",
+    "all_reduce_options",
+    "broadcast_tensors",
+    "check_same_model",
+    "describe_batches",
+    "fingerprint_of",
+]
 
+_GROUP_BYTES = 32 << 20  # of tensors that are broadcast in one call, as many small ones are
 _COMPARED_VALUES = 4096  # of each parameter
 _MEASURED_PARAMETERS = 8  # of those that differ
 _COLLECTIVE_EVERY = 4  # times as many averagings
@@ -390,7 +404,7 @@ class RankAgreement:
         digests = self._first if is_first else None
         self._first = None
         own = [batches, int(self._is_known), *(digests or _digests(self._parameters))]
-        values = self._gather(torch.tensor(own, device="cpu"))
+        values = _gather(torch.tensor(own, device=self._device), self._group)
         self._compare_batches(values[:, 0].tolist())
         values = values[:, 1:]
         known = values[:, 0].nonzero().flatten()
@@ -403,7 +417,8 @@ class RankAgreement:
         """Of these, the parameter that is farthest apart, and how far, relative to its greatest value. Collective."""
         parts = [_some_values(self._parameters[index]) for index in indices]
         parts = [(torch.view_as_real(part) if part.is_complex() else part).reshape(-1).double() for part in parts]
-        rows = self._gather(torch.cat([parts[0].new_tensor([float(self._is_known)]), *parts]))
+        own = torch.cat([parts[0].new_tensor([float(self._is_known)]), *parts])
+        rows = _gather(own.to(self._device), self._group)
         found = []
         for index, values in zip(
             indices, torch.split(rows[rows[:, 0] > 0, 1:], [len(part) for part in parts], 1), strict=True
@@ -414,13 +429,6 @@ class RankAgreement:
             found.append((float(distance.nan_to_num(torch.inf)), index))
         distance_of_all, index = max(found)
         return index, distance_of_all
-
-    def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, stacked, on the host. Collective."""
-        own = own.to(self._device)
-        rows = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(rows, own, group=self._group)
-        return torch.stack(rows).cpu()
 
 
 def all_reduce_options(op: Any) -> Any:
@@ -448,9 +456,123 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     if len({part.device for part in parts}) == 1:
         parts = list(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
     texts = [part.cpu().numpy().tobytes() for part in parts]
-    return [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1 for text in texts]
+    return [_hash(text) for text in texts]
+
+
+def _hash(text: bytes) -> int:
+    """63 bits."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensors of all ranks, stacked, on the host. Collective."""
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(rows, own, group=group)
+    return torch.stack(rows).cpu()
 
 
 def _some_values(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().flatten()
     return flat[:: max(1, flat.numel() // _COMPARED_VALUES)].contiguous()
+
+
+# ---- when the model is wrapped -------------------------------------------------------------------
+
+
+def check_same_model(
+    tensors: Mapping[str, torch.Tensor],
+    settings: Mapping[str, object],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Compare names, shapes, dtypes, memory formats and requires_grad over ranks, and settings. Collective.
+
+    Args:
+        tensors: name -> parameter or buffer, in order.
+        settings: name -> value, in order, of whatever else ranks must agree on.
+        group: the ranks that compare.
+        device: where the group's collectives want their tensors.
+
+    Raises:
+        ModelMismatch: on every rank; names the first entry that differs, on both sides.
+    """
+    lines = [f"{name}: {_describe(tensor)}" for name, tensor in tensors.items()]
+    lines += [f"{name}={value}" for name, value in settings.items()]
+    text = "\n".join(lines).encode()
+    own = torch.tensor([_hash(text), len(text)], dtype=torch.int64, device=device)
+    summaries = _gather(own, group)
+    if bool((summaries[:, 0] == summaries[0, 0]).all()):
+        return
+    texts = _gather_texts(text, summaries[:, 1].tolist(), group, device)
+    reference = texts[0].split("\n")
+    for rank, other_text in enumerate(texts):
+        other = other_text.split("\n")
+        for index in range(max(len(reference), len(other))):
+            here = reference[index] if index < len(reference) else "nothing more"
+            there = other[index] if index < len(other) else "nothing more"
+            if here != there:
+                ranks = dist.get_process_group_ranks(group)
+                raise ModelMismatch(
+                    f"ranks hold different models. First difference: rank {ranks[0]} has {here or 'nothing'}; rank "
+                    f"{ranks[rank]} has {there or 'nothing'}. Build the same model on every rank, and wrap it with the "
+                    "same arguments"
+                )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    text = describe_tensor(tensor)
+    if not tensor.requires_grad:
+        return f"{text} (no gradient)"
+    # Gradients lie in the buckets in the order of memory.
+    laid_out = torch.empty_like(tensor, device="meta")
+    return text if laid_out.is_contiguous() else f"{text} with strides {list(laid_out.stride())}"
+
+
+def _gather_texts(text: bytes, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8, device="cpu")
+    if text:
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = _gather(padded.to(device), group)
+    return [bytes(row[:length].numpy()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int | None = None) -> None:
+    """Overwrite `tensors` by those of one rank. Collective.
+
+    Args:
+        tensors: the same list of shapes and dtypes on all ranks.
+        group: the ranks that take part.
+        source: rank in the group whose tensors all get; default the first.
+
+    Writes through `.data`, so that a tensor which autograd has saved may be overwritten: the running
+    statistics of batch normalisation, which its backward pass does not use.
+    """
+    if group.size() == 1:
+        return
+    source_in_group = source or 0
+    global_source = dist.get_process_group_ranks(group)[source_in_group]
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)
+    for members in by_kind.values():
+        for batch in _batches(members):
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+            dist.broadcast(flat, global_source, group=group)
+            if group.rank() != source_in_group:
+                pieces = torch.split(flat, [tensor.numel() for tensor in batch])
+                for tensor, piece in zip(batch, pieces, strict=True):
+                    tensor.copy_(piece.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    batches: list[list[torch.Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if batches[-1] and size + num_bytes > _GROUP_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(tensor)
+        size += num_bytes
+    return batches

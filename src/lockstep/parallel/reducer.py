@@ -30,13 +30,12 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
-from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.comm_hooks import CommHook, HookedBuckets
 from lockstep.parallel.gradient_memory import GradientViews, find_held
 from lockstep.parallel.graph import accumulating_node, without_way_back
-from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words
+from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words, broadcast_tensors
 from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
 from lockstep.torch_private.autograd import version_of

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from lockstep.comm import clock
 from lockstep.comm.backend import engine_of
 from lockstep.comm.engine import Engine
-from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.rank_agreement import RankAgreement, Words, all_reduce_options
+from lockstep.parallel.rank_agreement import RankAgreement, Words, all_reduce_options, broadcast_tensors
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.parallel.sharded.transport import ShardedTransport
 from lockstep.parallel.symmetric import SymmetricTransport

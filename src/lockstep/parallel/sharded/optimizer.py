@@ -15,8 +15,8 @@ from lockstep.comm.backend import engine_of
 from lockstep.drift.comparison import digest
 from lockstep.drift.engines import engines
 from lockstep.errors import CheckpointError, InputError, ModelError
-from lockstep.parallel.agreement import check_same_model
 from lockstep.parallel.checks import check_group
+from lockstep.parallel.rank_agreement import check_same_model
 from lockstep.parallel.sharded.backings import Backing, EveryRanksBacking, HostBacking
 from lockstep.parallel.sharded.engines import find_models
 from lockstep.parallel.sharded.gradients import JOIN_ADVICE

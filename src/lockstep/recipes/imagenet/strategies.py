@@ -30,7 +30,7 @@ import lockstep
 from lockstep import batch, seeding
 from lockstep.batch import BatchShare
 from lockstep.errors import InputError, SetupError
-from lockstep.parallel.agreement import broadcast_tensors
+from lockstep.parallel.rank_agreement import broadcast_tensors
 from lockstep.train import Parallel, Update
 from lockstep.world import World
 

@@ -16,8 +16,8 @@ import lockstep
 from lockstep.drift.engines import engines
 from lockstep.errors import InputError, InputTypeError, NotInitialized
 from lockstep.log import get_logger, warn_once
-from lockstep.parallel.agreement import broadcast_tensors
 from lockstep.parallel.comm_hooks import GradBucket
+from lockstep.parallel.rank_agreement import broadcast_tensors
 
 __all__ = [
     "DistributedDataParallel",
