@@ -142,24 +142,22 @@ def test_a_batch_is_fetched_twice_where_it_is_the_first_that_draws_later() -> No
 
 
 class Counting:
-    """A generator that counts how often it is seeded."""
+    """A generator that counts how often each of its methods is called."""
 
-    def __init__(self, rng: Any, counts: Counter[str]) -> None:
+    def __init__(self, rng: Any, counts: Counter[tuple[str, str]]) -> None:
         self._rng, self._counts = rng, counts
 
-    def seed(self, value: int) -> None:
-        self._counts[type(self._rng).__name__] += 1
-        self._rng.seed(value)
-
     def __getattr__(self, name: str) -> Any:
+        self._counts[type(self._rng).__name__, name] += 1
         return getattr(self._rng, name)
 
 
 @pytest.fixture
-def seedings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    counts: Counter[str] = Counter()
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
     counting = [Counting(rng, counts) for rng in seeding.GLOBAL_RNGS]
     monkeypatch.setattr("lockstep.data.source.GLOBAL_RNGS", counting)
+    monkeypatch.setattr("lockstep.data.seeding.GLOBAL_RNGS", counting)
     return counts
 
 
@@ -168,15 +166,22 @@ def nothing() -> float:
 
 
 @pytest.mark.parametrize(("draw", "drawn"), [(nothing, None), (by_torch, "_Torch"), (by_python, "_Python")])
-def test_generators_that_nobody_draws_from_are_seeded_once_a_batch(
-    draw: Callable[[], float], drawn: str | None, seedings: Counter[str]
+def test_only_a_generator_that_is_drawn_from_costs_something_for_each_sample(
+    draw: Callable[[], float], drawn: str | None, calls: Counter[tuple[str, str]]
 ) -> None:
     loader = DataLoader(Some(draw), 4)
     list(loader)
-    seedings.clear()
+    calls.clear()
     list(loader)
-    once, each = 6, 24 + 6  # batches; samples and batches, which are collated
-    assert seedings == {name: each if name == drawn else once for name in ("_Torch", "_Python", "_Numpy")}
+    batches, samples = 6, 24
+    expected: Counter[tuple[str, str]] = Counter()
+    for name in ("_Torch", "_Python", "_Numpy"):
+        expected.update({(name, "state"): batches, (name, "restore"): batches})
+        if name == drawn:
+            expected[name, "seed"] = samples + batches  # which are collated
+        else:
+            expected.update({(name, "rewind"): batches, (name, "is_fresh"): batches})
+    assert calls == expected
 
 
 @pytest.mark.parametrize(
@@ -189,9 +194,9 @@ def test_generators_that_nobody_draws_from_are_seeded_once_a_batch(
         TensorDataset(torch.ones(8)),
     ],
 )
-def test_lists_and_tensors_are_not_seeded(dataset: Any, seedings: Counter[str]) -> None:
+def test_lists_and_tensors_are_not_seeded(dataset: Any, calls: Counter[tuple[str, str]]) -> None:
     list(DataLoader(dataset, 4))
-    assert not seedings
+    assert not calls
 
 
 class Reads(Some):
@@ -339,6 +344,68 @@ def test_a_draw_is_seen(rng: Any) -> None:
             rng.seed(SEED)
             change()
             assert rng.is_fresh(SEED) == is_fresh
+
+
+@pytest.mark.parametrize("rng", seeding.GLOBAL_RNGS, ids=lambda rng: type(rng).__name__)
+@pytest.mark.parametrize("words", [1, 2, 623, 624, 625, 2 * 624])
+def test_a_draw_of_whole_blocks_is_seen(rng: Any, words: int) -> None:
+    draw = {
+        "_Torch": lambda: torch.rand(words),
+        "_Python": lambda: random.getrandbits(32 * words),
+        "_Numpy": lambda: np.random.bytes(4 * words),
+    }[type(rng).__name__]
+    with preserve_global_rngs():
+        rng.rewind(SEED)
+        draw()
+        assert not rng.is_fresh(SEED)
+
+
+@pytest.fixture(params=["read in memory", "not found in memory"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    caches = seeding._fresh_python, seeding._fresh_numpy
+    for each in caches:
+        each.cache_clear()
+    if request.param != "read in memory":
+        monkeypatch.setattr(seeding, "_offset_of_python", lambda: None)
+        monkeypatch.setattr(seeding, "_mersenne_twister", lambda: None)
+    yield
+    for each in caches:
+        each.cache_clear()
+
+
+@pytest.mark.usefixtures("layout")
+@pytest.mark.parametrize("rng", seeding.GLOBAL_RNGS, ids=lambda rng: type(rng).__name__)
+def test_rewinding_is_seeding(rng: Any) -> None:
+    with preserve_global_rngs():
+        seed_global_rngs(7)
+        rng.seed(SEED)
+        expected = states()
+        for normal in (random.gauss, np.random.normal, lambda *_: torch.normal(0.0, 1.0, (1,)).item()):
+            seed_global_rngs(7)
+            normal(0.0, 1.0)  # one more is kept
+            seed_global_rngs(7)
+            if normal is np.random.normal and type(rng).__name__ == "_Numpy":
+                normal(0.0, 1.0)
+            rng.rewind(SEED)
+            assert rng.is_fresh(SEED)
+            rng.rewind(SEED)
+            assert states() == expected
+
+
+@pytest.mark.usefixtures("layout")
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+def test_the_normal_number_that_random_keeps_goes_on(drawn: int) -> None:
+    random.gauss(0.0, 1.0)  # the second of the pair is kept
+    before = states()
+    with preserve_global_rngs():
+        seed_global_rngs(SEED)
+        expected = random.Random(SEED)
+        assert [random.gauss(0.0, 1.0) for _ in range(drawn)] == [expected.gauss(0.0, 1.0) for _ in range(drawn)]
+    assert states() == before
+
+
+def test_the_memory_of_random_is_found() -> None:
+    assert seeding._offset_of_python() is not None
 
 
 @pytest.mark.parametrize("kept", ["a normal number is kept", "none is"])

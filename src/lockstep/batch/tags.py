@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,8 +27,7 @@ from lockstep.tree import tensors_in
 __all__ = ["Tag", "are_any", "find_tag", "is_filler", "purge", "reset", "tag_batch"]
 
 
-@dataclass(frozen=True)
-class Tag:
+class Tag(NamedTuple):
     """What a tensor was when the loader yielded it.
 
     Attributes:
@@ -66,11 +64,9 @@ def tag_batch(batch: Any, share: BatchShare) -> list[StorageWeakRef]:
                 continue
             has_rows = tensor.dim() > 0
             tag = Tag(share, tensor.shape[0], tensor.stride(0), tensor.numel()) if has_rows else Tag(share, 0, 0, 1)
-            if storage in _tags:
-                other = _tags[storage]
+            other = _tags.setdefault(storage, tag)
+            if other is not tag:
                 _tags[storage] = tag if other is not None and other.share == share else None
-            else:
-                _tags[storage] = tag
             storages.append(storage)
     if len(_tags) > _purge_at:
         purge()

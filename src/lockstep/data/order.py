@@ -19,6 +19,7 @@ import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -260,13 +261,19 @@ class Schedule:
     def share(self, number: int) -> BatchShare:
         """What this rank holds of batch `number`."""
         first, last = self.plan.bounds(number)
-        begin, end = share_bounds(last - first, self.rank, self.world_size)
+        is_full = last - first == self.plan.batch_size
+        share = self._full_share if is_full else self._share_of(last - first)
         # Named by its position in the epoch: a resumed epoch counts its batches anew.
-        name = f"samples {first} to {last - 1} of epoch {self.epoch}"
+        return share.named(f"samples {first} to {last - 1} of epoch {self.epoch}")
+
+    @cached_property
+    def _full_share(self) -> BatchShare:
+        return self._share_of(self.plan.batch_size)
+
+    def _share_of(self, size: int) -> BatchShare:
+        begin, end = share_bounds(size, self.rank, self.world_size)
         rows = end - begin or filler_rows(self.plan.batch_size, self.rank, self.world_size)
-        return BatchShare(
-            end - begin, last - first, self.world_size, name, self.evaluation, rows, self.source, self.fingerprint
-        )
+        return BatchShare(end - begin, size, self.world_size, "", self.evaluation, rows, self.source, self.fingerprint)
 
     def divisions(self) -> set[Division]:
         """How the batches are split; those of an evaluation are not for training, and not told."""

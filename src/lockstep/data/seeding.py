@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +33,10 @@ from lockstep.seeding import derive_seeds as derive_seeds
 __all__ = ["GLOBAL_RNGS", "GlobalRng", "make_generator", "preserve_global_rngs", "seed_global_rngs"]
 
 
+_get_bit_generator = getattr(np.random, "get_bit_generator", None)  # since numpy 1.24
+_STATE_BYTES = 625 * 4  # of a Mersenne Twister: 624 numbers, and the position among them
+
+
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
     """A fresh CPU generator at the start of the stream that `derive_seed` names."""
     return torch.Generator().manual_seed(derive_seed(purpose, seed, epoch, index))
@@ -41,6 +47,9 @@ class GlobalRng(Protocol):
 
     def seed(self, value: int) -> None:
         """Start it anew."""
+
+    def rewind(self, value: int) -> None:
+        """The same, by a copy of the state: for a seed that is used again and again."""
 
     def is_fresh(self, value: int) -> bool:
         """Whether nobody has drawn or seeded since `seed(value)`. Leaves it anywhere."""
@@ -53,13 +62,20 @@ class GlobalRng(Protocol):
 
 
 class _Torch:
-    """torch's generator on the CPU."""
+    """torch's generator on the CPU.
+
+    A state begins with the seed and two positions, of which the second is 0 only until the first number is drawn. So
+    whether it is fresh, the beginning tells.
+    """
 
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
 
+    def rewind(self, value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
     def is_fresh(self, value: int) -> bool:
-        return torch.default_generator.get_state().numpy().tobytes() == _fresh_torch(value)
+        return _beginning_of(torch.default_generator.get_state()) == _fresh_torch(value)
 
     def state(self) -> torch.Tensor:
         return torch.default_generator.get_state()
@@ -68,30 +84,71 @@ class _Torch:
         torch.default_generator.set_state(state)
 
 
-@lru_cache(maxsize=2)
+def _beginning_of(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), 24)
+
+
+@lru_cache(maxsize=4)
 def _fresh_torch(value: int) -> bytes:
-    return torch.Generator().manual_seed(value).get_state().numpy().tobytes()
+    return _beginning_of(torch.Generator().manual_seed(value).get_state())
 
 
 class _Python:
-    """That of Python's `random`. It is fresh if its next number is the first: to read the state takes far longer."""
+    """That of Python's `random`.
+
+    [Note: memory of random] `random.getstate` and `setstate` make and read 625 numbers, 28 bytes each, which takes
+    longer than fetching some samples. Where the state lies in memory is found out, and there it is copied at once;
+    where it is not found, as on another interpreter, the two are called. A normal number that is kept is an attribute.
+    """
 
     def seed(self, value: int) -> None:
         random.seed(value)
 
+    def rewind(self, value: int) -> None:
+        self.restore(_fresh_python(value))
+
     def is_fresh(self, value: int) -> bool:
-        return random.getrandbits(64) == _first_of_python(value)
+        return bool(self.state() == _fresh_python(value))
 
     def state(self) -> Any:
-        return random.getstate()
+        return _state_of_python(_python)
 
     def restore(self, state: Any) -> None:
-        random.setstate(state)
+        offset = _offset_of_python()
+        if offset is None:
+            random.setstate(state)
+        else:
+            memory, _python.gauss_next = state
+            ctypes.memmove(id(_python) + offset, memory, _STATE_BYTES)
 
 
-@lru_cache(maxsize=2)
-def _first_of_python(value: int) -> int:
-    return random.Random(value).getrandbits(64)
+_python: Any = random.getstate.__self__  # type: ignore[attr-defined]  # the generator behind `random.random` and its like
+
+
+def _state_of_python(generator: Any) -> Any:
+    offset = _offset_of_python()
+    if offset is None:
+        return generator.getstate()
+    return ctypes.string_at(id(generator) + offset, _STATE_BYTES), generator.gauss_next
+
+
+@lru_cache(maxsize=4)
+def _fresh_python(value: int) -> Any:
+    return _state_of_python(random.Random(value))
+
+
+@cache
+def _offset_of_python() -> int | None:
+    """Where in a `random.Random` its position and the 624 numbers after it begin; None where they are not found."""
+    is_alone = getattr(sys, "_is_gil_enabled", lambda: True)()  # else another thread may draw while it is copied
+    if sys.implementation.name != "cpython" or not is_alone or type(_python) is not random.Random:
+        return None
+    example = random.Random(1)
+    example.random()
+    *numbers, position = example.getstate()[1]
+    memory = ctypes.string_at(id(example), random.Random.__basicsize__)
+    offset = memory.find(struct.pack("=I624I", position, *numbers))
+    return None if offset < 0 else offset
 
 
 class _Numpy:
@@ -101,23 +158,40 @@ class _Numpy:
     samples. numpy tells where a Mersenne Twister's state lies, and there it is copied at once.
 
     [Note: the second normal number] Normal numbers are made in pairs, and the second one is kept beside the state.
-    Whether there is one, only `get_state` says. So one is drawn: if the state stays as it was, this was the
-    kept one, and now its value is known; else there was none, and the state was copied before.
+    Whether there is one, only `get_state` says. So one is drawn: if the position stays as it was, this was the kept
+    one, and now its value is known; else there was none, and the second of the new pair is drawn, too. A copy of the
+    state is put there when none is kept.
+
+    Attributes:
+        none_is_kept: nobody has drawn a normal number since the last time that none was kept.
     """
 
+    none_is_kept = False
+
     def seed(self, value: int) -> None:
+        self.none_is_kept = False
         np.random.seed(value >> 32)  # the half that torch's generator drops
 
+    def rewind(self, value: int) -> None:
+        generator = _mersenne_twister()
+        if generator is None:
+            self.seed(value)
+        else:
+            self._put(generator, _fresh_numpy(value >> 32)[0])
+
     def is_fresh(self, value: int) -> bool:
-        return np.random.random_sample() == _first_of_numpy(value >> 32)
+        memory, first = _fresh_numpy(value >> 32)
+        generator = _mersenne_twister()
+        self.none_is_kept = generator is not None and _memory_of(generator) == memory
+        return self.none_is_kept if generator is not None else np.random.random_sample() == first
 
     def state(self) -> Any:
         generator = _mersenne_twister()
         if generator is None:
             return np.random.get_state(legacy=False)
-        memory = _memory_of(generator)
-        normal = np.random.standard_normal()
-        return generator, memory, normal if _memory_of(generator) == memory else None
+        memory, normal = _memory_of(generator), _take_normal(generator)
+        self.none_is_kept = True
+        return generator, memory, normal
 
     def restore(self, state: Any) -> None:
         if isinstance(state, dict):
@@ -126,25 +200,41 @@ class _Numpy:
         generator, memory, normal = state
         if _mersenne_twister() is not generator:  # a sample has put another one there
             np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
-        np.random.seed(0)  # The normal number that samples may have left is gone.
-        with generator.lock:
-            ctypes.memmove(generator.ctypes.state_address, memory, _STATE_BYTES)
+        self._put(generator, memory)
         if normal is not None:
             np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": normal})
 
+    def _put(self, generator: Any, memory: bytes) -> None:
+        if not self.none_is_kept:
+            _take_normal(generator)
+        self.none_is_kept = False
+        with generator.lock:
+            ctypes.memmove(generator.ctypes.state_address, memory, _STATE_BYTES)
 
-@lru_cache(maxsize=2)
-def _first_of_numpy(value: int) -> float:
-    return float(np.random.RandomState(value).random_sample())
+
+def _take_normal(generator: Any) -> float | None:
+    """The normal number that was kept beside the state, and is kept no more; None if none was. Moves the state."""
+    position = ctypes.c_uint32.from_address(generator.ctypes.state_address + _STATE_BYTES - 4)
+    before = position.value
+    normal = np.random.standard_normal()
+    if position.value == before:
+        return normal
+    np.random.standard_normal()  # the second of the pair
+    return None
 
 
-_STATE_BYTES = 625 * 4  # of a Mersenne Twister: 624 numbers, and the position among them
+@lru_cache(maxsize=4)
+def _fresh_numpy(value: int) -> tuple[bytes, float]:
+    generator = np.random.MT19937()
+    stream = np.random.RandomState(generator)
+    stream.seed(value)
+    memory = _memory_of(generator)
+    return memory, float(stream.random_sample())
 
 
 def _mersenne_twister() -> Any:
     """numpy's process-wide generator; None where it is of another kind, or its memory is laid out in another way."""
-    find = getattr(np.random, "get_bit_generator", None)  # since numpy 1.24
-    generator = None if find is None else find()
+    generator = None if _get_bit_generator is None else _get_bit_generator()
     return generator if type(generator) is np.random.MT19937 and _is_as_known() else None
 
 

@@ -26,6 +26,7 @@ import bisect
 import inspect
 import operator
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lockstep.data.order import Fetch
-from lockstep.data.seeding import GLOBAL_RNGS, GlobalRng, derive_seed, derive_seeds, preserve_global_rngs
+from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, derive_seeds, preserve_global_rngs
 from lockstep.data.worker_signals import Shield
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
@@ -141,19 +142,21 @@ class DrawnFrom:
     def __init__(self, is_asked: bool = True) -> None:
         self._is_asked = is_asked
         self._checks_each = is_asked  # after each sample, not after each batch
-        self._numbers: set[int] = set()  # of those that were drawn from: positions in `GLOBAL_RNGS`
+        # Positions in `GLOBAL_RNGS`: of those that were drawn from, and of the others.
+        self._drawn: list[int] = []
+        self._quiet = [*range(len(GLOBAL_RNGS))] if is_asked else []
         self._quiet_value = 0  # seed of the others in this batch
 
     @property
     def is_nothing(self) -> bool:
         """Whether samples may be fetched without `sample`."""
-        return not self._numbers and not self._checks_each
+        return not self._drawn and not self._checks_each
 
     def batch(self, quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call what fetches and collates a batch; again where it drew from a generator for the first time."""
         self._quiet_value = quiet_value
         while True:
-            self._seed_quiet()
+            self._rewind_quiet(self._quiet_value)
             result = function(*arguments)
             if not self._note(quiet_value):
                 self._checks_each = False
@@ -165,7 +168,7 @@ class DrawnFrom:
             self._seed_drawn(value)
             if not self._checks_each:
                 return function(*arguments)
-            self._seed_quiet()
+            self._rewind_quiet(self._quiet_value)
             result = function(*arguments)
             if not self._note(self._quiet_value):
                 return result
@@ -175,29 +178,32 @@ class DrawnFrom:
         self._seed_drawn(value)
         if not self._checks_each:
             return function(samples)
-        for rng in self._quiet():
-            rng.seed(value)
+        self._rewind_quiet(value)
         result = function(samples)
         self._note(value)
-        self._seed_quiet()
+        self._rewind_quiet(self._quiet_value)
         return result
 
     def _seed_drawn(self, value: int) -> None:
-        for number in self._numbers:
+        for number in self._drawn:
             GLOBAL_RNGS[number].seed(value)
 
-    def _seed_quiet(self) -> None:
-        for rng in self._quiet():
-            rng.seed(self._quiet_value)
-
-    def _quiet(self) -> list[GlobalRng]:
-        return [rng for number, rng in enumerate(GLOBAL_RNGS) if number not in self._numbers]
+    def _rewind_quiet(self, value: int) -> None:
+        for number in self._quiet:
+            GLOBAL_RNGS[number].rewind(value)
 
     def _note(self, value: int) -> bool:
         """Whether one of the others was drawn from, after it was seeded by `value`. Leaves them anywhere."""
-        drawn = [GLOBAL_RNGS.index(rng) for rng in self._quiet() if not rng.is_fresh(value)]
-        self._numbers.update(drawn)
+        drawn = [number for number in self._quiet if not GLOBAL_RNGS[number].is_fresh(value)]
+        if drawn:
+            self._drawn += drawn
+            self._quiet = [number for number in self._quiet if number not in drawn]
         return bool(drawn)
+
+
+@lru_cache(maxsize=4)
+def _quiet_value(seed: int, epoch: int) -> int:
+    return derive_seed(b"quiet", seed, epoch)
 
 
 class SampleSource:
@@ -232,7 +238,7 @@ class SampleSource:
             samples = [self.dataset[index] for index in fetch.indices]
             if _are_plain(samples):
                 return default_collate(samples)
-        quiet_value = derive_seed(b"quiet", fetch.seed, fetch.epoch)
+        quiet_value = _quiet_value(fetch.seed, fetch.epoch)
         if get_worker_info() is not None:
             return self._drawn_from.batch(quiet_value, self._batch, fetch)
         advice = ", pass num_workers=1, or pass seed_global_rng=False and let __getitem__ take a `generator`"
