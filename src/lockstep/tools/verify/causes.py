@@ -205,7 +205,8 @@ def _filled_late(step: StepOfJob) -> Difference | None:
     """A batch that was filled up, and fetched in the step before, as Accelerate does."""
     own, *ranks = ([key for call in each["calls"] for key in call["keys"]] for each in (step.one, *step.ranks))
     more = [key for each in ranks for key in each]
-    is_late = step.job.one["loaders"] and sum(len(batch["keys"]) for batch in step.one["batches"]) != len(own)
+    rows = [sum(len(batch["keys"]) for batch in each["batches"]) for each in (step.one, *step.ranks)]
+    is_late = step.job.one["loaders"] and rows[0] != len(own) and rows[1:] != list(map(len, ranks))
     if not is_late or not set(own) <= set(more) or len(more) <= len(own):
         return None
     measured = f"one process had {_of(len(own), 'sample')}, the ranks {', '.join(str(len(each)) for each in ranks)}"

@@ -37,8 +37,8 @@ __all__ = [
 
 _TIMES_NOISE = 50.0
 _FLOOR_IN_EPS = 400.0
-# A fit explains a gradient if this part of it is left, or less.
-_FITS = 1e-3
+# What may be left of a gradient that a fit explains, however much rounding does.
+_MOST_REST = 1e-3
 
 _Step = Mapping[str, Any]
 
@@ -441,30 +441,33 @@ class Fit:
     Attributes:
         factors: the number for each rank and backward pass, rank by rank.
         rest: the part of the gradient that is left.
+        rounding: what rounding may leave.
     """
 
     factors: tuple[float, ...]
     rest: float
+    rounding: float
 
     @property
     def is_good(self) -> bool:
         """Whether nothing but rounding is left."""
-        return self.rest <= _FITS
+        return self.rest <= self.rounding
 
 
-def fit_ranks(target: Tensor, parts: Sequence[Tensor]) -> Fit:
+def fit_ranks(target: Tensor, parts: Sequence[Tensor], rounding: float = _MOST_REST) -> Fit:
     """Least squares; of ranks that computed the same each gets the same factor.
 
     Args:
         target: the gradient, flat.
         parts: what each rank computed.
+        rounding: what may be left.
     """
     size = float(target.norm())
     if not parts or size == 0.0 or not bool(torch.isfinite(target).all()):
-        return Fit((), 0.0 if size == 0.0 else float("inf"))
+        return Fit((), 0.0 if size == 0.0 else float("inf"), rounding)
     matrix = torch.stack(list(parts), 1)
     solution = torch.linalg.pinv(matrix, rtol=1e-10) @ target
-    return Fit(tuple(solution.tolist()), float((matrix @ solution - target).norm()) / size)
+    return Fit(tuple(solution.tolist()), float((matrix @ solution - target).norm()) / size, rounding)
 
 
 @dataclass(frozen=True)
@@ -539,15 +542,17 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
     names = [name for name, value in total.items() if value is not None]
     parts = [_flat(names, each["local"], total) for step in ranks for each in step["backwards"]]
     whole = _flat(names, total, total)
+    moved = 0.0 if again is None else _relative(whole, _flat(names, _total(again), total))
+    rounding = min(_MOST_REST, max(1e-9, 100 * precision, _TIMES_NOISE * moved))
     took, kept = (dict(zip(step["names"], step["used"], strict=True)) for step in (ranks[0], one))
-    scale = fit_ranks(_flat(names, kept, total), [whole])
+    scale = fit_ranks(_flat(names, kept, total), [whole], rounding)
     return Gradients(
         between=max(between, key=lambda each: (len(each.names), each.worst), default=Values(0.0, (), 0)),
         used=used,
         after=after,
         factor=_factor(pairs, precision),
-        needed=fit_ranks(whole, parts),
-        taken=fit_ranks(_flat(names, took, total), parts),
+        needed=fit_ranks(whole, parts, rounding),
+        taken=fit_ranks(_flat(names, took, total), parts, rounding),
         scale=scale.factors[0] if scale.is_good and scale.factors else None,
         zeros=tuple(not bool(each.any()) for each in (*parts, whole)),
     )

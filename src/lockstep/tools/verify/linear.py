@@ -107,12 +107,7 @@ def _after_losses(
     """What is wrong with the averaging, where one process's loss is the mean over samples of the ranks'."""
     if needed is None or not _are_close(needed, losses.shares):
         return None
-    is_even = _are_close(given, losses.shares)
-    if (
-        taken is None
-        or (is_even and _are_close(taken, given))
-        or not (_are_close(taken, given) or _has_one_ratio(taken, needed))
-    ):
+    if taken is None or not (_are_close(taken, given) or _has_one_ratio(taken, needed)):
         return (
             "before-averaging",
             "the weighted mean of what the ranks computed is one process's gradient, and what the optimizer took is "
@@ -121,7 +116,7 @@ def _after_losses(
             "clip and unscale after the averaging: after backward(), and with Horovod between "
             "optimizer.synchronize() and step()",
         )
-    if is_even:
+    if _are_close(given, losses.shares):
         return None
     return (
         "uneven",
