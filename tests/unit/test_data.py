@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from loader_cases import WORLDS, Drawing, Numbers, run_epoch, run_ranks_in_turn
 from lockstep import batch
 from lockstep.batch import BatchShare, is_filler
-from lockstep.data import DataLoader, rank_and_size
+from lockstep.data import DataLoader, checks
 from lockstep.errors import DataError
 
 pytestmark = [
@@ -337,23 +337,23 @@ class TestPlace:
     def test_is_read_when_an_iteration_begins(self, monkeypatch):
         loader = DataLoader(range(4), 4)
         assert run_epoch(loader)[0][0] == [0, 1, 2, 3]
-        monkeypatch.setattr(rank_and_size, "current_world", lambda: SimpleNamespace(rank=1, world_size=2))
+        monkeypatch.setattr(checks, "current_world", lambda: SimpleNamespace(rank=1, world_size=2))
         assert run_epoch(loader)[0][0] == [2, 3]
         explicit = DataLoader(range(4), 4, rank=0, world_size=4)
         assert run_epoch(explicit)[0][0] == [0]
 
     def test_is_that_of_torch_distributed_where_no_world_is_open(self, monkeypatch):
-        monkeypatch.setattr(rank_and_size, "current_world", lambda: None)
-        monkeypatch.setattr(rank_and_size.dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(rank_and_size.dist, "get_rank", lambda: 2)
-        monkeypatch.setattr(rank_and_size.dist, "get_world_size", lambda: 3)
+        monkeypatch.setattr(checks, "current_world", lambda: None)
+        monkeypatch.setattr(checks.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(checks.dist, "get_rank", lambda: 2)
+        monkeypatch.setattr(checks.dist, "get_world_size", lambda: 3)
         assert run_epoch(DataLoader(range(6), 6))[0] == ([4, 5], BatchShare(2, 6, 3))
 
     def test_launched_process_without_a_group_is_warned(self, monkeypatch):
         warnings = []
         monkeypatch.setenv("WORLD_SIZE", "4")
-        monkeypatch.setattr(rank_and_size, "current_world", lambda: None)
-        monkeypatch.setattr(rank_and_size.log, "warn_once", lambda logger, message: warnings.append(message))
+        monkeypatch.setattr(checks, "current_world", lambda: None)
+        monkeypatch.setattr(checks.log, "warn_once", lambda logger, message: warnings.append(message))
         run_epoch(DataLoader(range(6), 6))
         assert "WORLD_SIZE is 4, but no process group is open" in warnings[0]
 

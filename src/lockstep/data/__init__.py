@@ -14,7 +14,7 @@ promises, and which file keeps the promise:
 
 General layout, from the bottom up:
 
-* `checks`: refuses arguments that cannot be met; `rank_and_size`: finds this rank and the world size.
+* `checks`: refuses arguments that cannot be met, and finds this rank and the world size.
 * `seeding`: seeds the process-wide generators, and puts them back.
 * `feistel`: computes a permutation that is not stored; `order`: which samples go to which rank, in which order.
 * `batch_sampler`: the same where a user's batch sampler makes the batches.

@@ -19,11 +19,13 @@ from lockstep.data.checks import (
     check_integer,
     check_own_batches,
     check_permutation,
+    check_rank_and_size,
     check_refused,
     check_same_order,
     check_sampler,
     check_state,
     check_workers,
+    find_rank_and_size,
     is_fixed,
 )
 from lockstep.data.device import DeviceIterator, check_device
@@ -39,7 +41,6 @@ from lockstep.data.order import (
     seed_keys,
     shuffled_order,
 )
-from lockstep.data.rank_and_size import check_rank_and_size, find_rank_and_size
 from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs, teller_of_epochs
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
