@@ -159,7 +159,7 @@ class GroupTransport:
         while self._next in self._ready:
             buffer = self._buffers[self._next]
             if not self._averages:
-                # Dividing first keeps 16-bit sums in range, and is what torch's DDP does, bit for bit.
+                # First, which keeps 16-bit sums in range, as torch's DDP does.
                 buffer.div_(self._world_size)
             # The group itself: `dist.all_reduce` takes longer to look at its arguments than to begin.
             self._works.append(self._group.allreduce([buffer], self._options))
