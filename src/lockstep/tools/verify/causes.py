@@ -27,6 +27,7 @@ __all__ = [
     "VerifiedJob",
     "read_buffers",
     "read_inputs",
+    "read_moved",
     "read_outputs",
     "read_parameters",
     "read_passes",
@@ -351,18 +352,23 @@ def _draws(drawn: Sequence[Mapping[str, Any]]) -> str:
     return f"one process drew {first['name']}{first['shape']} where the ranks drew {ranks}"
 
 
+def read_moved(step: StepOfJob, calls: Calls) -> Difference | None:
+    """Parameters that differ when a model is called, though the step began with the same."""
+    if not far(calls.parameters, step.noise, step.precision):
+        return None
+    return step.found(
+        "parameters",
+        "moved",
+        f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}, "
+        "though the step began with the same",
+        "they are changed within the step by what each rank has itself, such as its own gradients (sharpness-aware "
+        "steps, perturbations, inner loops)",
+        "make the change of what all ranks have: gradients that are averaged, so outside of no_sync",
+    )
+
+
 def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference | None:
     """Outputs that differ though the inputs do not."""
-    if far(calls.parameters, step.noise, step.precision):
-        return step.found(
-            "parameters",
-            "moved",
-            f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}, "
-            "though the step began with the same",
-            "they are changed within the step by what each rank has itself, such as its own gradients (sharpness-aware "
-            "steps, perturbations, inner loops)",
-            "make the change of what all ranks have: gradients that are averaged, so outside of no_sync",
-        )
     if not far(calls.outputs, step.noise, step.precision):
         return None
     name, kind = calls.culprit

@@ -16,6 +16,7 @@ from lockstep.tools.verify.causes import (
     VerifiedJob,
     read_buffers,
     read_inputs,
+    read_moved,
     read_outputs,
     read_parameters,
     read_passes,
@@ -134,6 +135,7 @@ def _first_stage(step: StepOfJob, gradients: Gradients) -> Difference | None:
         read_samples(step, samples)
         or read_passes(step, losses)
         or read_inputs(step, calls)
+        or read_moved(step, calls)
         or read_outputs(step, calls, samples)
         or read_unaveraged(step, gradients)
         or (read_gradients(step, gradients, losses, samples.padded) if gradients.used.names else None)
