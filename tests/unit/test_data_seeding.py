@@ -362,15 +362,12 @@ def test_a_draw_of_whole_blocks_is_seen(rng: Any, words: int) -> None:
 
 @pytest.fixture(params=["read in memory", "not found in memory"])
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caches = seeding._fresh_python, seeding._fresh_numpy
-    for each in caches:
-        each.cache_clear()
+    """That of numpy's generator."""
+    seeding._fresh_numpy.cache_clear()
     if request.param != "read in memory":
-        monkeypatch.setattr(seeding, "_offset_of_python", lambda: None)
         monkeypatch.setattr(seeding, "_mersenne_twister", lambda: None)
     yield
-    for each in caches:
-        each.cache_clear()
+    seeding._fresh_numpy.cache_clear()
 
 
 @pytest.mark.usefixtures("layout")
@@ -392,7 +389,6 @@ def test_rewinding_is_seeding(rng: Any) -> None:
             assert states() == expected
 
 
-@pytest.mark.usefixtures("layout")
 @pytest.mark.parametrize("drawn", [0, 1, 2])
 def test_the_normal_number_that_random_keeps_goes_on(drawn: int) -> None:
     random.gauss(0.0, 1.0)  # the second of the pair is kept
@@ -402,10 +398,6 @@ def test_the_normal_number_that_random_keeps_goes_on(drawn: int) -> None:
         expected = random.Random(SEED)
         assert [random.gauss(0.0, 1.0) for _ in range(drawn)] == [expected.gauss(0.0, 1.0) for _ in range(drawn)]
     assert states() == before
-
-
-def test_the_memory_of_random_is_found() -> None:
-    assert seeding._offset_of_python() is not None
 
 
 @pytest.mark.parametrize("kept", ["a normal number is kept", "none is"])

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import struct
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +56,7 @@ class GlobalRng(Protocol):
         """Where it is. Leaves it anywhere: it is to be seeded now."""
 
     def restore(self, state: Any) -> None:
-        """Go on from there."""
+        """Resume from there."""
 
 
 class _Torch:
@@ -94,61 +92,27 @@ def _fresh_torch(value: int) -> bytes:
 
 
 class _Python:
-    """That of Python's `random`.
-
-    [Note: memory of random] `random.getstate` and `setstate` make and read 625 numbers, 28 bytes each, which takes
-    longer than fetching some samples. Where the state lies in memory is found out, and there it is copied at once;
-    where it is not found, as on another interpreter, the two are called. A normal number that is kept is an attribute.
-    """
+    """That of Python's `random`. It is fresh if its next number is the first: to read the state takes far longer."""
 
     def seed(self, value: int) -> None:
         random.seed(value)
 
     def rewind(self, value: int) -> None:
-        self.restore(_fresh_python(value))
+        random.seed(value)
 
     def is_fresh(self, value: int) -> bool:
-        return bool(self.state() == _fresh_python(value))
+        return random.getrandbits(64) == _first_of_python(value)
 
-    def state(self) -> Any:
-        return _state_of_python(_python)
+    def state(self) -> tuple[Any, ...]:
+        return random.getstate()
 
-    def restore(self, state: Any) -> None:
-        offset = _offset_of_python()
-        if offset is None:
-            random.setstate(state)
-        else:
-            memory, _python.gauss_next = state
-            ctypes.memmove(id(_python) + offset, memory, _STATE_BYTES)
-
-
-_python: Any = random.getstate.__self__  # type: ignore[attr-defined]  # the generator behind `random.random` and its like
-
-
-def _state_of_python(generator: Any) -> Any:
-    offset = _offset_of_python()
-    if offset is None:
-        return generator.getstate()
-    return ctypes.string_at(id(generator) + offset, _STATE_BYTES), generator.gauss_next
+    def restore(self, state: tuple[Any, ...]) -> None:
+        random.setstate(state)
 
 
 @lru_cache(maxsize=4)
-def _fresh_python(value: int) -> Any:
-    return _state_of_python(random.Random(value))
-
-
-@cache
-def _offset_of_python() -> int | None:
-    """Where in a `random.Random` its position and the 624 numbers after it begin; None where they are not found."""
-    is_alone = getattr(sys, "_is_gil_enabled", lambda: True)()  # else another thread may draw while it is copied
-    if sys.implementation.name != "cpython" or not is_alone or type(_python) is not random.Random:
-        return None
-    example = random.Random(1)
-    example.random()
-    *numbers, position = example.getstate()[1]
-    memory = ctypes.string_at(id(example), random.Random.__basicsize__)
-    offset = memory.find(struct.pack("=I624I", position, *numbers))
-    return None if offset < 0 else offset
+def _first_of_python(value: int) -> int:
+    return random.Random(value).getrandbits(64)
 
 
 class _Numpy:
