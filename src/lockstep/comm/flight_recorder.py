@@ -387,7 +387,7 @@ class FlightRecorder:
         return CollectiveTimeout(
             f"{self.name(self._rank)} waited {failure.waited_s:.1f} s in {activity}. Missing: {'; '.join(clauses)}. "
             f"{hint}It may be stopped, stuck or far behind: look at its stack (py-spy dump --pid …), or, if it had "
-            "work to do, give a longer timeout: lockstep.init(timeout=…), or that of init_process_group or new_group"
+            "work to do, give a longer timeout by lockstep.init(timeout=…), init_process_group or new_group"
             f"{self._advice_against(late)}",
             self._globals(late),
         )
