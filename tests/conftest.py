@@ -63,3 +63,15 @@ def tiny_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     for folder in mounted:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def shm_folder(tiny_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Makes a tmpfs of so many KiB the folder for shared memory, and returns it."""
+
+    def make(num_kib: int) -> Path:
+        path = tiny_tmpfs(f"{num_kib}k")
+        monkeypatch.setenv("LOCKSTEP_SHM_DIR", str(path))
+        return path
+
+    return make

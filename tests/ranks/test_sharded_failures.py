@@ -139,21 +139,9 @@ def step_once(kind: type[Deadly]) -> Caught:
         return Caught(error, 0.0, os.getpid())
 
 
-@pytest.fixture
-def folder(tiny_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
-    """Makes a folder of so many KiB the one for shared memory."""
-
-    def make(num_kib: int) -> Path:
-        path = tiny_tmpfs(f"{num_kib}k")
-        monkeypatch.setenv("LOCKSTEP_SHM_DIR", str(path))
-        return path
-
-    return make
-
-
 @pytest.mark.parametrize("kind", [Deadly, Interrupted])
-def test_a_rank_that_dies_within_the_step(kind: type[Deadly], folder: Callable[[int], Path]) -> None:
-    path = folder(64 << 10)
+def test_a_rank_that_dies_within_the_step(kind: type[Deadly], shm_folder: Callable[[int], Path]) -> None:
+    path = shm_folder(64 << 10)
     first, second = run_ranks(step_once, 2, kind, expect_errors=True)
     if kind is Interrupted:
         assert isinstance(second.error, KeyboardInterrupt)
@@ -196,9 +184,9 @@ def make_where_memory_is_full(spare_bytes: int, folder: str) -> tuple[Caught, li
 
 
 @pytest.mark.parametrize("spare_kib", [0, 700])
-def test_no_memory_for_parameters_or_for_gradients(spare_kib: int, folder: Callable[[int], Path]) -> None:
+def test_no_memory_for_parameters_or_for_gradients(spare_kib: int, shm_folder: Callable[[int], Path]) -> None:
     """The way out is in the error, and a plain optimizer trains what is left as it was."""
-    path = folder(32 << 10)
+    path = shm_folder(32 << 10)
     for caught, is_well, far in run_ranks(make_where_memory_is_full, 2, spare_kib << 10, str(path)):
         assert type(caught.error) is SharedMemoryError
         assert f"shared memory in {path}: No space left on device" in str(caught.error)

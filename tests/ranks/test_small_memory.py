@@ -39,15 +39,9 @@ def control_kib(world_size: int) -> int:
 
 
 @pytest.fixture
-def folder(tiny_tmpfs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+def folder(shm_folder: Callable[[int], Path]) -> Callable[[int], Path]:
     """Makes a folder of so many KiB more than the control segment of two ranks takes the one to use."""
-
-    def make(spare_kib: int) -> Path:
-        path = tiny_tmpfs(f"{control_kib(2) + spare_kib}k")
-        monkeypatch.setenv("LOCKSTEP_SHM_DIR", str(path))
-        return path
-
-    return make
+    return lambda spare_kib: shm_folder(control_kib(2) + spare_kib)
 
 
 def reduce_much() -> bool:

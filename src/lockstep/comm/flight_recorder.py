@@ -76,9 +76,10 @@ _SWAPPED = (
 )
 
 
-def fingerprint(text: str) -> int:
-    """A positive 63-bit hash of a text, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+def fingerprint(content: str | bytes) -> int:
+    """A positive 63-bit hash of a text or of bytes, the same in every process."""
+    data = content.encode() if isinstance(content, str) else content
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 # What ranks compare is one word: the fingerprint of the call, and below it a short one of the line it came from.

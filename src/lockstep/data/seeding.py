@@ -47,7 +47,8 @@ class GlobalRng(Protocol):
         """Start it anew."""
 
     def rewind(self, value: int) -> None:
-        """The same, by a copy of the state: for a seed that is used again and again."""
+        """The same, for a seed that is used again and again."""
+        self.seed(value)
 
     def is_fresh(self, value: int) -> bool:
         """Whether nobody has drawn or seeded since `seed(value)`. Leaves it anywhere."""
@@ -59,7 +60,7 @@ class GlobalRng(Protocol):
         """Resume from there."""
 
 
-class _Torch:
+class _Torch(GlobalRng):
     """torch's generator on the CPU.
 
     A state begins with the seed and two positions, of which the second is 0 only until the first number is drawn. So
@@ -67,9 +68,6 @@ class _Torch:
     """
 
     def seed(self, value: int) -> None:
-        torch.default_generator.manual_seed(value)
-
-    def rewind(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
 
     def is_fresh(self, value: int) -> bool:
@@ -91,13 +89,10 @@ def _fresh_torch(value: int) -> bytes:
     return _beginning_of(torch.Generator().manual_seed(value).get_state())
 
 
-class _Python:
+class _Python(GlobalRng):
     """That of Python's `random`. It is fresh if its next number is the first: to read the state takes far longer."""
 
     def seed(self, value: int) -> None:
-        random.seed(value)
-
-    def rewind(self, value: int) -> None:
         random.seed(value)
 
     def is_fresh(self, value: int) -> bool:
@@ -115,7 +110,7 @@ def _first_of_python(value: int) -> int:
     return random.Random(value).getrandbits(64)
 
 
-class _Numpy:
+class _Numpy(GlobalRng):
     """That behind `np.random.rand` and its like.
 
     `np.random.get_state` and `set_state` copy the state number by number, and take as long together as seeding 20
@@ -141,7 +136,7 @@ class _Numpy:
         if generator is None:
             self.seed(value)
         else:
-            self._put(generator, _fresh_numpy(value >> 32)[0])
+            self._put(generator, _fresh_numpy(value >> 32)[0])  # a copy, sooner than seeding
 
     def is_fresh(self, value: int) -> bool:
         memory, first = _fresh_numpy(value >> 32)

@@ -31,7 +31,6 @@ keep older parameters: there, nothing is compared but the first averaging. When 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -456,12 +455,7 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     if len({part.device for part in parts}) == 1:
         parts = list(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
     texts = [part.cpu().numpy().tobytes() for part in parts]
-    return [_hash(text) for text in texts]
-
-
-def _hash(text: bytes) -> int:
-    """63 bits."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return [fingerprint(text) for text in texts]
 
 
 def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -499,7 +493,7 @@ def check_same_model(
     lines = [f"{name}: {_describe(tensor)}" for name, tensor in tensors.items()]
     lines += [f"{name}={value}" for name, value in settings.items()]
     text = "\n".join(lines).encode()
-    own = torch.tensor([_hash(text), len(text)], dtype=torch.int64, device=device)
+    own = torch.tensor([fingerprint(text), len(text)], dtype=torch.int64, device=device)
     summaries = _gather(own, group)
     if bool((summaries[:, 0] == summaries[0, 0]).all()):
         return
