@@ -178,7 +178,8 @@ def test_huge_output_does_not_deadlock(launches: Launches) -> None:
 
 
 def test_no_prefix_hands_over_the_terminal_and_stdin_to_rank_0(launches: Launches) -> None:
-    script = launches.script("print(RANK, repr(sys.stdin.read()), flush=True)")
+    # One write a line: without prefixes, the ranks share the terminal, and print() writes each part for itself.
+    script = launches.script("sys.stdout.write(f'{RANK} {sys.stdin.read()!r}\\n')")
     done = launches.run("--nproc", "2", "--no-prefix", script, input="typed")
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["0 'typed'", "1 ''"]

@@ -53,7 +53,7 @@ def test_every_way_that_is_installed_is_a_row_and_learns_the_same(tmp_path: Path
 
 
 def test_batches_that_do_not_divide_evenly_and_drawn_images(tmp_path: Path) -> None:
-    ways = "ddp,torch_ddp_lockstep,horovod"
+    ways = "ddp,horovod"
     options = ("--recipe", "imagenet", "--size", "16", "--batch-size", "31", "--dtype", "float64", "--ways", ways)
     result, _ = run(tmp_path, "--nproc", "2", "--quick", *options)
     view = View(result)
@@ -122,7 +122,7 @@ def test_epochs_are_short_where_the_data_is_large(tmp_path: Path) -> None:
         assert view.fact(name, "steps_per_epoch") == steps
         assert view.fact(name, "samples_per_epoch") == steps * 64
         assert view.epoch(name)  # at least one beside the warm-up
-        assert max(view.differences(name), default=0) < 1e-3
+        assert view.agrees(name)
     assert view.fact("single", "held_out_images") == view.fact("ddp", "held_out_images")
     assert "as many as there was time for" in (folder / "run" / "strategies.md").read_text()
 

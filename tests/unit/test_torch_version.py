@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lockstep import log
-from lockstep.comm import old_shutdown, recorder_hook, torch_version
+from lockstep.comm import gloo_threads, old_shutdown, recorder_hook, torch_version
 from lockstep.errors import SetupError
 from lockstep.torch_private import patching
 
@@ -74,3 +75,16 @@ def test_old_torch_shuts_our_groups_down(torchs_own: Callable[..., None]) -> Non
     distributed_c10d._shutdown_backend(SimpleNamespace(engine=None, shutdown=lambda: seen.append("ours")))
     distributed_c10d._shutdown_backend(torchs)
     assert seen == ["ours", torchs]
+
+
+def test_gloos_threads_rest_before_groups_are_destroyed(
+    torchs_own: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(gloo_threads, "_await_rest", lambda: seen.append("rest"))
+    torchs_own("destroy_process_group", seen.append)
+    monkeypatch.setattr(dist, "destroy_process_group", distributed_c10d.destroy_process_group)
+    for _ in range(2):
+        gloo_threads.register()
+    dist.destroy_process_group("group")
+    assert seen == ["rest", "group"]

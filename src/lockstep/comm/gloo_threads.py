@@ -1,4 +1,4 @@
-"""Waits until gloo's threads are at rest, before the interpreter exits and, with torch < 2.8, before a group ends.
+"""Waits until gloo's threads are at rest, before the interpreter exits and before groups are destroyed.
 
 [Note: gloo at exit] The rank that calls a collective continues when gloo has the result; after that, a thread of gloo
 drops its references to the tensors, and needs the GIL for it. If the script ends at that moment with the group still
@@ -7,8 +7,10 @@ thread that asks a dead interpreter for the GIL in a way that C++ answers with `
 exception`: SIGABRT after a training that went well, in one run of ten with torch 2.13's own DDP. An exit handler runs
 while the GIL can still be had, so it gives it away until these threads have nothing left to do.
 
-[Note: gloo at its end] Before 2.8, torch destroys a group over gloo with the GIL held, and joins these threads: if one
-of them still wants the GIL for a tensor, both wait for ever. So they are to rest before the last reference goes.
+[Note: gloo at its end] A group over gloo that goes joins these threads: with torch < 2.8 always with the GIL held, and
+with any torch so far if the last to refer to it is the reducer of a DDP model, which is freed after
+`destroy_process_group()` when the script's `main()` returns. If one of the threads still wants the GIL for a tensor,
+both wait for ever. So they are to rest before the groups are destroyed, which comes before either.
 
 [Note: at rest] A thread that waits for the GIL sleeps like one that has nothing to do. But it wakes up every 5 ms to
 look, and as soon as the GIL is given away; where the cores are busy it may then not run at once, and does not sleep
@@ -25,10 +27,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from lockstep.comm.torch_version import joins_gloo_with_gil
+from lockstep.torch_private.patching import wrap_once
 
-__all__ = ["await_rest_at_end", "await_rest_at_exit"]
+__all__ = ["register"]
 
 _THREAD_NAME = "pt_gloo"  # torch names them pt_gloo_runloop
 _NAP_S = 0.007  # longer than what sys.getswitchinterval() says by default
@@ -37,24 +42,24 @@ _DEADLINE_S = 5.0
 _installed = False
 
 
-def await_rest_at_exit() -> None:
-    """Have this process wait for gloo's threads, some milliseconds, before the interpreter ends. Local; once is enough.
+def register() -> None:
+    """Have this process wait for gloo's threads, some milliseconds, at the two ends. Local; may be called again.
 
-    See [Note: gloo at exit]. Elsewhere than on Linux it does nothing.
+    See [Note: gloo at exit] and [Note: gloo at its end]. Elsewhere than on Linux there is nothing to wait for.
     """
     global _installed
     if not _installed:
         _installed = True
         atexit.register(_await_rest)
+    wrap_once("torch.distributed.distributed_c10d.destroy_process_group", _resting_before, alias="torch.distributed")
 
 
-def await_rest_at_end() -> None:
-    """Wait for gloo's threads, some milliseconds, before groups of this process are destroyed. Local.
-
-    See [Note: gloo at its end]. With a torch that needs none of it, it does nothing.
-    """
-    if not _has_names():
+def _resting_before(destroy: Callable[..., Any]) -> Callable[..., Any]:
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
         _await_rest()
+        return destroy(*args, **kwargs)
+
+    return destroy_process_group
 
 
 def _has_names() -> bool:

@@ -1,7 +1,7 @@
-"""Makes `destroy_process_group` of torch before 2.11 shut down our groups, and wait for gloo's threads.
+"""Makes `destroy_process_group` of torch before 2.11 shut down our groups.
 
 2.6 shuts down NCCL's groups alone; 2.11 calls `shutdown` of every group. Without it ranks that wait for one that has
-left the group learn it only when their time is up. What gloo needs is told in [Note: gloo at its end].
+left the group learn it only when their time is up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.comm import gloo_threads
 from lockstep.comm.names import is_ours
 from lockstep.torch_private.patching import wrap_once
 
@@ -17,14 +16,13 @@ __all__ = ["register"]
 
 
 def _knowing_ours(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and our groups, and gloo's."""
+    """The same, and our groups."""
 
     def shut_down(pg: Any) -> None:
         if is_ours(pg):
             pg.shutdown()
         else:
             torchs_own(pg)
-            gloo_threads.await_rest_at_end()
 
     return shut_down
 

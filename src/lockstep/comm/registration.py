@@ -4,7 +4,7 @@
 soon as it is loaded. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported when a
 group over it is made; "mpi" means the same where torch has no MPI (`mpi/name.py`). On the same occasion
 `dist.monitored_barrier` and a private function that sets timeouts learn of our groups (`monitored.py`, `timeouts.py`),
-and the interpreter is made to wait for gloo's threads when it ends (`gloo_threads.py`).
+and the interpreter is made to wait for gloo's threads when groups or it end (`gloo_threads.py`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _register(module: ModuleType) -> None:
     torch_record.register(module)
     recorder_hook.register()
     old_shutdown.register()
-    gloo_threads.await_rest_at_exit()
+    gloo_threads.register()
     for registrar in _registrars:
         registrar(module)
 

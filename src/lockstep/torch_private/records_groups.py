@@ -84,6 +84,12 @@ _PATCHES = (
         _GROUP,
     ),
     NameRecord(
+        f"{_C10D}.destroy_process_group",
+        Use.PATCH,
+        "gloo's threads finish before its groups go",
+        "torch's DDP on gloo may, seldom, hang when it is freed after destroy_process_group()",
+    ),
+    NameRecord(
         f"{_C10D}._shutdown_backend",
         Use.PATCH,
         "dist.destroy_process_group() shuts down NCCL's groups alone",
