@@ -1,6 +1,6 @@
 """Random training programs give what one process gives, in float64 to 1e-12, or the error that a feature of theirs has.
 
-About a minute of programs on two quiet cores, the same each time; others each time where FUZZ_MINUTES is set (`make
+Half a minute of programs on two quiet cores, the same each time; others each time where FUZZ_MINUTES is set (`make
 nightly`), for so long. A program that fails is shown as steps, with the command that runs it again.
 """
 
@@ -26,7 +26,7 @@ from training_runs import train
 IS_NIGHTLY = "FUZZ_MINUTES" in os.environ
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "1"))
 # By world size. Programs of more ranks take longer, on two cores.
-PROGRAMS = {1: 60, 2: 800, 3: 320, 5: 180}
+PROGRAMS = {1: 40, 2: 400, 3: 160, 5: 80}
 PROGRAMS_AT_ONCE = 20
 TOLERANCE = 1e-12
 BITS_OF_SEED = 30

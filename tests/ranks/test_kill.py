@@ -24,7 +24,7 @@ from lockstep.errors import CollectiveError, RankLost, RendezvousError
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 from lockstep.torch_private.stores import TCPStore
 
-MOMENTS = 12
+MOMENTS = 6  # for each rank
 # From the kill until the others must know, on a quiet machine.
 NOTICE_S = 1.0
 # A rank that dies before it has shown itself to the others is only missed at the deadline of `init`.

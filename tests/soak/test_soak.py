@@ -1,6 +1,6 @@
 """Random programs of collectives, messages, groups and threads, checked against one process: no mismatch, no leak.
 
-One minute in all, and SOAK_MINUTES where that is set (`make nightly`): the same programs each time in the one case,
+Half a minute in all, and SOAK_MINUTES where that is set (`make nightly`): the same programs each time in the one case,
 others each time in the other. hypothesis draws programs and finds the shortest that fails; its message ends with the
 command that runs that one again.
 """
@@ -23,7 +23,7 @@ from lockstep.testing import run_ranks
 from random_programs import Ledger, runner, seeds_from, soak
 from random_programs.program import Call, Drop, Make, Together, Wait, draw_program
 
-MINUTES = float(os.environ.get("SOAK_MINUTES", "1"))
+MINUTES = float(os.environ.get("SOAK_MINUTES", "0.5"))
 IS_NIGHTLY = "SOAK_MINUTES" in os.environ
 # Five ranks on two cores take longest to come to anything.
 SHARES = {2: 0.28, 3: 0.3, 5: 0.42}
