@@ -13,20 +13,17 @@ if TYPE_CHECKING:
     import torch
     from torch._utils import ExceptionWrapper as ExceptionWrapper
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-    from torch.nn.modules.dropout import _DropoutNd as Dropout
     from torch.nn.parallel._functions import Gather as Gather
     from torch.nn.parallel._functions import Scatter as Scatter
 else:
     ExceptionWrapper = need("torch._utils.ExceptionWrapper")
     BatchNorm = find("torch.nn.modules.batchnorm._BatchNorm") or nn.BatchNorm1d.__base__
-    Dropout = find("torch.nn.modules.dropout._DropoutNd") or nn.Dropout.__base__
     Gather = need("torch.nn.parallel._functions.Gather")
     Scatter = need("torch.nn.parallel._functions.Scatter")
 
 __all__ = [
     "REPLICATE",
     "BatchNorm",
-    "Dropout",
     "ExceptionWrapper",
     "Gather",
     "Scatter",

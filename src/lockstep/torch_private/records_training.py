@@ -187,13 +187,6 @@ _MODULES = (
         "SyncBatchNorm",
     ),
     NameRecord(
-        "torch.nn.modules.dropout._DropoutNd",
-        Use.READ,
-        "base of all dropouts, which draw random numbers",
-        "the base class of nn.Dropout",
-        _REPLICAS,
-    ),
-    NameRecord(
         "torch._utils.ExceptionWrapper",
         Use.READ,
         "an exception of a replica's thread keeps its type and traceback",

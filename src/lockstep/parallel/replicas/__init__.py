@@ -5,5 +5,5 @@ General layout, from the top down:
 * `data_parallel`: what users see.
 * `scatter_gather`: cuts a batch into pieces and joins outputs.
 * `replicate`: copies the module to the devices; `parallel_apply`: runs the replicas.
-* `randomness`: whether a module draws random numbers; `devices`: which devices a user means.
+* `devices`: which devices a user means.
 """

@@ -5,9 +5,9 @@ Each forward pass cuts the batch along a dimension (`scatter_gather.py`), copies
 same way back. Between accelerators torch's own functions move the tensors.
 
 [Note: one source of random numbers] GPUs have a generator each; on the CPU all replicas draw from one, so which of
-two threads draws first would decide over dropout masks. A module that draws random numbers therefore runs its replicas
-one after another: from the first step if its code shows that it draws (`randomness.py`), otherwise from the step after
-the first in which it drew, with a warning. The replicas of other modules run at the same time.
+two threads draws first would decide over dropout masks. So in its first pass in training mode, a module runs its
+replicas one after another. If it drew random numbers there, it keeps to that; if not, they run at the same time from
+then on. A module that draws later for the first time is noticed, with a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from lockstep.errors import InputError, InputTypeError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_device, resolve_devices
 from lockstep.parallel.replicas.parallel_apply import parallel_apply
-from lockstep.parallel.replicas.randomness import seems_to_draw
 from lockstep.parallel.replicas.replicate import replicate
 from lockstep.parallel.replicas.scatter_gather import gather, scatter_kwargs
 
@@ -83,8 +82,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         else:
             super().__init__(module, [device.index for device in devices], None, dim)
         self.output_device: Any = output if output.type == "cpu" else output.index
-        # By training mode: whether forward is known to draw random numbers.
-        self._draws: dict[bool, bool] = {}
+        self._draws: bool | None = None  # random numbers, in training mode; None before the first pass
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on all devices; returns its joined outputs, on `output_device`.
@@ -118,17 +116,16 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """What the replicas return. See [Note: one source of random numbers]."""
         devices = self.device_ids[: len(replicas)]
-        if len(replicas) == 1 or self.src_device_obj.type != "cpu":
+        is_free = not self.training or _may_wait_for_each_other(self.module)
+        if len(replicas) == 1 or self.src_device_obj.type != "cpu" or is_free:
             return parallel_apply(replicas, inputs, kwargs, devices)
-        if self.training not in self._draws:
-            draws = self.training and seems_to_draw(self.module)
-            self._draws[self.training] = draws and not _may_wait_for_each_other(self.module)
-        if self._draws[self.training]:
+        if self._draws:
             return parallel_apply(replicas, inputs, kwargs, devices, in_turn=True)
+        is_first = self._draws is None
         before = torch.get_rng_state()
-        outputs = parallel_apply(replicas, inputs, kwargs, devices)
-        if not torch.equal(before, torch.get_rng_state()) and not _may_wait_for_each_other(self.module):
-            self._draws[self.training] = True
+        outputs = parallel_apply(replicas, inputs, kwargs, devices, in_turn=is_first)
+        self._draws = not torch.equal(before, torch.get_rng_state())
+        if self._draws and not is_first:
             warn_once(
                 _logger,
                 f"{type(self.module).__name__} draws random numbers, which came to its {len(replicas)} replicas in no "
