@@ -53,11 +53,11 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.parallel.losses import global_loss as global_loss
     from lockstep.parallel.losses import mean as mean
     from lockstep.parallel.losses import sum as sum
-    from lockstep.parallel.replicas.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.sharded.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from lockstep.rank_status import EXIT_STOPPED as EXIT_STOPPED
     from lockstep.rank_zero import get_logger as get_logger
     from lockstep.rank_zero import rank_zero_first as rank_zero_first
+    from lockstep.replicas.data_parallel import DataParallel as DataParallel
     from lockstep.world import World as World
     from lockstep.world import current_world as current_world
     from lockstep.world import init as init
@@ -65,7 +65,7 @@ if TYPE_CHECKING:  # `as` marks a re-export for type checkers
 # Public name -> the module that defines it. A subpackage stands for itself.
 _PUBLIC = {
     "DataLoader": "lockstep.data",
-    "DataParallel": "lockstep.parallel.replicas.data_parallel",
+    "DataParallel": "lockstep.replicas.data_parallel",
     "DistributedDataParallel": "lockstep.parallel.distributed",
     "EXIT_STOPPED": "lockstep.rank_status",
     "LockstepError": "lockstep.errors",

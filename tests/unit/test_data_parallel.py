@@ -19,7 +19,7 @@ import lockstep
 from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.log import _warned
 from lockstep.parallel import data_parallel, gather, parallel_apply, replicate, scatter, scatter_kwargs
-from lockstep.parallel.replicas.devices import resolve_device
+from lockstep.replicas.devices import resolve_device
 from lockstep.testing import limit_s
 
 

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.placement", "lockstep.agreement", "lockstep.device_choice"),
     ("lockstep.stopping",),
     ("lockstep.world",),
-    ("lockstep.rank_zero", "lockstep.drift"),
+    ("lockstep.rank_zero", "lockstep.drift", "lockstep.replicas"),
     ("lockstep.parallel", "lockstep.data", "lockstep.metrics", "lockstep.checkpoint"),
     ("lockstep.train",),
     ("lockstep.launch",),

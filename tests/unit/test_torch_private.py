@@ -41,7 +41,7 @@ NOT_TORCHS = {
 }
 # `setattr` on what is not torch's: the object that is written to, and whose it is.
 SETS_ATTRIBUTES = {
-    ("lockstep.parallel.replicas.replicate", "copy"): "replicas of the user's module",
+    ("lockstep.replicas.replicate", "copy"): "replicas of the user's module",
     ("lockstep.comm.inference", "group"): "a class of ours, by its decorator",
     ("lockstep.comm.mixed_group", "group"): "the same",
     ("lockstep.compat.apex.amp.properties", "properties"): "amp's options",

@@ -1,4 +1,4 @@
-"""Models on several ranks, and on several devices of one process.
+"""Models on several ranks; and the names of `torch.nn.parallel` for one process with several devices.
 
 General layout. `DistributedDataParallel`, one model on every rank:
 
@@ -21,16 +21,14 @@ Losses and layers over all ranks:
 * `losses`: losses that are not a mean over samples.
 * `batchnorm`: `SyncBatchNorm`.
 
-`DataParallel`, one process with several devices:
-
-* `replicas`: a package with a map of its own.
+`DataParallel`, one process with several devices, is `lockstep.replicas`.
 """
 
 from lockstep.parallel.distributed import DistributedDataParallel
-from lockstep.parallel.replicas.data_parallel import DataParallel, data_parallel
-from lockstep.parallel.replicas.parallel_apply import parallel_apply
-from lockstep.parallel.replicas.replicate import replicate
-from lockstep.parallel.replicas.scatter_gather import gather, scatter, scatter_kwargs
+from lockstep.replicas.data_parallel import DataParallel, data_parallel
+from lockstep.replicas.parallel_apply import parallel_apply
+from lockstep.replicas.replicate import replicate
+from lockstep.replicas.scatter_gather import gather, scatter, scatter_kwargs
 
 __all__ = [
     "DataParallel",

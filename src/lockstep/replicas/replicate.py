@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import Function
 
 from lockstep.errors import ModelError
-from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_devices
+from lockstep.replicas.devices import Device, are_on_cpu, resolve_devices
 from lockstep.torch_private.modules import buffers_of, children_of, copy_for_replica, parameters_of
 
 __all__ = ["replicate"]

@@ -23,7 +23,7 @@ import torch.nn.parallel as torch_parallel
 from torch import nn
 
 from lockstep.errors import InputError
-from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_devices
+from lockstep.replicas.devices import Device, are_on_cpu, resolve_devices
 from lockstep.torch_private.modules import ExceptionWrapper
 
 __all__ = ["parallel_apply"]

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError, InputTypeError
-from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_device, resolve_devices
+from lockstep.replicas.devices import Device, are_on_cpu, resolve_device, resolve_devices
 from lockstep.torch_private.modules import Gather, Scatter
 
 __all__ = ["gather", "scatter", "scatter_kwargs"]

@@ -21,10 +21,10 @@ from torch import nn
 
 from lockstep.errors import InputError, InputTypeError
 from lockstep.log import get_logger, warn_once
-from lockstep.parallel.replicas.devices import Device, are_on_cpu, resolve_device, resolve_devices
-from lockstep.parallel.replicas.parallel_apply import parallel_apply
-from lockstep.parallel.replicas.replicate import replicate
-from lockstep.parallel.replicas.scatter_gather import gather, scatter_kwargs
+from lockstep.replicas.devices import Device, are_on_cpu, resolve_device, resolve_devices
+from lockstep.replicas.parallel_apply import parallel_apply
+from lockstep.replicas.replicate import replicate
+from lockstep.replicas.scatter_gather import gather, scatter_kwargs
 
 __all__ = ["DataParallel", "data_parallel"]
 
