@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep import batch
-from lockstep.batch import Division, LoaderToken, tags
+from lockstep.batch import Division, LoaderToken, plans, tags
 from lockstep.data import DataLoader
 from lockstep.metrics import Mean
 
@@ -21,21 +21,52 @@ def nothing_known() -> Iterator[None]:
     batch.reset()
 
 
-def test_divisions_are_those_of_the_loaders_in_use() -> None:
+def test_divisions_are_those_of_the_loaders_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when one is asked again and again, and a loader comes as another goes."""
-    four, six = Division(4, 4, 2), Division(6, 6, 2)
-    first, second = LoaderToken(), LoaderToken()
+    monkeypatch.setattr(plans, "_NUM_RECENT", 2)
+    four, six, seven = Division(4, 4, 2), Division(6, 6, 2), Division(7, 6, 2)
+    first, second, third = LoaderToken(), LoaderToken(), LoaderToken()
     batch.register(first, 0, {four})
     assert batch.divisions(0, 2) == batch.divisions(0, 2) == (four,)
     assert batch.divisions(1, 2) == batch.divisions(0, 3) == ()
     batch.register(first, 0, {six})
     assert batch.divisions(0, 2) == (four, six)
-    del first
     batch.register(second, 1, {six})
-    assert batch.divisions(0, 2) == ()
     assert batch.divisions(1, 2) == (six,)
+    batch.register(first, 0, {four})
+    batch.register(third, 0, {seven})
+    assert batch.divisions(0, 2) == (four, six, seven)
+    assert batch.divisions(1, 2) == ()  # two others were iterated since
+    del first
+    assert batch.divisions(0, 2) == (seven,)
     batch.reset()
-    assert batch.divisions(1, 2) == ()
+    assert batch.divisions(0, 2) == ()
+
+
+def test_ranks_ask_where_a_size_is_of_two_batches_on_any_of_them() -> None:
+    """In use or not: that differs between ranks."""
+    token = LoaderToken()
+    batch.register(token, 0, {Division(4, 8, 2), Division(6, 8, 2)})
+    since = batch.Since(plans.num_registrations())
+    assert not batch.must_ask(0, 2)
+    batch.register(LoaderToken(), 0, {Division(7, 8, 2)})
+    assert batch.must_ask(0, 2)  # of 6 samples and of 7 rank 1 has three
+    assert not batch.must_ask(0, 2, since)
+    assert batch.must_ask(0, 2, since._replace(under_way=frozenset({token.number})))
+
+
+def test_an_engine_goes_by_iterations_from_its_making_on_and_by_those_under_way() -> None:
+    """One that has yielded, and one that has merely begun; not one that is over, nor one that was dropped."""
+    loaders = [DataLoader(range(8), batch_size=size, rank=0, world_size=2) for size in (1, 2, 3, 4, 5)]
+    under_way, begun, over, dropped, later = loaders
+    iterators = iter(under_way), iter(begun)
+    next(iterators[0])
+    assert len(list(over)) == 3
+    iter(dropped)
+    since = batch.since_now()
+    iter(later)
+    assert {each.batch_size for each in batch.divisions(0, 2, since)} == {1, 2, 5}
+    assert [each.local_samples for each in batch.latest_of_each()] == [1]
 
 
 def test_a_share_that_is_remembered_lets_go_of_its_loader() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.batch.plans import LoaderToken, Since, begun_loaders, note_yielded, num_registrations
+from lockstep.batch.plans import Since, note_yielded, num_registrations
 from lockstep.batch.share import BatchShare
 from lockstep.batch.tags import purge, tag_batch
 from lockstep.torch_private.dynamo import left_out
@@ -62,26 +62,30 @@ class Iteration:
     Iterations nest: an evaluation runs inside a training loop. When the inner one ends, the batch in hand is again
     the outer one's.
 
+    Args:
+        loader: its number.
+
     Attributes:
+        loader: its number.
         num_batches: yielded so far.
         latest: the share of the batch yielded last; None before the first.
         num_values: how often it was asked for the batch of a value (`of_a_value`).
     """
 
-    # Those that have yielded and are not over; the one that yielded last is at the end.
+    # Those that are not over; the one that yielded last is at the end.
     _open: list[Iteration] = []  # noqa: RUF012  # one for the process
-    _closed: Iteration | None = None  # the one that was over last
+    _closed: Iteration | None = None  # the one that was over last, if none has yielded since
 
-    def __init__(self) -> None:
+    def __init__(self, loader: int) -> None:
+        self.loader = loader
         self.num_batches = 0
         self.num_values = 0
         self.latest: BatchShare | None = None
-        self._ended = 0
-        self._began = next(_counter)
-        self._yielded = self._began
+        self._began = self._yielded = next(_counter)
         self._storages: list[StorageWeakRef] = []  # of the batch yielded last
         self._kept: list[tuple[BatchShare, list[StorageWeakRef]]] = []  # the batches before it
         self._all: set[BatchShare] = set()
+        Iteration._open.insert(0, self)
 
     def clear_away(self) -> None:
         """Forget what is gone of the batches before, as the next one is about to be made. Local.
@@ -94,28 +98,29 @@ class Iteration:
 
     def publish(self, share: BatchShare, batch: Any = None) -> None:
         """This batch is yielded now: tag its tensors. Local, after `clear_away`."""
-        opened = Iteration._open
-        if not opened or opened[-1] is not self:
-            if self in opened:
-                opened.remove(self)
-            opened.append(self)
-        if self.latest is not None and self.latest.local_samples != share.local_samples:
-            self._all.add(self.latest)
-        if self.latest is not None and len(self._kept) < _MAX_KEPT:
-            self._kept.append((self.latest, self._storages))
-        self.latest = share
+        if self in Iteration._open:
+            Iteration._open.remove(self)
+        Iteration._open.append(self)
+        Iteration._closed = None
+        before, self.latest = self.latest, share
+        if before is not None and before.local_samples != share.local_samples:
+            self._all.add(before)
+        if before is not None and len(self._kept) < _MAX_KEPT:
+            self._kept.append((before, self._storages))
         note_yielded(share)
+        _forwards.clear()
         self.num_batches += 1
-        self._yielded = _note_event()
+        self._yielded = next(_counter)
         self._storages = tag_batch(batch, share)
 
     def close(self) -> None:
         """The iteration is over. Local; may be called twice."""
         if self in Iteration._open:
             Iteration._open.remove(self)
-            Iteration._closed = self
-            self.latest = None if self.latest is None else self.latest.remembered()
-            self._ended = _note_event()
+            if self.latest is not None:
+                self.latest = self.latest.remembered()
+                Iteration._closed = self
+                _forwards.clear()
         self._kept.clear()
         self._all.clear()
 
@@ -149,18 +154,10 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_forward: tuple[int, BatchShare | None] = (0, None)  # when the last forward pass of an engine was, and of which batch
-# Of the forward passes since the last event, by number of samples: the latest is the last.
+_forward: BatchShare | None = None  # of the last forward pass of an engine
+# Of those since an iteration yielded or was over, by number of samples: the latest is the last.
 _forwards: dict[int, BatchShare] = {}
 _evaluation = (0, 0)  # see `latest_evaluation`
-_last_event = 0  # when an iteration yielded or was over
-
-
-def _note_event() -> int:
-    global _last_event
-    _last_event = next(_counter)
-    _forwards.clear()
-    return _last_event
 
 
 @contextmanager
@@ -217,14 +214,14 @@ def active_share(in_backward: bool) -> BatchShare | None:
         in_backward: the layer runs again in a backward pass (a checkpoint), after the forward pass of its engine.
     """
     share = _local.active or _local.held
-    return _forward[1] if share is None and in_backward else share
+    return _forward if share is None and in_backward else share
 
 
 def note_forward(share: BatchShare | None) -> None:
     """An engine begins a forward pass on that share; None where it cannot tell. Local."""
     global _forward
     share = None if share is None else share.remembered()
-    _forward = (next(_counter), share)
+    _forward = share
     if share is not None:
         _forwards.pop(share.local_samples, None)
         _forwards[share.local_samples] = share
@@ -232,9 +229,12 @@ def note_forward(share: BatchShare | None) -> None:
 
 def latest_forward() -> BatchShare | None:
     """The share of the engine's forward passes since a loader yielded last; None if several, or within one. Local."""
-    if _local.depth or _forward[0] < _last_event or len(_forwards) != 1:
-        return None
-    return next(iter(_forwards.values()))
+    return next(iter(_forwards.values())) if len(_forwards) == 1 and not _local.depth else None
+
+
+def latest_iteration() -> Iteration | None:
+    """The open iteration that yielded last; None outside of loaders."""
+    return Iteration._open[-1] if current() is not None else None
 
 
 def current() -> BatchShare | None:
@@ -247,7 +247,7 @@ def reset() -> None:
     global _forward, _evaluation
     Iteration._open.clear()
     Iteration._closed = None
-    _forward, _evaluation = (0, None), (0, 0)
+    _forward, _evaluation = None, (0, 0)
     _forwards.clear()
 
 
@@ -269,14 +269,7 @@ def latest_of_each() -> list[BatchShare]:
 
 def since_now() -> Since:
     """Loaders that are iterated from now on, or whose iteration has begun and is not over. Local."""
-    sources = [share.source for share in latest_of_each()]
-    under_way = {each.number for each in sources if isinstance(each, LoaderToken)}
-    return Since(num_registrations(), begun_loaders().union(under_way))
-
-
-def latest_iteration() -> Iteration | None:
-    """The open iteration that yielded last; None outside of loaders."""
-    return Iteration._open[-1] if Iteration._open else None
+    return Since(num_registrations(), frozenset(each.loader for each in Iteration._open))
 
 
 def _left_over(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
@@ -298,20 +291,19 @@ def in_hand(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
     """
     if _local.held is not None:
         return [_local.held]
-    if _forward[0] > _last_event and _forward[1] is not None:
+    if _forwards and _forward is not None:
         return list(reversed(_forwards.values()))
-    if not Iteration._open:
+    iteration = latest_iteration()
+    if iteration is None:
         return _left_over(num_updates)
-    iteration = Iteration._open[-1]
     found = iteration.candidates(num_updates(iteration))
     return list({each.local_samples: each for each in reversed(found)}.values())[::-1]
 
 
 def of_a_value() -> list[BatchShare]:
     """The same for a value that a function is handed, without a graph. See [Note: values without a metric]."""
-    iteration = Iteration._open[-1] if Iteration._open else None
-    closed = Iteration._closed
-    if iteration is not None and closed is not None and closed._ended > iteration._yielded and _local.held is None:
+    iteration = latest_iteration()
+    if iteration is not None and Iteration._closed is not None and _local.held is None:
         return []
     found = in_hand(_num_values)
     if iteration is not None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -31,7 +30,6 @@ __all__ = [
     "LoaderToken",
     "Since",
     "are_none",
-    "begun_loaders",
     "divisions",
     "must_ask",
     "note_yielded",
@@ -106,18 +104,14 @@ class Since(NamedTuple):
 _Divisions: TypeAlias = dict[tuple[int, Division], int]
 
 _NUM_RECENT = 64
-_MOST_FOUND = 64
-_registered: weakref.WeakKeyDictionary[LoaderToken, _Divisions] = weakref.WeakKeyDictionary()  # of loaders in use
+_EVER = Since()
+# Of the loaders that were iterated last, in use or not, by their number; the latest is the last.
+_recent: dict[int, tuple[weakref.ref[LoaderToken], _Divisions]] = {}
 _lock = threading.Lock()
 _num_registrations = 0
-# The same of the loaders that were iterated last, in use or not, by their number; the latest is the last.
-_recent: dict[int, _Divisions] = {}
-_begun: set[int] = set()  # numbers of loaders that have begun an iteration and not yielded since
+_num_gone = 0  # of loaders, which are in use no more
 # Samples, ranks and `evaluation` of each batch that has come, with the number of the latest registration then.
 _yielded: dict[tuple[int, int, bool], int] = {}
-# What `divisions` found for its arguments, and for which loaders. Loaders come by a registration, and go by leaving
-# fewer behind, so the numbers of both say whether it still holds.
-_found: dict[tuple[int, int, Since], tuple[tuple[int, int], tuple[Division, ...]]] = {}
 
 
 def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
@@ -126,13 +120,17 @@ def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
     purge()  # else loaders that are gone would make sizes ambiguous
     with _lock:
         _num_registrations += 1
-        _begun.add(token.number)
-        own = {(rank, division): _num_registrations for division in batches}
-        _registered.setdefault(token, {}).update(own)
         if batches:
-            _recent[token.number] = _recent.pop(token.number, {}) | own
+            own = {(rank, division): _num_registrations for division in batches}
+            reference, known = _recent.pop(token.number, (weakref.ref(token, _note_gone), {}))
+            _recent[token.number] = reference, known | own
             if len(_recent) > _NUM_RECENT:
                 del _recent[next(iter(_recent))]
+
+
+def _note_gone(_: object) -> None:
+    global _num_gone
+    _num_gone += 1
 
 
 def num_registrations() -> int:
@@ -140,57 +138,57 @@ def num_registrations() -> int:
     return _num_registrations
 
 
-def begun_loaders() -> frozenset[int]:
-    """The numbers of loaders that have begun an iteration, of which no batch has come yet. Local."""
-    return frozenset(_begun)
-
-
 def are_none() -> bool:
     """Whether no loader is in use, nor was lately. Local."""
-    return not _registered and not _recent
+    return not _recent
 
 
-def divisions(rank: int, world_size: int, since: Since = Since()) -> tuple[Division, ...]:  # noqa: B008  # immutable
+def divisions(rank: int, world_size: int, since: Since = _EVER) -> tuple[Division, ...]:
     """Those of the loaders in use that split over `world_size` ranks, of which this is `rank`. Local.
 
     A loader is in use from its first iteration on, as long as it or one of its batches exists.
     """
-    if not _registered:
-        return ()
-    state = _num_registrations, len(_registered)
-    known = _found.get((rank, world_size, since))
-    if known is not None and known[0] == state:
-        return known[1]
+    return _find(rank, world_size, since, _num_registrations, _num_gone)[0] if _recent else ()
+
+
+def must_ask(rank: int, world_size: int, since: Since = _EVER) -> bool:
+    """Whether a size may stand for batches of different numbers of samples, on some rank. Local.
+
+    The same on all ranks; see [Note: who asks].
+
+    Args:
+        rank: as which loaders were iterated.
+        world_size: over which they split.
+        since: which loaders count.
+    """
+    return bool(_recent) and _find(rank, world_size, since, _num_registrations, _num_gone)[1]
+
+
+@lru_cache(maxsize=64)
+def _find(rank: int, world_size: int, since: Since, *_: int) -> tuple[tuple[Division, ...], bool]:
+    """The answers of `divisions` and `must_ask`, until a loader comes or goes."""
     with _lock:
-        state = _num_registrations, len(_registered)
-        loaders = [(token.number, of_loader) for token, of_loader in _registered.items()]
-        found = _split_over(loaders, rank, world_size, since)
-    in_order = tuple(sorted(found, key=lambda each: (each.num_samples, each.batch_size)))
-    if len(_found) >= _MOST_FOUND:
-        _found.clear()
-    _found[rank, world_size, since] = state, in_order
-    return in_order
-
-
-def _split_over(loaders: Iterable[tuple[int, _Divisions]], rank: int, world_size: int, since: Since) -> set[Division]:
-    """The divisions over so many ranks, of loaders that were iterated as this one. Loaders come with their number."""
-    return {
-        division
-        for number, of_loader in loaders
-        for (its_rank, division), registration in of_loader.items()
-        if its_rank == rank and division.world_size == world_size
-        if registration > since.registration or number in since.under_way
-    }
+        found = {
+            (division, reference() is not None)
+            for number, (reference, of_loader) in _recent.items()
+            for (its_rank, division), registration in of_loader.items()
+            if its_rank == rank and division.world_size == world_size
+            if registration > since.registration or number in since.under_way
+        }
+    is_ambiguous = any(
+        len({(each.rows(rank), each.num_samples) for each, _ in found}) > len({each.rows(rank) for each, _ in found})
+        for rank in range(world_size)
+    )
+    in_use = {division for division, is_in_use in found if is_in_use}
+    return tuple(sorted(in_use, key=lambda each: (each.num_samples, each.batch_size))), is_ambiguous
 
 
 def note_yielded(share: BatchShare) -> None:
     """A loader yields such a batch. Local."""
-    if isinstance(share.source, LoaderToken):
-        _begun.discard(share.source.number)
     _yielded[share.global_samples, share.world_size, share.evaluation] = _num_registrations
 
 
-def was_yielded(division: Division, trains: bool, since: Since = Since()) -> bool:  # noqa: B008  # immutable
+def was_yielded(division: Division, trains: bool, since: Since = _EVER) -> bool:
     """Whether a batch of this size has come so far: of a loader for training, or of any. Local.
 
     Ranks that take the batches of their loaders in the same order find the same, in whatever order memory is freed.
@@ -203,35 +201,6 @@ def was_yielded(division: Division, trains: bool, since: Since = Since()) -> boo
 def reset() -> None:
     """Forget all loaders. Local."""
     _yielded.clear()
-    _begun.clear()
     with _lock:
-        _registered.clear()
-        _found.clear()
         _recent.clear()
-    _must_ask.cache_clear()
-
-
-def must_ask(rank: int, world_size: int, since: Since = Since()) -> bool:  # noqa: B008  # immutable
-    """Whether a size may stand for batches of different numbers of samples, on some rank. Local.
-
-    The same on all ranks; see [Note: who asks].
-
-    Args:
-        rank: as which loaders were iterated.
-        world_size: over which they split.
-        since: which loaders count.
-    """
-    return bool(_recent) and _must_ask(rank, world_size, since, _num_registrations)
-
-
-@lru_cache(maxsize=64)
-def _must_ask(rank: int, world_size: int, since: Since, _: int) -> bool:
-    with _lock:
-        found = _split_over(_recent.items(), rank, world_size, since)
-    for rank in range(world_size):
-        by_rows: dict[int, int] = {}
-        for division in found:
-            rows = division.rows(rank)
-            if by_rows.setdefault(rows, division.num_samples) != division.num_samples:
-                return True
-    return False
+    _find.cache_clear()

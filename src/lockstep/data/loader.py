@@ -279,9 +279,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         progress = EpochProgress(epoch, start, schedule.mark)
         self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
-            batches,
-            schedule,
-            progress,
+            *(batches, schedule, progress, self._batch_source.number),
             shared_workers=self._rank_batches if self.persistent_workers else None,
             has_workers=self.num_workers > 0,
             evaluations=self._evaluations if self.evaluation else None,
