@@ -436,7 +436,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, at any number of ranks. Local; every rank loads the same.
+        """Continue where `state` was taken, at any number of ranks. Local; every rank loads the same.
 
         Raises:
             CheckpointError: it lacks a part, or belongs to another model or optimizer; or one of the two runs has a

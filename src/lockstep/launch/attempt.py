@@ -274,7 +274,7 @@ class Attempt:
             callback()
 
     def _next_phase(self) -> None:
-        """Go on to the next phase, because the time of the current one is over."""
+        """Enter the next phase, because the time of the current one is over."""
         if self._phase in (AttemptPhase.RUNNING, AttemptPhase.SETTLING):
             self._stop(signal.SIGTERM, self._grace_s)
         elif self._phase is AttemptPhase.STOPPING:

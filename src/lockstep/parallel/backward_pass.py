@@ -234,7 +234,7 @@ class BackwardPass(PassState):
         self.is_paused = self.has_filler = False
         self._reducer: Reducer | None = None
         self._seen_task = _NO_TASK  # the last one that came to an output
-        self._reaches = False  # that task goes on to parameters of the model
+        self._reaches = False  # that task reaches parameters of the model
         self._steps_within = False  # an optimizer has stepped in one, and may have taken the gradients away
         self._passes_to_watch = 0  # after which the parameters are not watched any more
         # Nothing in the graph may hold this object: it would never be freed.
@@ -322,7 +322,7 @@ class BackwardPass(PassState):
         """A gradient has come to an output, by number. Collective where ranks must ask each other what they hold.
 
         Returns:
-            Whether it goes on to parameters of the model.
+            Whether it reaches parameters of the model.
         """
         task = current_graph_task_id()
         if task != self._seen_task:
@@ -343,7 +343,7 @@ class BackwardPass(PassState):
         return True
 
     def _see(self, task: int, forward: ForwardPass) -> None:
-        """A task has come to an output for the first time; whether it goes on to parameters of the model."""
+        """A task has come to an output for the first time; whether it reaches parameters of the model."""
         reducer = self._reducer
         self._seen_task, self.has_filler = task, False
         self._reaches = reducer is not None and runs_backward_by(reducer.watched_nodes)
@@ -412,7 +412,7 @@ class BackwardPass(PassState):
         elif phase is _READY:
             self._notice(index)
             if bucket is None and self.phase is not _READY:
-                self._passes_to_watch = 0  # there is cause to go on
+                self._passes_to_watch = 0  # there is cause to keep watching
         elif phase is _IDLE and bucket is not None and self._world_size > 1:
             if self.is_accumulating:
                 self._agreement.gradient_accumulates()

@@ -7,7 +7,7 @@ computes it. So all ranks have the same bits, a rank may hold any number of samp
 that of one process with all samples. The backward pass adds up two sums per channel, one all_reduce.
 
 [Note: fillers] On a rank for which a global batch has no sample `lockstep.DataLoader` yields a filler. It is
-normalized like the samples of the others, so that the script goes on, but it does not count. A group may have nothing
+normalized like the samples of the others, so that the script continues, but it does not count. A group may have nothing
 but fillers, if it is a part of the ranks: each is then normalized by itself. By nothing at all it could grow from layer
 to layer until it is infinite, and a gradient of zero times that is nan.
 
@@ -164,7 +164,7 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """Replace every BatchNorm layer by a `SyncBatchNorm` with the same parameters and buffers.
 
-    The parameters stay the same objects, so that an optimizer made before goes on working. A layer that stands at
+    The parameters stay the same objects, so that an optimizer made before still works. A layer that stands at
     several places is converted once; one that is a `SyncBatchNorm` gets the group. Mirrors
     `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Local.
 

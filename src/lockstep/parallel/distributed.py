@@ -471,12 +471,12 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     ) -> Join:
         """A context in which ranks may run out of batches at different times.
 
-        A rank that leaves early goes on answering the collectives of the others with zeros. With
+        A rank that leaves early keeps answering the collectives of the others with zeros. With
         `lockstep.DataLoader` nobody needs it: every rank has the same number of batches there. Of ranks with other
         numbers of rows (by tag, `samples`, or first size of the first input) the mean is that over all rows.
 
         Args:
-            divide_by_initial_world_size: go on dividing by all ranks, as torch does; False: by those still training.
+            divide_by_initial_world_size: keep dividing by all ranks, as torch does; False: by those still training.
             enable: False turns the context off.
             throw_on_early_termination: raise on all ranks as soon as one has no more batches.
         """

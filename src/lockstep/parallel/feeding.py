@@ -20,7 +20,7 @@ would be right, and a loss that compares the rows with each other, as most of th
 *Rejected:* the sizes of all arguments: where one is a batch's by chance, it sets the weight.
 
 Where a rank went by a size, a claim travels with the gradients and is compared (`rank_agreement.py`), so that ranks
-that understood different things do not go on. What ranks tell each other they tell in the backward pass, which all of
+that understood different things stop. What ranks tell each other they tell in the backward pass, which all of
 them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
 one collective more, and a backward pass that could not begin before those of the others.
 
@@ -175,7 +175,7 @@ class Feeding:
     Args:
         group: the ranks over which the engine averages.
         device: where the group takes small tensors from.
-        module: the model. An engine that wraps it again goes on with the loaders that the first one went by.
+        module: the model. An engine that wraps it again keeps to the loaders that the first one went by.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, module: torch.nn.Module) -> None:

@@ -45,7 +45,7 @@ _next_number = itertools.count().__next__
 
 class _Passes(Protocol):
     def pre_backward(self, output: int, forward: ForwardPass) -> bool:
-        """A gradient has come to an output; whether it goes on to parameters of the model."""
+        """A gradient has come to an output; whether it reaches parameters of the model."""
 
 
 class ForwardPass:
@@ -109,7 +109,7 @@ class ForwardPass:
         self.is_plain, self.is_filler = is_known and feed.weight == 1.0, is_known and feed.weight == 0.0
 
     def check_penalty(self) -> None:
-        """A gradient is computed with a graph of its own, and does not go on to parameters. Collective, as `settle`.
+        """A gradient is computed with a graph of its own, and does not reach parameters. Collective, as `settle`.
 
         Raises:
             ModelError: the ranks do not divide the batch, and what a loss makes of the gradient would count plainly.

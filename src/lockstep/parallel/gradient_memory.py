@@ -4,7 +4,7 @@
 overwrites. Copying every gradient out costs time, and nearly nobody needs it: the loop sets `.grad` to None, and the
 view is free. Code that has kept the tensor, or a view, an array or a graph made from it, keeps its content: before a
 bucket is filled, references to its views are counted. If there are more than the engine's own, the old memory stays
-with that code, and the bucket goes on in new memory. Gradients of a parameter that this has happened to have
+with that code, and the bucket moves to new memory. Gradients of a parameter that this has happened to have
 memory of their own from then on, so it happens once, and costs one copy in each later step, for that parameter on that
 rank. `gradient_as_bucket_view=True` asks for views in any case, as in torch.
 
@@ -49,7 +49,7 @@ class GradientViews:
     Attributes:
         tensors: the views, by parameter.
         of_bucket: for each bucket, the views of its members.
-        can_renew: whether references can be counted, and buckets can go on in new memory.
+        can_renew: whether references can be counted, and buckets can move to new memory.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class GradientViews:
         return [index for index, view in suspects if self._parameters[index].grad is not view]
 
     def renew(self, bucket: int) -> None:
-        """Leave the bucket's memory to those who hold views of it, and go on in other memory."""
+        """Leave the bucket's memory to those who hold views of it, and take other memory."""
         self._transport.renew(bucket)
         self._make(bucket)
 

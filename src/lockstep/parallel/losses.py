@@ -26,7 +26,7 @@ here. The engine's forward passes that a loss comes from, and so w and W, are fo
 (`lockstep/batch/graph.py`). Where there is none, as with torch's engine or inside of a `forward()`, w is 1 and W the
 size of the default group.
 
-[Note: what becomes of the value] Every rank holds the value, and may go on computing with it: a mean that is taken off
+[Note: what becomes of the value] Every rank holds the value, and may compute with it: a mean that is taken off
 each sample, a loss that a model returns and its engine weights. The gradient that comes back to it is this rank's g_r
 then, and that of one process the mean over ranks of w·g_r, by which l_r' is multiplied. It is asked for in the backward
 pass, by an all_reduce of two numbers. So where one rank's total has a graph, the value has one on every rank.

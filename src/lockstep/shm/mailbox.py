@@ -379,7 +379,7 @@ class Mailbox(BaseMailbox):
                 self._finish(send)
 
     def _go_on(self, send: Send) -> None:
-        """Go on with a message that the peer has granted."""
+        """Continue a message that the peer has granted."""
         if send.num_sent == send.flat.numel():
             self._finish(send)
         else:

@@ -320,7 +320,7 @@ class HostAgent(SimpleElasticAgent):
         return now_s < self._patience_ends_s
 
     def _lose(self, worker_group: WorkerGroup, gone: list[Host]) -> RunResult:
-        """Go on without hosts that are gone without a reason, if the others are enough."""
+        """Continue without hosts that are gone without a reason, if the others are enough."""
         rendezvous = self._rendezvous_of_hosts
         text = f"{', '.join(map(str, gone))} {'was' if len(gone) == 1 else 'were'} lost, without a sign of life"
         membership = rendezvous.membership

@@ -214,7 +214,7 @@ class Membership:
         return None
 
     def _settled(self) -> Membership:
-        """Go on to the next round if the last member has left; take in waiting hosts."""
+        """Begin the next round if the last member has left; take in waiting hosts."""
         now = self
         if now.is_running and not now.members:
             now = replace(now, is_running=False, number=max(now.number + 1, now.next_number))

@@ -86,7 +86,7 @@ class RateSchedule:
         return {"step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Go on after that many steps, by the schedule of this run."""
+        """Continue after that many steps, by the schedule of this run."""
         self._set(state_dict["step"])
 
     def _set(self, step: int) -> None:

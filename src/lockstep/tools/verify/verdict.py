@@ -209,12 +209,12 @@ def _failed(step: int, ranks: Sequence[Mapping[str, Any]], failure: str) -> Diff
     done = [rank for rank, each in enumerate(ranks) if each["facts"]["returned"]]
     if done:
         text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
-        return _other_counts(step, f"the script came to its end on {text}, and other ranks went on: {failure}")
+        return _other_counts(step, f"the script came to its end on {text}, and other ranks continued: {failure}")
     return Difference(
         step,
         "steps",
         "fails",
-        f"one process goes on, and {len(ranks)} ranks end with: {failure}",
+        f"one process continues, and {len(ranks)} ranks end with: {failure}",
         "the script cannot train on this number of ranks as it is written",
         "what the error says; where it asks how many samples a pass holds, first see whether samples are compared "
         "with each other there",
