@@ -29,16 +29,6 @@ def test_each_sample_has_one_place(num_samples: int) -> None:
     assert order[:].dtype == np.int64
 
 
-@pytest.mark.parametrize("num_samples", [1, 4097, 99_999])
-def test_a_place_gives_the_sample_that_a_slice_has_there(num_samples: int) -> None:
-    order = ComputedOrder(num_samples, 3, 5)
-    for place in {0, num_samples // 2, num_samples - 1, -1, -num_samples}:
-        assert order[place] == order[:][place]
-    for place in (num_samples, -num_samples - 1):
-        with pytest.raises(IndexError):
-            order[place]
-
-
 @settings(deadline=None)
 @given(num_samples=st.integers(1, 20_000), begin=st.integers(0, 20_000), length=st.integers(0, 9000))
 def test_a_part_is_a_part_of_the_whole(num_samples: int, begin: int, length: int) -> None:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from lockstep import batch
 from lockstep.batch import BatchShare, Division, share_bounds
-from lockstep.data.order import Fetch, num_earlier, seed_keys_of
+from lockstep.data.order import Fetch, num_earlier, seed_keys
 from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
 
@@ -177,7 +177,7 @@ class GlobalBatches(Iterator[GlobalBatch]):
         places = np.array(indices)
         times = self._times[places] + num_earlier(places)
         self._times[places] = times + 1  # of an index that is there twice the last counts, and that is the larger one
-        keys: list[int] = seed_keys_of(places, times).tolist()
+        keys: list[int] = seed_keys(places, times).tolist()
         return keys
 
 

@@ -30,6 +30,7 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +106,7 @@ class _Buffer:
         is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
         if is_swapped:
             _swapped.append((self.segment, reference))
-        self.is_lost |= is_swapped or num_forks != _forks.count
+        self.is_lost |= is_swapped or num_forks != _num_forks
         self.is_held = False
 
 
@@ -118,29 +119,17 @@ def _words_of(control: Segment) -> memoryview:
     return control.memory[_HEADER_BYTES:].cast("q")
 
 
-class _Forks:
-    """Counts the forks of this process, from the first `watch` on.
-
-    Attributes:
-        count: another number after each fork.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._is_watching = False
-
-    def watch(self) -> None:
-        """Begin, unless it has begun. Local."""
-        if not self._is_watching:
-            self._is_watching = True
-            # Twice: what another thread is handed in between is inherited, too.
-            os.register_at_fork(before=self._note, after_in_parent=self._note)
-
-    def _note(self) -> None:
-        self.count += 1
+_num_forks = 0  # of this process since `_count_forks`; another number after each
 
 
-_forks = _Forks()
+@cache
+def _count_forks() -> None:
+    def note() -> None:
+        global _num_forks
+        _num_forks += 1
+
+    os.register_at_fork(before=note, after_in_parent=note)  # twice: what a thread is handed in between is inherited
+
 
 # Segments whose tensors have moved elsewhere, each with the storage that was there. See [Note: swapped].
 _swapped: list[tuple[Segment, StorageWeakRef]] = []
@@ -166,7 +155,7 @@ class BufferPool:
     """
 
     def __init__(self, control: str, worker: int, num_workers: int) -> None:
-        _forks.watch()
+        _count_forks()
         segment = Segment.attach(control, size_bytes=_control_bytes(num_workers))
         segment.release()
         self._words = _words_of(segment)
@@ -209,7 +198,7 @@ class BufferPool:
             array = _array(buffer.segment, size_bytes)
             tensor = torch.from_numpy(array)
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            weakref.finalize(array, buffer.let_go, reference, _forks.count).atexit = False
+            weakref.finalize(array, buffer.let_go, reference, _num_forks).atexit = False
             return tensor
 
     def send(self, storage: torch.UntypedStorage) -> Place | None:
@@ -289,7 +278,7 @@ class BufferReader:
     """
 
     def __init__(self, num_workers: int) -> None:
-        _forks.watch()
+        _count_forks()
         self._control = Segment.create(_control_bytes(num_workers), is_sparse=True)
         self.control = self._control.handle
         self._words = _words_of(self._control)
@@ -310,7 +299,7 @@ class BufferReader:
         array = _array(segment, place.size_bytes)
         storage = torch.from_numpy(array).untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        weakref.finalize(array, self._give_back, place, _forks.count, os.getpid(), reference, segment).atexit = False
+        weakref.finalize(array, self._give_back, place, _num_forks, os.getpid(), reference, segment).atexit = False
         return storage
 
     def forget(self, handles: list[str]) -> None:
@@ -331,7 +320,7 @@ class BufferReader:
         if is_swapped:
             _swapped.append((segment, reference))
         fence()
-        if num_forks == _forks.count and not is_swapped:
+        if num_forks == _num_forks and not is_swapped:
             self._words[place.word] = _FREE
         else:
             self._segments.pop(place.handle, None)

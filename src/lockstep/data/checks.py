@@ -249,28 +249,13 @@ def check_refused(generator: object, in_order: bool) -> None:
         )
 
 
-def check_workers(
-    num_workers: object,
-    prefetch_factor: object,
-    persistent_workers: bool,
-    timeout: float,
-    multiprocessing_context: object,
-) -> int:
-    """Options of the worker processes; returns their number per rank."""
+def check_workers(num_workers: object, prefetch_factor: object, timeout: float) -> int:
+    """What torch does not refuse in words of the options of worker processes; returns their number per rank."""
     count = check_integer("num_workers", num_workers, 0, "0 loads in the training process")
-    if timeout < 0:
-        raise DataError(f"timeout is {timeout}; expected seconds, or 0 to wait as long as the workers live")
     if prefetch_factor is not None:
         check_integer("prefetch_factor", prefetch_factor, 1)
-    if count == 0:
-        for name, given in (
-            ("prefetch_factor", prefetch_factor is not None),
-            ("persistent_workers", bool(persistent_workers)),
-            ("timeout", timeout > 0),
-            ("multiprocessing_context", multiprocessing_context is not None),
-        ):
-            if given:
-                raise DataError(f"{name} needs worker processes, but num_workers is 0: pass num_workers, or drop it")
+    if timeout > 0 and count == 0:
+        raise DataError("timeout needs worker processes, but num_workers is 0: pass num_workers, or drop it")
     return count
 
 

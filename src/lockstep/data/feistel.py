@@ -12,7 +12,6 @@ permutation), so `lockstep.data.order` stores small orders, which costs nothing.
 from __future__ import annotations
 
 import math
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +30,7 @@ Numbers = npt.NDArray[np.uint64]
 class ComputedOrder:
     """A permutation of 0 … num_samples-1 that is a function of (seed, epoch), and takes no memory.
 
-    Slices, of step 1, give int64 arrays as those of a stored permutation do; a position gives its sample. Not for
-    several threads at once.
+    Slices, of step 1, give int64 arrays as those of a stored permutation do. Not for several threads at once.
 
     Args:
         num_samples: at least 1.
@@ -53,16 +51,7 @@ class ComputedOrder:
     def __len__(self) -> int:
         return self.num_samples
 
-    @overload
-    def __getitem__(self, positions: int) -> np.int64: ...
-
-    @overload
-    def __getitem__(self, positions: slice) -> npt.NDArray[np.int64]: ...
-
-    def __getitem__(self, positions: int | slice) -> np.int64 | npt.NDArray[np.int64]:
-        if isinstance(positions, int):
-            found: np.int64 = self._compute(np.array([range(self.num_samples)[positions]], dtype=np.uint64))[0]
-            return found
+    def __getitem__(self, positions: slice) -> npt.NDArray[np.int64]:
         begin, end, _ = positions.indices(self.num_samples)
         parts = [
             self._block_of(number)[max(begin - number * _BLOCK, 0) : end - number * _BLOCK]

@@ -39,7 +39,9 @@ def fingerprint_of_data(dataset: Any) -> int:
 
 def fingerprint_of_order(order: Order, seed: int) -> int:
     """A number below 2**48 for the order of an epoch."""
-    return _hash([str((seed, len(order))), *_indices(order)])
+    length = len(order)
+    chosen = (int(order[position : position + 1][0]) for position in _positions(length))
+    return _hash([str((seed, length)), str(length), *map(str, chosen)])
 
 
 def _hash(parts: Sequence[str] | Iterator[str]) -> int:

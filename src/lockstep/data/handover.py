@@ -17,7 +17,6 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
@@ -45,21 +44,6 @@ _FULL_PHRASES = (
 # By the number of a loader's iterator, which its workers are told: what this process reads of their buffers.
 _readers: dict[int, BufferReader] = {}
 _count = itertools.count(1).__next__
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """What the training process tells its workers of their buffers.
-
-    Attributes:
-        reader: number of the reader in the training process.
-        control: handle of the control segment.
-        num_workers: of the loader.
-    """
-
-    reader: int
-    control: str
-    num_workers: int
 
 
 class _Packed:
@@ -152,33 +136,35 @@ class Source(Protocol):
 
 
 class Handover:
-    """How the workers of one iterator hand over their batches, on the side of the training process.
+    """How the workers of one iterator hand over their batches: made by the training process, which tells them of it.
 
     Args:
+        num_workers: of the loader.
+
+    Attributes:
+        reader: number of the reader of buffers in the training process; 0 if there are none.
+        control: handle of the control segment.
         num_workers: of the loader.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._offer: _Offer | None = None
+        self.num_workers = num_workers
+        self.reader, self.control = 0, ""
         with contextlib.suppress(SharedMemoryError):  # then torch's way may still work
             if are_buffers_possible():
                 reader = BufferReader(num_workers)
-                self._offer = _Offer(_count(), reader.control, num_workers)
-                _readers[self._offer.reader] = reader
-
-    def packing(self, source: Source) -> PackingSource:
-        """What the workers fetch batches from."""
-        return PackingSource(source, self._offer)
+                self.reader, self.control = _count(), reader.control
+                _readers[self.reader] = reader
 
     def cancel(self) -> None:
         """No worker has come to be. Local."""
-        if self._offer is not None:
-            _close(self._offer.reader, os.getpid())
+        if self.reader:
+            _close(self.reader, os.getpid())
 
     def end_with(self, iterator: object) -> None:
         """Let go of the buffers when the iterator that reads from the workers is gone."""
-        if self._offer is not None:
-            weakref.finalize(iterator, _close, self._offer.reader, os.getpid()).atexit = False
+        if self.reader:
+            weakref.finalize(iterator, _close, self.reader, os.getpid()).atexit = False
 
 
 def _close(reader: int, pid: int) -> None:
@@ -191,13 +177,14 @@ class PackingSource:
 
     Args:
         source: makes the batches.
-        offer: what the worker needs for buffers; None if there are none.
+        handover: what the worker needs for buffers.
     """
 
-    def __init__(self, source: Source, offer: _Offer | None = None) -> None:
+    def __init__(self, source: Source, handover: Handover) -> None:
         self._source = source
-        self._offer = offer
+        self._handover = handover
         self._pool: BufferPool | None = None
+        self._begun = False
 
     @property
     def dataset(self) -> Any:
@@ -210,9 +197,8 @@ class PackingSource:
         Raises:
             DataError: the batch cannot be sent: /dev/shm is full, or something in it cannot be pickled.
         """
-        worker = get_worker_info()
-        if self._offer is not None and self._pool is None and worker is not None:
-            self._begin(self._offer, worker.id)
+        if not self._begun:
+            self._begin()
         try:
             batch = self._source.__getitems__(fetch)
         except RuntimeError as error:  # torch's collate function makes tensors in shared memory to begin with
@@ -229,27 +215,27 @@ class PackingSource:
                 f"({error}); return tensors or plain data from the dataset and collate_fn, or pass num_workers=0"
             ) from None
 
-    def _begin(self, offer: _Offer, worker: int) -> None:
+    def _begin(self) -> None:
         """Take part in the buffers, in a worker that fetches for the first time."""
-        try:
-            self._pool = BufferPool(offer.control, worker, offer.num_workers)
-        except SharedMemoryError:  # it cannot be opened from here: torch's way
-            self._offer = None
-        else:
-            stack_into(self._pool.new, _BY_VALUE_BYTES)
+        self._begun = True
+        worker, given = get_worker_info(), self._handover
+        if given.reader and worker is not None:
+            with contextlib.suppress(SharedMemoryError):  # it cannot be opened from here: torch's way
+                self._pool = BufferPool(given.control, worker.id, given.num_workers)
+                stack_into(self._pool.new, _BY_VALUE_BYTES)
 
     def _pack(self, batch: Any) -> _Packed:
         content = io.BytesIO()
-        if self._offer is None or self._pool is None:
+        if self._pool is None:
             _TensorPickler(content).dump(batch)
             return _Packed(content.getvalue())
-        pickler = _BatchPickler(content, self._pool, self._offer.reader, _mostly_used(batch))
+        pickler = _BatchPickler(content, self._pool, self._handover.reader, _mostly_used(batch))
         try:
             pickler.dump(batch)
         except BaseException:
             self._pool.take_back(pickler.places)
             raise
-        return _Packed(content.getvalue(), self._offer.reader, self._pool.retired())
+        return _Packed(content.getvalue(), self._handover.reader, self._pool.retired())
 
 
 def _mostly_used(batch: Any) -> set[int]:

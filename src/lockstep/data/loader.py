@@ -30,7 +30,7 @@ from lockstep.data.checks import (
 )
 from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
-from lockstep.data.handover import Handover
+from lockstep.data.handover import Handover, PackingSource
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
 from lockstep.data.order import (
     Order,
@@ -138,6 +138,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Raises:
         DataError: an argument that cannot work, when it is made or when an iteration begins; it
             names the argument and what to pass instead.
+        ValueError: options of worker processes that torch refuses.
 
     Local: no call waits for other ranks.
 
@@ -181,7 +182,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         check_batch_sampler(batch_sampler, is_cut_already, world_size)
         check_sampler(sampler, bool(shuffle), world_size)
         batch_size = check_integer("batch_size", batch_size, 1, "It counts the samples of all ranks together")
-        num_workers = check_workers(num_workers, prefetch_factor, persistent_workers, timeout, multiprocessing_context)
+        num_workers = check_workers(num_workers, prefetch_factor, timeout)
         self.seed = check_integer("seed", seed, -(2**63))
         self.shuffle = bool(shuffle)
         self.permutation = check_permutation(permutation, self.shuffle)
@@ -239,6 +240,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         try:
             super().__setattr__(name, value)
         except ValueError:  # torch fixes these attributes, too, and does not say what to do
+            if name == "multiprocessing_context":  # not fixed: torch refuses the value
+                raise
             raise is_fixed(name, name, value) from None
 
     def __len__(self) -> int:
@@ -414,7 +417,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.num_workers == 0:
             return iterator_of(view)
         handover = Handover(self.num_workers)
-        set_guarded(view, "dataset", handover.packing(source))
+        set_guarded(view, "dataset", PackingSource(source, handover))
         try:
             with held_back():
                 iterator = iterator_of(view)

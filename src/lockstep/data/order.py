@@ -40,7 +40,6 @@ __all__ = [
     "draw_order",
     "num_earlier",
     "seed_keys",
-    "seed_keys_of",
     "shuffled_order",
 ]
 
@@ -144,35 +143,26 @@ def draw_order(sampler: _Sampler, seed: int, epoch: int) -> npt.NDArray[np.int64
                 f"sampler {type(sampler).__name__} yields something that is no index ({error}); expected an "
                 "integer per sample. A sampler that yields lists is a batch_sampler: pass it as that"
             ) from error
-    if len(indices) > len(sampler):
+    if len(indices) != len(sampler):
+        number = len(indices) if len(indices) < len(sampler) else "more"
         raise DataError(
-            f"sampler {type(sampler).__name__} goes on after the {len(sampler)} indices of its length in epoch "
-            f"{epoch}, and the number of batches follows from the length. If it is endless, for a loop without epochs, "
-            "drop it and pass shuffle=True: each new iteration of the loader is the next epoch. Else fix its __len__"
-        )
-    if len(indices) < len(sampler):
-        raise DataError(
-            f"sampler {type(sampler).__name__} yielded {len(indices)} indices in epoch {epoch}, but its length is "
-            f"{len(sampler)}. The number of batches follows from the length, so the two must agree: fix its __len__"
+            f"sampler {type(sampler).__name__} yielded {number} indices in epoch {epoch}, but its length is "
+            f"{len(sampler)}, and the number of batches follows from that: fix its __len__. If it is endless, for "
+            "a loop without epochs, drop it and pass shuffle=True: each new iteration of the loader is the next epoch"
         )
     return indices
 
 
-def seed_keys(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """What takes the place of the indices of a sampler's order where samples are seeded, int64 [num_samples].
+def seed_keys(indices: npt.NDArray[np.int64], earlier: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    """What takes the place of a sampler's indices where samples are seeded, int64 [num_samples].
 
-    The index, and of one that comes again, such as those of a rare class, the number of times that it came before: so
-    that each time another augmentation is drawn.
+    The index, and of one that comes again, such as those of a rare class, the number of times that it came before,
+    which is counted where it is not given: so that each time another augmentation is drawn.
 
     >>> seed_keys(np.array([7, 2, 7])).tolist() == [7, 2, 7 ^ 1 << 40]
     True
     """
-    return seed_keys_of(order, num_earlier(order))
-
-
-def seed_keys_of(indices: npt.NDArray[np.int64], earlier: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The same, where each has come so often before, int64 [num_samples]."""
-    return indices ^ (earlier << _INDEX_BITS)
+    return indices ^ ((num_earlier(indices) if earlier is None else earlier) << _INDEX_BITS)
 
 
 def num_earlier(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

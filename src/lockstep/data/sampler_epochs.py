@@ -9,7 +9,7 @@ an `OwnOrder` in its place, for programs that say `loader.batch_sampler.sampler.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,11 @@ class _SetEpoch:
     """The method of a sampler, which notes with what it was called; a class of its own, so that it can be copied.
 
     Args:
-        sampler: the user's.
+        tell: the method as it was, which makes no note.
     """
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
+    def __init__(self, tell: Callable[..., Any]) -> None:
+        self.tell = tell
         self.told: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,18 +56,6 @@ class _SetEpoch:
         is_number = isinstance(epoch, int | np.integer) and not isinstance(epoch, bool)
         self.told = int(epoch) if is_number and epoch >= 0 else None
         return self.tell(*args, **kwargs)
-
-    def tell(self, *args: Any, **kwargs: Any) -> Any:
-        """Without a note."""
-        if _is_of_class(self._sampler):
-            return type(self._sampler).set_epoch(self._sampler, *args, **kwargs)
-        return self._sampler.set_epoch(*args, **kwargs)
-
-
-def _is_of_class(sampler: Any) -> bool:
-    """Whether the method is that of its class: not one of its own, nor of a sampler that it stands for."""
-    own = getattr(sampler, "__dict__", {}).get("set_epoch")
-    return hasattr(type(sampler), "set_epoch") and (own is None or isinstance(own, _SetEpoch))
 
 
 def teller_of_epochs(batch_sampler: Any) -> Any:
@@ -86,11 +74,9 @@ class SamplerEpochs:
 
     def __init__(self, sampler: Any) -> None:
         self._set_epoch: _SetEpoch | None = None
-        if not callable(getattr(sampler, "set_epoch", None)):
-            return
-        known = sampler.set_epoch
-        self._set_epoch = known if isinstance(known, _SetEpoch) else _SetEpoch(sampler)
-        if _is_of_class(sampler):
+        known = getattr(sampler, "set_epoch", None)
+        if callable(known):
+            self._set_epoch = known if isinstance(known, _SetEpoch) else _SetEpoch(known)
             with contextlib.suppress(AttributeError, TypeError):  # it takes no attributes: then the loader tells it
                 sampler.set_epoch = self._set_epoch
 

@@ -85,9 +85,10 @@ def _part_of(dataset: ConcatDataset[Any], index: int) -> tuple[int, int]:
     return part, position - (dataset.cumulative_sizes[part - 1] if part else 0)
 
 
-def _getitem_takes_generator(dataset: Any) -> bool:
+@lru_cache(maxsize=64)
+def _getitem_takes_generator(kind: Any) -> bool:
     try:
-        parameter = inspect.signature(type(dataset).__getitem__).parameters.get("generator")
+        parameter = inspect.signature(kind.__getitem__).parameters.get("generator")
     except (TypeError, ValueError):  # written in C, without a readable signature
         return False
     return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -96,7 +97,7 @@ def _getitem_takes_generator(dataset: Any) -> bool:
 def takes_generator(dataset: Any) -> bool:
     """Whether `dataset[index]` wants a `generator`; looks into torch's wrappers."""
     parts = _parts(dataset)
-    return any(map(takes_generator, parts)) if parts else _getitem_takes_generator(dataset)
+    return any(map(takes_generator, parts)) if parts else _getitem_takes_generator(dataset.__class__)
 
 
 def _fetches_batches(dataset: Any) -> bool:
@@ -106,30 +107,20 @@ def _fetches_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _reader(dataset: Any) -> Callable[[int, torch.Generator], Any]:
-    """What reads a sample, and hands a generator to whichever dataset inside takes one."""
-    if not _parts(dataset):
-        if _getitem_takes_generator(dataset):
-            return lambda index, generator: dataset.__getitem__(index, generator=generator)
-        return lambda index, generator: dataset[index]
+def _read(dataset: Any, index: int, generator: torch.Generator) -> Any:
+    """A sample; whichever dataset inside of torch's wrappers takes a generator is handed this one."""
+    parts = _parts(dataset)
+    if not parts:
+        takes_one = _getitem_takes_generator(dataset.__class__)
+        return dataset.__getitem__(index, generator=generator) if takes_one else dataset[index]
     if isinstance(dataset, Subset):
-        read = _reader(dataset.dataset)
-        return lambda index, generator: read(dataset.indices[index], generator)
+        return _read(dataset.dataset, dataset.indices[index], generator)
     if isinstance(dataset, ConcatDataset):
-        readers: dict[int, Callable[[int, torch.Generator], Any]] = {}  # of the parts that indices lie in
-
-        def read_part(index: int, generator: torch.Generator) -> Any:
-            part, own = _part_of(dataset, index)
-            if part not in readers:
-                readers[part] = _reader(dataset.datasets[part])
-            return readers[part](own, generator)
-
-        return read_part
+        part, own = _part_of(dataset, index)
+        return _read(parts[part], own, generator)
     if isinstance(dataset.datasets, dict):
-        named = {name: _reader(inner) for name, inner in dataset.datasets.items()}
-        return lambda index, generator: {name: read(index, generator) for name, read in named.items()}
-    each = [*map(_reader, dataset.datasets)]
-    return lambda index, generator: tuple(read(index, generator) for read in each)
+        return {name: _read(inner, index, generator) for name, inner in dataset.datasets.items()}
+    return tuple(_read(inner, index, generator) for inner in parts)
 
 
 class DrawnFrom:
@@ -264,11 +255,10 @@ class SampleSource:
         if not self._takes_generator:
             pairs = zip(values, indices, strict=True)
             return [call(value, operator.getitem, dataset, index) for value, index in pairs]
-        read = _reader(dataset)
         own_values = derive_seeds(b"sample", seed, epoch, keys)  # not `values`: a dataset may draw from both
 
         def read_seeded(index: int, own_value: int) -> Any:
-            return read(index, torch.Generator().manual_seed(own_value))
+            return _read(dataset, index, torch.Generator().manual_seed(own_value))
 
         triples = zip(values, indices, own_values, strict=True)
         return [call(value, read_seeded, index, own_value) for value, index, own_value in triples]
