@@ -4,13 +4,12 @@ For tests of what scripts do on their ranks. The launcher and every rank are pro
 own sessions, environment and streams, and run the same code from the worker's first line on (`lockstep.launch.forked`).
 How an interpreter is started for a rank is the subject of other tests.
 
-The server is `python warm_launcher.py`. It takes a line of JSON for each command, forks it, and answers with two lines:
-its pid, and its exit code when it has ended. It runs one command at a time, and ends when its stdin does.
+The server is `python warm_launcher.py`. It takes a line of JSON for each command, forks it, and answers with two lines in
+the command's own pipe: its pid, and its exit code when it has ended. It ends when its stdin does.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -31,6 +30,7 @@ from lockstep.testing import limit_s
 _PRELOADED = (
     *("torch._dynamo", "torch.nn.parallel", "torch.utils.data", "lockstep.parallel", "lockstep.data", "lockstep.train"),
     *("lockstep.checkpoint", "lockstep.world", "lockstep.launch.worker", "lockstep.launch.forked"),
+    "lockstep.launch.hosts.job",
     *("lockstep.tools.rehearse.rehearsal", "lockstep.tools.rehearse.rank"),
 )
 
@@ -38,34 +38,37 @@ _PRELOADED = (
 class WarmProcess:
     """A command that runs, as far as tests use `subprocess.Popen`.
 
+    Args:
+        server: is asked to start it.
+        request: what to start, but for the streams.
+
     Attributes:
         args: words of the command.
         pid: of the launcher.
         returncode: None while it runs.
     """
 
-    def __init__(
-        self, server: subprocess.Popen[bytes], args: list[str], folder: Path, variables: Mapping[str, str]
-    ) -> None:
-        self.args = args
+    def __init__(self, server: subprocess.Popen[bytes], request: Mapping[str, Any]) -> None:
+        self.args: list[str] = request["words"]
         self.returncode: int | None = None
-        self._server = server
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [str(Path(self._folder.name, name)) for name in ("out", "err")]
         self._wrote: tuple[str, str] | None = None
-        request = {"words": args, "folder": str(folder), "variables": dict(variables), "streams": self._streams}
+        answers = str(Path(self._folder.name, "answers"))
+        os.mkfifo(answers)
+        # Not readable before the server has opened it, too, and then at its end, be it that of the server.
+        self._answers = os.open(answers, os.O_RDONLY | os.O_NONBLOCK)
         assert server.stdin is not None
-        server.stdin.write(json.dumps(request).encode() + b"\n")
+        server.stdin.write(json.dumps({**request, "streams": self._streams, "answers": answers}).encode() + b"\n")
         server.stdin.flush()
         self.pid = self._read(limit_s(60))
 
     def _read(self, timeout_s: float) -> int:
-        assert self._server.stdout is not None
-        descriptor, line = self._server.stdout.fileno(), b""
-        if not select.select([descriptor], [], [], timeout_s)[0]:
-            raise subprocess.TimeoutExpired(self.args, timeout_s, *self._read_streams())
+        line = b""
         while not line.endswith(b"\n"):
-            line += os.read(descriptor, 1) or b"server has ended\n"
+            if not select.select([self._answers], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout_s, *self._read_streams())
+            line += os.read(self._answers, 1) or b"server has ended\n"
         return int(line)
 
     def _read_streams(self) -> tuple[str, str]:
@@ -86,6 +89,10 @@ class WarmProcess:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        """SIGTERM to the launcher."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL to the launcher, whose reaper then ends the ranks."""
         self.send_signal(signal.SIGKILL)
@@ -101,6 +108,7 @@ class WarmProcess:
         if self._wrote is None:
             self._wrote = self._read_streams()
             self._folder.cleanup()
+            os.close(self._answers)
         return self._wrote
 
 
@@ -108,16 +116,36 @@ class WarmLauncher:
     """Starts commands. Used by one test at a time; `close` in the end."""
 
     def __init__(self) -> None:
+        # Launchers of several hosts have torch's C++ quiet, which reads this once, when it is imported.
+        variables = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, __file__], stdin=subprocess.PIPE, start_new_session=True, env=variables
         )
-        self._latest: WarmProcess | None = None
+        self._started: list[WarmProcess] = []
 
-    def start(self, *words: str, folder: Path, variables: Mapping[str, str] | None = None) -> WarmProcess:
-        """Start `lockstep words…` in a folder, with an environment."""
-        self._end_latest()
-        self._latest = WarmProcess(self._server, list(words), folder, os.environ if variables is None else variables)
-        return self._latest
+    def start(
+        self,
+        *words: str,
+        folder: Path,
+        variables: Mapping[str, str] | None = None,
+        forks: bool = True,
+        beside: bool = False,
+    ) -> WarmProcess:
+        """Start `lockstep words…`.
+
+        Args:
+            words: of the command.
+            folder: where it runs.
+            variables: its whole environment; default that of the tests.
+            forks: fork its ranks, too; else their interpreters start as ever, in milliseconds without torch.
+            beside: do not end first what was started before.
+        """
+        if not beside:
+            self._end_started()
+        request = {"words": list(words), "folder": str(folder), "forks": forks}
+        request["variables"] = dict(os.environ if variables is None else variables)
+        self._started.append(WarmProcess(self._server, request))
+        return self._started[-1]
 
     def run(self, *words: str, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Run `lockstep words…` to its end."""
@@ -127,14 +155,15 @@ class WarmLauncher:
 
     def close(self) -> None:
         """End the server, which runs nothing then."""
-        self._end_latest()
+        self._end_started()
         with self._server:  # processes that tests forked since may hold its pipes: it would wait for their end
             self._server.kill()
 
-    def _end_latest(self) -> None:
-        if self._latest is not None:
-            self._latest.kill()  # where its test has failed
-            self._latest.communicate()
+    def _end_started(self) -> None:
+        for process in self._started:
+            process.kill()  # where its test has failed
+            process.communicate()
+        self._started.clear()
 
 
 # ---- the server ---------------------------------------------------------------------------------------
@@ -142,18 +171,20 @@ class WarmLauncher:
 
 def _become(request: Mapping[str, Any]) -> NoReturn:
     from lockstep import cli, env
-    from lockstep.launch import supervisor
+    from lockstep.launch.config import LaunchConfig
 
     os.setsid()
     os.chdir(request["folder"])
     env.replace(request["variables"])
     tempfile.tempdir = None
+    check = LaunchConfig.check
 
-    class Forking(supervisor.Supervisor):
-        def __init__(self, config: Any) -> None:
-            super().__init__(dataclasses.replace(config, forks=True))
+    def check_and_fork(config: LaunchConfig) -> None:
+        check(config)
+        object.__setattr__(config, "forks", True)
 
-    supervisor.Supervisor = Forking  # type: ignore[misc]
+    if request["forks"]:
+        LaunchConfig.check = check_and_fork  # type: ignore[method-assign]
     sys.exit(cli.main(request["words"]))
 
 
@@ -163,6 +194,7 @@ def _fork(request: Mapping[str, Any]) -> int:
     if pid == 0:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
+        os.closerange(3, 1 << 16)  # pipes of other commands among them, which end with the server
         _run(request)
     for stream in streams:
         os.close(stream)
@@ -191,12 +223,22 @@ def _serve() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     assert "lockstep.compat.install" not in sys.modules
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for line in iter(sys.stdin.readline, ""):
-        pid = _fork(json.loads(line))
-        answers.write(f"{pid}\n")
-        answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n")
+    running: dict[int, tuple[int, int]] = {}  # by pidfd: the pid, and the pipe for answers
+    while True:
+        for descriptor in select.select([0, *running], [], [])[0]:
+            if descriptor in running:
+                pid, answers = running.pop(descriptor)
+                os.write(answers, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+                os.close(answers)
+                os.close(descriptor)
+            elif line := sys.stdin.readline():  # who asks waits for the answer: no second line is buffered
+                request = json.loads(line)
+                answers = os.open(request["answers"], os.O_WRONLY)
+                pid = _fork(request)
+                os.write(answers, f"{pid}\n".encode())
+                running[os.pidfd_open(pid)] = (pid, answers)
+            else:
+                return
 
 
 if __name__ == "__main__":

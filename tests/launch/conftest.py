@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from warm_launcher import WarmLauncher
 
 from launching import Launches, wait_until
 
@@ -34,3 +35,9 @@ def bystander() -> Iterator[int]:
         os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert survived, "a process outside of the job was killed"
+
+
+@pytest.fixture
+def warm_launchers(launches: Launches, warm: WarmLauncher) -> None:
+    """Launchers of several hosts import torch; here they are forked from a process that has. Their ranks start as ever."""
+    launches.warm, launches.forks = warm, False

@@ -47,6 +47,7 @@ class Launches:
 
     Attributes:
         warm: what starts it instead, where a test has set this; see warm_launcher.py.
+        forks: whether that forks the ranks, too; those that import no torch start as soon as ever.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,6 +55,7 @@ class Launches:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self.warm: WarmLauncher | None = None
+        self.forks = True
         self._running: list[subprocess.Popen[str] | WarmProcess] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
@@ -71,8 +73,11 @@ class Launches:
     def start(self, *arguments: str, command: str = "run", **options: object) -> subprocess.Popen[str] | WarmProcess:
         """Start and return; ended at the end of the test at the latest."""
         if self.warm is not None:
+            variables = options.pop("env", self.environment())
             assert not options
-            forked = self.warm.start(command, *arguments, folder=self.folder, variables=self.environment())
+            forked = self.warm.start(
+                command, *arguments, folder=self.folder, variables=variables, forks=self.forks, beside=True
+            )
             self._running.append(forked)
             return forked
         settings = {

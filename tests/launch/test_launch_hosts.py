@@ -22,6 +22,9 @@ from lockstep.testing import limit_s
 RULE = "=" * 88
 
 
+# Each but the one with uneven ranks, which starts interpreters as users do.
+warm_launchers = pytest.mark.usefixtures("warm_launchers")
+
 # Short, so that a test need not wait long: on a quiet machine a host is given up after 2 s.
 HEARTBEAT_S, HEARTBEATS = 0.2, 10
 
@@ -135,6 +138,7 @@ def test_two_hosts_with_uneven_ranks(launches: Launches) -> None:
         }
 
 
+@warm_launchers
 def test_first_failure_is_the_root_cause_on_all_hosts(launches: Launches) -> None:
     """Once the restarts are used up; the ranks of the other host are stopped although they noticed nothing."""
     hosts = Hosts(launches, "2", fixed=True)
@@ -172,6 +176,7 @@ wait("never")
 
 
 @pytest.mark.usefixtures("bystander")
+@warm_launchers
 def test_hosts_come_and_go(launches: Launches) -> None:
     """One begins alone; another joins, is killed, joins again; the first is killed; another takes its place, leaves."""
     hosts = Hosts(launches, "1:2")
@@ -224,6 +229,7 @@ def test_hosts_come_and_go(launches: Launches) -> None:
     ]
 
 
+@warm_launchers
 def test_log_of_a_killed_launcher_is_kept_by_who_takes_its_ranks(launches: Launches) -> None:
     hosts = Hosts(launches, "1:2")
     script = launches.script(WORK + "wait('never')")
@@ -301,6 +307,7 @@ def test_torch_is_quiet_in_the_launcher_alone(level: str | None) -> None:
 
 
 @pytest.mark.core
+@warm_launchers
 def test_two_hosts_that_need_each_other(launches: Launches) -> None:
     """A job on exactly two hosts ends on both: when one is told to end, and when the one where they meet is killed."""
     hosts = Hosts(launches, "2", fixed=True)
@@ -327,6 +334,7 @@ def test_two_hosts_that_need_each_other(launches: Launches) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), "all ranks are gone", 3)
 
 
+@warm_launchers
 def test_a_lost_host_that_is_needed_is_the_root_cause(launches: Launches) -> None:
     hosts = Hosts(launches, "2", fixed=True)
     script = launches.script(WORK + "wait('never')")
@@ -343,6 +351,7 @@ def test_a_lost_host_that_is_needed_is_the_root_cause(launches: Launches) -> Non
 
 
 @pytest.mark.parametrize(("ends", "code"), [((0, EXIT_STOPPED), EXIT_STOPPED), ((EXIT_STOPPED, 3), 3)])
+@warm_launchers
 def test_ranks_that_were_told_to_stop_give_all_hosts_their_code(
     launches: Launches, ends: tuple[int, int], code: int
 ) -> None:

@@ -24,6 +24,8 @@ from lockstep.launch.hosts.rendezvous import HostRendezvous
 from lockstep.secret import Secret
 from lockstep.testing import limit_s
 
+pytestmark = pytest.mark.usefixtures("warm_launchers")
+
 RUN_ID = "job7"
 TOKEN = "0123456789abcdef" * 4
 WORK = """
@@ -210,15 +212,15 @@ def test_job_that_was_over_before_a_launcher_came_is_no_success(launches: Launch
     assert "the job was over before this host took part in it (the job is done)" in done.stderr
 
 
-@pytest.mark.parametrize("conf", ["", ",token_file=other"])
-def test_launcher_without_the_token_is_refused_by_name(conf: str, launches: Launches) -> None:
+def test_launchers_without_the_token_are_refused_by_name(launches: Launches) -> None:
+    """One has none, the other one of its own; they are patient at the same time."""
     job = Job(launches, TOKEN)
-    other = job.start(2, conf)
-    _, err = other.communicate(timeout=limit_s(60))
-    assert other.returncode == 2
-    assert "has no part in the job at 127.0.0.1, port " in err
-    assert "it was made with another token" in err
-    assert "Traceback" not in err
+    for other in [job.start(2, conf) for conf in ("", ",token_file=other")]:
+        _, err = other.communicate(timeout=limit_s(60))
+        assert other.returncode == 2, err
+        assert "has no part in the job at 127.0.0.1, port " in err
+        assert "it was made with another token" in err
+        assert "Traceback" not in err
     ends = job.end()
     assert [code for code, _, _ in ends] == [0, 0]
     assert "would take part: a launcher that calls itself" in ends[0][2] + ends[1][2]
