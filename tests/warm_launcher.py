@@ -4,8 +4,8 @@ For tests of what scripts do on their ranks. The launcher and every rank are pro
 own sessions, environment and streams, and run the same code from the worker's first line on (`lockstep.launch.forked`).
 How an interpreter is started for a rank is the subject of other tests.
 
-The server is `python warm_launcher.py`. It takes a line of JSON for each command, forks it, and answers with two lines in
-the command's own pipe: its pid, and its exit code when it has ended. It ends when its stdin does.
+The server is `python warm_launcher.py`. It takes a line of JSON for each command, forks it, and answers with two lines
+in the command's own pipe: its pid, and its exit code when it has ended. It ends when its stdin does.
 """
 
 from __future__ import annotations

@@ -201,17 +201,21 @@ def messages() -> dict[str, Any]:
     return found
 
 
-def sums(*wires: str | None) -> dict[str, Any]:
+# The last is summed in two chunks by two hosts, and by the first ranks of more.
+LENGTHS = (7, 3000, 70_001, 1_100_003)
+
+
+def sums(lengths: tuple[int, ...], *wires: str | None) -> dict[str, Any]:
     """For each wire format: sums of random numbers, in bits, and how far they are from exact ones beyond the bound."""
-    return {str(wire): _sums(wire) for wire in wires}
+    return {str(wire): _sums(lengths, wire) for wire in wires}
 
 
-def _sums(wire: str | None) -> dict[str, Any]:
+def _sums(lengths: tuple[int, ...], wire: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with world(wire=wire) as opened:
         size = opened.world_size
         layout = opened.process_group.engine.team.layout  # type: ignore[attr-defined]
-        for numel in (7, 3000, 70_001, 2_000_003):
+        for numel in lengths:
             parts = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
             bound = _bound(wire or "fp32", parts, layout.hosts)
             exact = torch.stack(parts).double().sum(0)

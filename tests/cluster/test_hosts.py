@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,18 +11,12 @@ import hosts_programs as programs
 from lockstep.errors import RendezvousError
 from lockstep.testing import limit_s
 from lockstep.testing.conformance import run_conformance
-from netns_harness import MASTER_PORT, Cluster, RankDied, cluster, needs_namespaces
+from netns_harness import MASTER_PORT, Cluster, RankDied, needs_namespaces
 
 pytestmark = needs_namespaces
 
 # From the moment the trouble is there until every waiting rank must have raised, on a busy machine.
 AT_ONCE_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with cluster(3) as made:
-        yield made
 
 
 def well(outcomes: list[Any]) -> list[dict[str, Any]]:
@@ -34,8 +27,8 @@ def well(outcomes: list[Any]) -> list[dict[str, Any]]:
     return outcomes
 
 
-# The last one has so many ranks that they hand on each other's notices.
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (2, 1, 1), (3, 3, 3)], ids=str)
+# The last one has so many ranks that they hand on each other's notices. Four hosts: test_hosts_many.py.
+@pytest.mark.parametrize("sizes", [(3, 1), (3, 3, 3)], ids=str)
 def test_backend_conforms(hosts: Cluster, sizes: tuple[int, ...]) -> None:
     def launch(fn: Any, _world_size: int, *args: Any, timeout: float = 60.0, **_: Any) -> list[Any]:
         return hosts.run(fn, sizes, *args, timeout=timeout)
@@ -46,9 +39,9 @@ def test_backend_conforms(hosts: Cluster, sizes: tuple[int, ...]) -> None:
     assert not [result for result in report.results if result.status == "skipped"]
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 1)], ids=str)
-def test_random_programs(hosts: Cluster, sizes: tuple[int, ...]) -> None:
-    assert hosts.run(programs.soak, sizes, range(4)) == ["no mismatch"] * sum(sizes)
+@pytest.mark.parametrize(("sizes", "seeds"), [((2, 2), range(2)), ((2, 1, 1), range(2, 4))], ids=str)
+def test_random_programs(hosts: Cluster, sizes: tuple[int, ...], seeds: range) -> None:
+    assert hosts.run(programs.soak, sizes, seeds) == ["no mismatch"] * sum(sizes)
 
 
 def test_init(hosts: Cluster) -> None:
@@ -88,7 +81,7 @@ def test_ranks_without_a_token_say_so_once(hosts: Cluster) -> None:
 
 def test_ranks_with_different_tokens_are_told(hosts: Cluster) -> None:
     more = [{"LOCKSTEP_TOKEN": "a" * 64}, {"LOCKSTEP_TOKEN": "b" * 64}]
-    zero, one = hosts.run(programs.what_init_says, (1, 1), limit_s(4.0), more=lambda rank: more[rank])
+    zero, one = hosts.run(programs.what_init_says, (1, 1), limit_s(2.0), more=lambda rank: more[rank])
     assert isinstance(zero, RendezvousError)
     assert isinstance(one, RendezvousError)
     assert "rank 1 did not come" in str(zero)
@@ -133,7 +126,7 @@ def test_messages(hosts: Cluster) -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 1)], ids=str)
 def test_sums_are_within_the_bound_and_the_same_everywhere(hosts: Cluster, sizes: tuple[int, ...]) -> None:
-    ranks = well(hosts.run(programs.sums, sizes, "fp32", "bf16", "fp16", "int8"))
+    ranks = well(hosts.run(programs.sums, sizes, programs.LENGTHS, "fp32", "bf16", "fp16", "int8"))
     for wire, found in ranks[0].items():
         assert found.pop("exact"), wire
         for numel, results in found.items():
@@ -151,23 +144,24 @@ def test_no_rank_reads_what_a_peer_of_its_host_has_yet_to_multiply(hosts: Cluste
 
 
 def test_environment_chooses_the_wire(hosts: Cluster) -> None:
-    by_argument = well(hosts.run(programs.sums, (1, 1), "bf16"))
-    by_variable = well(hosts.run(programs.sums, (1, 1), None, more=lambda _: {"LOCKSTEP_WIRE": "bf16"}))
+    length = (70_001,)
+    by_argument = well(hosts.run(programs.sums, (1, 1), length, "bf16"))
+    by_variable = well(hosts.run(programs.sums, (1, 1), length, None, more=lambda _: {"LOCKSTEP_WIRE": "bf16"}))
     by_each = by_argument[0]["bf16"], by_variable[0]["None"]
     bits, same_bits = ([one[:3] for one in found["70001"]] for found in by_each)
     assert bits == same_bits
-    ranks = hosts.run(programs.sums, (1, 1), None, more=lambda rank: {"LOCKSTEP_WIRE": "bf16"} if rank else {})
+    ranks = hosts.run(programs.sums, (1, 1), length, None, more=lambda rank: {"LOCKSTEP_WIRE": "bf16"} if rank else {})
     for found in ranks:
         assert type(found).__name__ == "SetupError"
         assert "was given the wire format" in str(found)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
-def test_training_is_that_of_one_process(hosts: Cluster, sizes: tuple[int, ...]) -> None:
-    (alone,) = well(hosts.run(programs.train, (1,), 3))
-    for found in well(hosts.run(programs.train, sizes, 3)):
-        difference = (torch.tensor(found["weights"]) - torch.tensor(alone["weights"])).abs().max()
-        assert float(difference) <= 1e-12
+def test_training_is_that_of_one_process(hosts: Cluster) -> None:
+    (alone,) = well(hosts.run(programs.train, (1,), 2))
+    for sizes in ((2, 2), (3, 1)):
+        for found in well(hosts.run(programs.train, sizes, 2)):
+            difference = (torch.tensor(found["weights"]) - torch.tensor(alone["weights"])).abs().max()
+            assert float(difference) <= 1e-12, sizes
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 3, 3)], ids=str)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,17 +9,11 @@ import groups_programs as programs
 from lockstep.comm.torch_version import joins_gloo_with_gil
 from lockstep.testing import limit_s
 from lockstep.torch_private.gloo_waits import can_end_waits
-from netns_harness import Cluster, RankDied, cluster, needs_namespaces
+from netns_harness import Cluster, RankDied, needs_namespaces
 
 pytestmark = needs_namespaces
 
 AT_ONCE_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with cluster(3) as made:
-        yield made
 
 
 def test_further_groups_take_no_connections(hosts: Cluster) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +11,11 @@ import many_hosts_programs as programs
 from lockstep.testing import limit_s
 from lockstep.testing.conformance import run_conformance
 from many_hosts_programs import LARGE, MEDIUM, SMALL, SUMMED
-from netns_harness import Cluster, RankDied, cluster, needs_namespaces
+from netns_harness import Cluster, RankDied, needs_namespaces
 
 pytestmark = needs_namespaces
 
 AT_ONCE_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with cluster(4) as made:
-        yield made
 
 
 def test_backend_conforms(hosts: Cluster) -> None:
@@ -81,7 +74,7 @@ def test_small_collectives(hosts: Cluster, sizes: tuple[int, ...]) -> None:
 
 
 def test_sums_in_fewer_bits_are_within_the_bound(hosts: Cluster) -> None:
-    first, *others = hosts.run(hosts_programs.sums, (1, 2, 1, 1), "bf16", "int8")
+    first, *others = hosts.run(hosts_programs.sums, (1, 2, 1, 1), hosts_programs.LENGTHS, "bf16", "int8")
     for wire, found in first.items():
         assert found.pop("exact"), wire
         for numel, results in found.items():
@@ -125,10 +118,8 @@ def test_who_dies_in_the_middle_is_named(hosts: Cluster, numel: int, culprit: in
     [
         (SMALL, 0, 1),
         (SMALL, 3, 0),
-        (MEDIUM, 3, 1),
         (MEDIUM, 1, 2),
         (LARGE, 1, 1),
-        (LARGE, 2, 2),
         (LARGE, 3, 3),
         (SUMMED, 2, 1),
         (SUMMED, 0, 4),

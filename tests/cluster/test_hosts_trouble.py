@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import trouble_programs as programs
-from netns_harness import Cluster, RankDied, cluster, needs_namespaces
+from netns_harness import Cluster, RankDied, needs_namespaces
 
 pytestmark = needs_namespaces
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with cluster(3) as made:
-        yield made
 
 
 @pytest.mark.parametrize("when", ["announced", "granted"])

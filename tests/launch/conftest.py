@@ -39,5 +39,5 @@ def bystander() -> Iterator[int]:
 
 @pytest.fixture
 def warm_launchers(launches: Launches, warm: WarmLauncher) -> None:
-    """Launchers of several hosts import torch; here they are forked from a process that has. Their ranks start as ever."""
+    """Launchers of several hosts import torch; here they are forked from a process that has. Ranks start as ever."""
     launches.warm, launches.forks = warm, False

@@ -130,40 +130,10 @@ class NamespaceHost:
         inside("ip", "route", "add", "default", "dev", INTERFACE)
         if rate is not None:
             inside(*f"tc qdisc add dev {INTERFACE} root tbf rate {rate} burst 256kb latency 100ms".split())
-        self._forker: subprocess.Popen[bytes] | None = None
-        self._is_ready = False
-
-    def forker(self) -> subprocess.Popen[bytes]:
-        """The process that forks ranks; started on first use, and ready some seconds later."""
-        if self._forker is None:
-            self._forker = subprocess.Popen(
-                [*_DYING, *self.namespaces.enter(sys.executable, _HOST_PROGRAM)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-        return self._forker
-
-    def await_forker(self, deadline: float) -> None:
-        """Wait until it can fork ranks."""
-        if not self._is_ready:
-            stream = self.forker().stdout
-            assert stream is not None
-            ready, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0.0))
-            assert ready, f"{self.name} could not import torch in {_START_S:g} s"
-            assert stream.readline() == b"ready\n"
-            self._is_ready = True
 
     def close(self) -> None:
         """End everything on it."""
         self.namespaces.close()
-        if self._forker is not None:
-            self._forker.kill()
-            self._forker.wait()
-            for stream in (self._forker.stdin, self._forker.stdout):
-                if stream is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        stream.close()
 
 
 class Cluster:
@@ -177,6 +147,9 @@ class Cluster:
     def __init__(self, num_hosts: int, rate: str | None = None) -> None:
         self._switch = _Namespaces("--net")
         self.hosts: list[NamespaceHost] = []
+        self._forker: subprocess.Popen[bytes] | None = None
+        self._requests: list[int] = []  # of each host, the end of a pipe to its first process
+        self._answers: list[int] = []  # and of one from there
         try:
             self._switch.run("ip", "link", "add", "br0", "type", "bridge")
             self._switch.run("ip", "link", "set", "br0", "up")
@@ -192,6 +165,11 @@ class Cluster:
         for host in self.hosts:
             host.close()
         self._switch.close()
+        for descriptor in (*self._requests, *self._answers):
+            os.close(descriptor)
+        if self._forker is not None:
+            self._forker.kill()
+            self._forker.wait()
 
     def variables(self, sizes: Sequence[int]) -> list[dict[str, str]]:
         """What a launcher would tell each rank, with so many of them on each host."""
@@ -235,34 +213,56 @@ class Cluster:
         Raises:
             TimeoutError: not all ranks were done in time. They are ended by `close`.
         """
-        deadline = time.monotonic() + limit_s(_START_S)
-        for host in self.hosts:
-            host.forker()
-        for host in self.hosts:
-            host.await_forker(deadline)
+        if self._forker is None:
+            self._start_forker()
         with tempfile.TemporaryDirectory(prefix="ls-hosts-") as folder:
             job = Path(folder, "job")
             job.write_bytes(pickle.dumps((fn, args)))
             node_of = [node for node, size in enumerate(sizes) for _ in range(size)]
             for rank, variables in enumerate(self.variables(sizes)):
                 request = pickle.dumps((rank, variables | more(rank), list(sys.path), str(job)))
-                stream = self.hosts[node_of[rank]].forker().stdin
-                assert stream is not None
-                stream.write(len(request).to_bytes(8, "little") + request)
-                stream.flush()
+                message = len(request).to_bytes(8, "little") + request
+                while message:
+                    message = message[os.write(self._requests[node_of[rank]], message) :]
             self._jobs += 1
             codes = self._await(sum(sizes), time.monotonic() + limit_s(timeout))
             return [_outcome(Path(folder, f"outcome{rank}"), codes[rank]) for rank in range(sum(sizes))]
 
+    def _start_forker(self) -> None:
+        """Start the process that imports torch, and forks the first one of each host."""
+        ends: list[tuple[int, int]] = []
+        for _ in self.hosts:
+            (request_end, request), (answer, answer_end) = os.pipe(), os.pipe()
+            self._requests.append(request)
+            self._answers.append(answer)
+            ends.append((request_end, answer_end))
+        places = [f"{host.namespaces.pid},{a},{b}" for host, (a, b) in zip(self.hosts, ends, strict=True)]
+        inherited = [end for both in ends for end in both]
+        self._forker = subprocess.Popen(
+            [*_DYING, sys.executable, _HOST_PROGRAM, *places],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=inherited,
+            start_new_session=True,
+        )
+        for end in inherited:
+            os.close(end)
+        deadline = time.monotonic() + limit_s(_START_S)
+        for host, answer in zip(self.hosts, self._answers, strict=True):
+            ready, _, _ = select.select([answer], [], [], max(deadline - time.monotonic(), 0.0))
+            assert ready, f"torch could not be imported in {_START_S:g} s"
+            assert os.read(answer, 6) == b"ready\n", f"there is no process on {host.name}"
+
     def _await(self, world_size: int, deadline: float) -> dict[int, int]:
         codes: dict[int, int] = {}
-        streams = [stream for host in self.hosts if (stream := host.forker().stdout) is not None]
         while len(codes) < world_size:
-            ready, _, _ = select.select(streams, [], [], max(deadline - time.monotonic(), 0.0))
+            ready, _, _ = select.select(self._answers, [], [], max(deadline - time.monotonic(), 0.0))
             if not ready:
                 raise TimeoutError(f"ranks {sorted(set(range(world_size)) - codes.keys())} were not done in time")
-            for stream in ready:
-                for line in os.read(stream.fileno(), 1 << 16).decode().splitlines():
+            for answer in ready:
+                text = os.read(answer, 1 << 16).decode()
+                assert text, "a host has no process any more that forks ranks"
+                for line in text.splitlines():
                     rank, code = line.split()
                     codes[int(rank)] = int(code)
         return codes
