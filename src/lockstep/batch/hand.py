@@ -82,8 +82,7 @@ class Iteration:
         self.num_values = 0
         self.latest: BatchShare | None = None
         self._began = self._yielded = next(_counter)
-        self._storages: list[StorageWeakRef] = []  # of the batch yielded last
-        self._kept: list[tuple[BatchShare, list[StorageWeakRef]]] = []  # the batches before it
+        self._kept: list[tuple[BatchShare, list[StorageWeakRef]]] = []  # batches that may still be in memory
         self._all: set[BatchShare] = set()
         Iteration._open.insert(0, self)
 
@@ -105,13 +104,13 @@ class Iteration:
         before, self.latest = self.latest, share
         if before is not None and before.local_samples != share.local_samples:
             self._all.add(before)
-        if before is not None and len(self._kept) < _MAX_KEPT:
-            self._kept.append((before, self._storages))
         note_yielded(share)
         _forwards.clear()
         self.num_batches += 1
         self._yielded = next(_counter)
-        self._storages = tag_batch(batch, share)
+        storages = tag_batch(batch, share)
+        if len(self._kept) < _MAX_KEPT:
+            self._kept.append((share, storages))
 
     def close(self) -> None:
         """The iteration is over. Local; may be called twice."""

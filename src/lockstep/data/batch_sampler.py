@@ -230,7 +230,7 @@ class RankBatches:
     def __len__(self) -> int:
         """Number of batches that this rank yields, by the length of the batch sampler; TypeError where it has none."""
         if self._evaluation:
-            return sum(self._holds(each) for each in self._batches)
+            return sum(begin < end for begin, end in map(self._bounds, self._batches))
         return len(self._sampler) - self._num_skipped
 
     def __iter__(self) -> Iterator[Fetch]:
@@ -273,10 +273,6 @@ class RankBatches:
 
     def _bounds(self, made: GlobalBatch) -> tuple[int, int]:
         return share_bounds(len(made.indices), self._rank, self._world_size)
-
-    def _holds(self, made: GlobalBatch) -> bool:
-        begin, end = self._bounds(made)
-        return begin < end
 
     def _division(self, made: GlobalBatch) -> Division:
         return Division(len(made.indices), self._world_size, self._world_size)

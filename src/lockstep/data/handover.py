@@ -18,17 +18,18 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
 from lockstep.data.buffers import BufferPool, BufferReader, Place, are_buffers_possible
+from lockstep.data.source import SampleSource, TensorSource, identity
 from lockstep.errors import DataError, SharedMemoryError
 from lockstep.torch_private.loader import stack_into
 from lockstep.tree import tensors_in
 
-__all__ = ["Handover", "PackingSource", "Source"]
+__all__ = ["Handover", "PackingSource"]
 
 _SHARED_MEMORY = "/dev/shm"
 _BY_VALUE_BYTES = 16 * 1024
@@ -75,16 +76,12 @@ def _storage_of_bytes(content: bytes) -> torch.UntypedStorage:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 class _TensorPickler(ForkingPickler):
     """Pickles as torch's queues do, and does not lose that a tensor is the lazy conjugate or negative of its memory."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
-            return _as_it_is, (value.resolve_conj().resolve_neg(),)
+            return identity, (value.resolve_conj().resolve_neg(),)
         return NotImplemented
 
 
@@ -125,14 +122,6 @@ class _BatchPickler(_TensorPickler):
             return NotImplemented
         self.places.append(place)
         return _storage_in_buffer, (self._reader, *place)
-
-
-class Source(Protocol):
-    """Makes collated batches of a dataset."""
-
-    dataset: Any
-
-    def __getitems__(self, fetch: Any) -> Any: ...
 
 
 class Handover:
@@ -180,7 +169,7 @@ class PackingSource:
         handover: what the worker needs for buffers.
     """
 
-    def __init__(self, source: Source, handover: Handover) -> None:
+    def __init__(self, source: SampleSource | TensorSource, handover: Handover) -> None:
         self._source = source
         self._handover = handover
         self._pool: BufferPool | None = None

@@ -445,7 +445,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _order(self, epoch: int) -> Order:
         if self._ordered_by_sampler:
-            return draw_order(cast(Any, self.sampler), self.seed, epoch)
+            return draw_order(self.sampler, self.seed, epoch)
         length = check_dataset(self.dataset)
         if not self.shuffle:
             return range(length)

@@ -20,7 +20,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,14 +50,6 @@ _STORED_ANYWAY = 1 << 16  # samples; 256 KiB
 _INDEX_BITS = 40
 # torch draws 32 bits for each position up to here, whatever the dtype, and 64 beyond.
 _INT32_NUMEL = 2**32 // 20
-
-
-class _Sampler(Protocol):
-    """The indices of an epoch, and how many there are."""
-
-    def __iter__(self) -> Iterator[int]: ...
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +102,7 @@ def computed_order(num_samples: int, seed: int, epoch: int) -> Stored | Computed
     return ComputedOrder(num_samples, seed, epoch)
 
 
-def _drawn(sampler: _Sampler) -> npt.NDArray[np.int64]:
+def _drawn(sampler: Any) -> npt.NDArray[np.int64]:
     """What it yields, up to one more than its length: it may be endless, or change its length as it is walked."""
     indices = map(operator.index, sampler)
     parts: list[npt.NDArray[np.int64]] = []
@@ -121,7 +113,7 @@ def _drawn(sampler: _Sampler) -> npt.NDArray[np.int64]:
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def draw_order(sampler: _Sampler, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def draw_order(sampler: Any, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Run a user's sampler once, from the same random state on every rank.
 
     The process-wide generators are seeded with (seed, epoch) while it runs and put back

@@ -295,7 +295,7 @@ class TensorSource:
 
 
 def identity(batch: Any) -> Any:
-    """The collate function of a source whose batches are collated already."""
+    """The collate function of a source whose batches are collated already; for pickling, what is there as it is."""
     return batch
 
 
