@@ -103,7 +103,7 @@ class Since(NamedTuple):
 # The divisions of one loader and the rank it was iterated as, each with the number of its latest registration.
 _Divisions: TypeAlias = dict[tuple[int, Division], int]
 
-_NUM_RECENT = 64
+_NUM_RECENT = 256  # a loader that is iterated on must not be forgotten for the evaluations within its epoch
 _EVER = Since()
 # Of the loaders that were iterated last, in use or not, by their number; the latest is the last.
 _recent: dict[int, tuple[weakref.ref[LoaderToken], _Divisions]] = {}
