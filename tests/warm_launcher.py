@@ -71,6 +71,10 @@ class WarmProcess:
             line += os.read(self._answers, 1) or b"server has ended\n"
         return int(line)
 
+    def wrote(self) -> tuple[str, str]:
+        """What it and its ranks have written so far to stdout and stderr."""
+        return self._wrote or self._read_streams()
+
     def _read_streams(self) -> tuple[str, str]:
         out, err = (Path(name).read_text() if Path(name).exists() else "" for name in self._streams)
         return out, err
@@ -130,6 +134,7 @@ class WarmLauncher:
         variables: Mapping[str, str] | None = None,
         forks: bool = True,
         beside: bool = False,
+        within: int | None = None,
     ) -> WarmProcess:
         """Start `lockstep words…`.
 
@@ -139,10 +144,11 @@ class WarmLauncher:
             variables: its whole environment; default that of the tests.
             forks: fork its ranks, too; else their interpreters start as ever, in milliseconds without torch.
             beside: do not end first what was started before.
+            within: pid of a process whose namespaces it enters; what ends it is the end of these.
         """
         if not beside:
             self._end_started()
-        request = {"words": list(words), "folder": str(folder), "forks": forks}
+        request = {"words": list(words), "folder": str(folder), "forks": forks, "within": within}
         request["variables"] = dict(os.environ if variables is None else variables)
         self._started.append(WarmProcess(self._server, request))
         return self._started[-1]
@@ -172,16 +178,19 @@ class WarmLauncher:
 def _become(request: Mapping[str, Any]) -> NoReturn:
     from lockstep import cli, env
     from lockstep.launch.config import LaunchConfig
+    from lockstep.testing.namespace_host import fork_within
 
+    if request["within"] and (child := fork_within(request["within"])):
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os.setsid()
     os.chdir(request["folder"])
     env.replace(request["variables"])
     tempfile.tempdir = None
     check = LaunchConfig.check
 
-    def check_and_fork(config: LaunchConfig) -> None:
-        check(config)
-        object.__setattr__(config, "forks", True)
+    def check_and_fork(self: LaunchConfig) -> None:
+        check(self)
+        object.__setattr__(self, "forks", True)
 
     if request["forks"]:
         LaunchConfig.check = check_and_fork  # type: ignore[method-assign]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm_launcher import WarmLauncher, WarmProcess
 
 from lockstep.testing import limit_s
 from netns_harness import Cluster, NamespaceHost, cluster, needs_namespaces
@@ -54,29 +53,35 @@ class Job:
 
     Args:
         folder: where they run and write.
+        warm: forks them and their ranks.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warm: WarmLauncher) -> None:
         self.folder = folder
         (folder / "train.py").write_text(textwrap.dedent(TRAIN))
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: dict[str, WarmProcess] = {}
+        self._warm = warm
 
-    def start(self, host: NamespaceHost, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a launcher; what it and its ranks say is in files of the host's name."""
+    def start(self, host: NamespaceHost, *arguments: str) -> WarmProcess:
+        """Start the launcher of a host."""
         times = (
             f"keep_alive_interval=0.2,keep_alive_max_attempt={limit_s(15):.0f},last_call_timeout=0.5,join_timeout=60"
         )
         given = [word for word in arguments if word.startswith("--rdzv-conf=")]
         times = ",".join([times, *(word.partition("=")[2] for word in given)])
         others = [word for word in arguments if word not in given]
-        words = [sys.executable, "-m", "lockstep", "run", f"--rdzv-conf={times}", *others, "train.py"]
-        # Whoever enters other mounts begins at their root.
-        command = host.namespaces.enter("sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *words)
-        with open(self.folder / f"{host.name}.out", "ab") as out, open(self.folder / f"{host.name}.err", "ab") as err:
-            # A host without power removes nothing; what was its own lies in a folder that the test removes.
-            variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary(host))}
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables)
-        self.processes.append(process)
+        return self._start(host, f"--rdzv-conf={times}", *others, "train.py")
+
+    def start_alone(self, host: NamespaceHost, *words: str) -> WarmProcess:
+        """Start a script in one process."""
+        return self._start(host, "--nproc", "1", *words)
+
+    def _start(self, host: NamespaceHost, *words: str) -> WarmProcess:
+        # A host without power removes nothing; what was its own lies in a folder that the test removes.
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary(host))}
+        within = host.namespaces.pid
+        process = self._warm.start("run", *words, folder=self.folder, variables=variables, beside=True, within=within)
+        self.processes[host.name] = process
         return process
 
     def _temporary(self, host: NamespaceHost) -> Path:
@@ -86,23 +91,22 @@ class Job:
 
     def lines(self, host: NamespaceHost) -> list[list[object]]:
         """What the ranks of a host have said."""
-        text = (self.folder / f"{host.name}.out").read_text()
-        return [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("[")]
+        lines = self.processes[host.name].wrote()[0].splitlines()
+        return [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("[")]
 
     def said(self, host: NamespaceHost) -> str:
         """What the launcher of a host has said, and its ranks on stderr."""
-        return (self.folder / f"{host.name}.err").read_text()
+        return self.processes[host.name].wrote()[1]
 
     def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
+def job(tmp_path: Path, warm: WarmLauncher) -> Iterator[Job]:
+    made = Job(tmp_path, warm)
     try:
         yield made
     finally:
@@ -146,19 +150,13 @@ def test_stranger_is_named_by_address(token: bool, job: Job, hosts: Cluster) -> 
     wait_until(lambda: sizes(job, first) == sizes(job, second) == [2], job, hosts)
     assert ("this job has no token" in job.said(first)) is not token
     (job.folder / "stranger.py").write_text(STRANGER)
-    command = third.namespaces.enter(
-        "sh", "-c", 'cd "$0" && exec "$@"', str(job.folder), sys.executable, "stranger.py", first.address
-    )
-    stranger = subprocess.Popen(command)
-    try:
-        wait_until(lambda: "It is refused, and the job continues" in job.said(first), job, hosts)
-        assert f"connected there, from no host of this job: {third.address}." in job.said(first)
-        (job.folder / "stop").touch()
-        wait_until(lambda: all(process.poll() is not None for process in job.processes), job, hosts)
-    finally:
-        stranger.kill()
-        stranger.wait()
-    assert [process.returncode for process in job.processes] == [0, 0]
+    job.start_alone(third, "stranger.py", first.address)
+    wait_until(lambda: "It is refused, and the job continues" in job.said(first), job, hosts)
+    assert f"connected there, from no host of this job: {third.address}." in job.said(first)
+    (job.folder / "stop").touch()
+    launchers = [job.processes[host.name] for host in (first, second)]
+    wait_until(lambda: all(launcher.poll() is not None for launcher in launchers), job, hosts)
+    assert [launcher.returncode for launcher in launchers] == [0, 0]
     assert (job.said(first) + job.said(second)).count("lockstep: warning: somebody who does not have") == 1
 
 
@@ -195,12 +193,14 @@ def test_hosts_that_lose_their_power_are_done_without(job: Job, hosts: Cluster) 
         or re.search(rf"RankLost at train.py:\d+: rank \d \({three.name}, ", said)
     ), said
     (job.folder / "stop").touch()
-    assert second.wait(30) == 0
+    second.communicate()
+    assert second.returncode == 0
 
 
 # As scripts for torch.distributed.launch were written.
 OLD = """
 import argparse
+import sys
 import torch
 import torch.distributed as dist
 
@@ -210,22 +210,24 @@ args = parser.parse_args()
 dist.init_process_group(backend="gloo", init_method="env://")
 tensor = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(tensor)
-print(dist.get_rank(), args.local_rank, tensor.item(), flush=True)
+# One write: ranks share what they print to, as with torch's launcher.
+sys.stdout.write(f"{dist.get_rank()} {args.local_rank} {tensor.item()}\\n")
 """
 
 
-def test_an_old_script_on_two_hosts(tmp_path: Path, hosts: Cluster) -> None:
+def test_an_old_script_on_two_hosts(tmp_path: Path, hosts: Cluster, warm: WarmLauncher) -> None:
     (tmp_path / "old.py").write_text(OLD)
     first = hosts.hosts[0].address
-    # Ranks share a pipe here, as with torch's launcher; unbuffered, their lines would mix.
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     launchers = []
     for number, host in enumerate(hosts.hosts[:2]):
         words = ["--nproc_per_node=2", "--nnodes=2", f"--node_rank={number}", f"--master_addr={first}"]
-        command = [sys.executable, "-m", "lockstep", "launch", *words, "--master_port=29555", "old.py"]
-        entered = host.namespaces.enter("sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), *command)
         launchers.append(
-            subprocess.Popen(entered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered)
+            warm.start(
+                *("launch", *words, "--master_port=29555", "old.py"),
+                folder=tmp_path,
+                beside=True,
+                within=host.namespaces.pid,
+            )
         )
     said = [launcher.communicate(timeout=limit_s(DEADLINE_S)) for launcher in launchers]
     for number, (launcher, (out, err)) in enumerate(zip(launchers, said, strict=True)):

@@ -21,7 +21,7 @@ from typing import Any
 
 from lockstep import libc
 
-__all__ = ["main"]
+__all__ = ["fork_within", "main"]
 
 
 def _run_rank(rank: int, variables: dict[str, str], paths: list[str], job: str) -> None:
@@ -62,13 +62,29 @@ def _fork_rank(request: Any) -> int:
         os._exit(code)
 
 
-def _serve(pid: int, stdin: int, stdout: int) -> None:
-    """In a child of the first process: enter the namespaces of `pid`, and fork a rank there for each request."""
+def fork_within(pid: int) -> int:
+    """Enter the namespaces of a process, and fork there: who enters one of process ids is not in it, its children are.
+
+    Args:
+        pid: of a process in there.
+
+    Returns:
+        As `os.fork`: 0 in the child.
+
+    Raises:
+        OSError: they cannot be entered.
+    """
     namespaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt", "pid")]
     for namespace in namespaces:
         if libc.call("setns", namespace, 0) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the namespaces of process {pid}")
-    child = os.fork()  # a namespace of process ids has the children of those who enter it
+        os.close(namespace)
+    return os.fork()
+
+
+def _serve(pid: int, stdin: int, stdout: int) -> None:
+    """In a child of the first process: fork ranks in the namespaces of `pid`, for each request one."""
+    child = fork_within(pid)
     if child:
         os.closerange(3, 1 << 16)  # the pipes are the child's
         os.waitpid(child, 0)
