@@ -265,7 +265,7 @@ def move_by_the_group() -> list[bool]:
     made = []
 
     def make(*arguments: Any) -> GroupTransport:
-        made.append(GroupTransport(*arguments[:4]))
+        made.append(GroupTransport(*arguments))
         return made[-1]
 
     replaced, distributed.make_transport = distributed.make_transport, make

@@ -181,8 +181,9 @@ def train_branches() -> tuple[float, list[float]]:
     return distance(*models), steps
 
 
-def test_unused_and_tied_parameters() -> None:
-    for far, steps in run_ranks(train_branches, 2):
+@backends
+def test_unused_and_tied_parameters(backend: str) -> None:
+    for far, steps in run_ranks(train_branches, 2, backend=backend):
         assert far <= 1e-10
         assert steps == [4, 4, 2, 2, 4, 4, 4]  # left, right, last, tied.bias
 
@@ -217,8 +218,9 @@ def train_two_optimizers() -> float:
     return max(distance(*models), distance(*heads))
 
 
-def test_several_optimizers_and_engines() -> None:
-    assert max(run_ranks(train_two_optimizers, 2)) <= 1e-12
+@backends
+def test_several_optimizers_and_engines(backend: str) -> None:
+    assert max(run_ranks(train_two_optimizers, 2, backend=backend)) <= 1e-12
 
 
 class Sign(torch.optim.Optimizer):
@@ -261,9 +263,10 @@ def train_users(kind: type[Sign], elementwise: bool | None) -> tuple[float, int]
     return distance(*models), len(sharded.optim.state)
 
 
+@backends
 @pytest.mark.parametrize(("kind", "elementwise"), [(Sign, None), (Sign, True), (Trust, None)])
-def test_classes_of_users(kind: type[Sign], elementwise: bool | None) -> None:
-    found = run_ranks(train_users, 2, kind, elementwise)
+def test_classes_of_users(backend: str, kind: type[Sign], elementwise: bool | None) -> None:
+    found = run_ranks(train_users, 2, kind, elementwise, backend=backend)
     assert max(far for far, _ in found) <= 1e-12
     # Whole parameters are on one rank or the other; of what is cut both have a part.
     assert (sum(count for _, count in found) == 6) is (elementwise is None)
@@ -334,5 +337,6 @@ def same_bits() -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-def test_the_bits_of_torchs_ddp() -> None:
-    assert run_ranks(same_bits, 2) == [True, True]
+@backends
+def test_the_bits_of_torchs_ddp(backend: str) -> None:
+    assert run_ranks(same_bits, 2, backend=backend) == [True, True]

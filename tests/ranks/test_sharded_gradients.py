@@ -13,7 +13,7 @@ from ddp_checks import error_of
 from lockstep import DistributedDataParallel, ZeroRedundancyOptimizer
 from lockstep.errors import ModelError
 from lockstep.testing import run_ranks
-from test_sharded import backward, distance, net
+from test_sharded import backends, backward, distance, net
 
 
 def models(kind: Any = torch.optim.SGD, **options: Any) -> tuple[list[Any], list[Any]]:
@@ -42,10 +42,11 @@ def clip(norm_type: float) -> tuple[float, float, float]:
     return abs(norms[0] / norms[1] - 1), distance(ours, plain), each
 
 
+@backends
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_clipping_goes_by_the_whole_norm(norm_type: float, world_size: int) -> None:
-    for norm, far, each in run_ranks(clip, world_size, norm_type):
+def test_clipping_goes_by_the_whole_norm(backend: str, norm_type: float, world_size: int) -> None:
+    for norm, far, each in run_ranks(clip, world_size, norm_type, backend=backend):
         assert norm <= 1e-12
         assert far <= 1e-12
         assert abs(each) <= 1e-14
@@ -74,9 +75,10 @@ def scale(bad_rank: int) -> tuple[float, float, list[bool]]:
     return distance(ours, plain), scalers[0].get_scale(), moved
 
 
+@backends
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_grad_scaler(bad_rank: int) -> None:
-    for far, _, moved in run_ranks(scale, 2, bad_rank):
+def test_grad_scaler(backend: str, bad_rank: int) -> None:
+    for far, _, moved in run_ranks(scale, 2, bad_rank, backend=backend):
         assert far <= 1e-12
         assert moved == [True, False, True, True]
 
@@ -110,9 +112,10 @@ def change() -> tuple[float, float, list[str]]:
     return distance(ours, plain), apart, [str(error) for error in errors]
 
 
+@backends
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_can_be_changed_and_not_read(world_size: int) -> None:
-    for far, apart, errors in run_ranks(change, world_size):
+def test_gradients_can_be_changed_and_not_read(backend: str, world_size: int) -> None:
+    for far, apart, errors in run_ranks(change, world_size, backend=backend):
         assert far <= 1e-12
         assert apart <= 1e-13
         for name, error in zip(("sum", "clone", "add"), errors, strict=True):

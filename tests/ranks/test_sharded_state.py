@@ -15,7 +15,7 @@ from ddp_checks import error_of
 from lockstep import ZeroRedundancyOptimizer, checkpoint
 from lockstep.errors import CheckpointError, CollectiveMismatch, ModelError
 from lockstep.testing import run_ranks
-from test_sharded import OPTIMIZERS, backward, distance, pair
+from test_sharded import OPTIMIZERS, backends, backward, distance, pair
 
 State = dict[str, Any]
 
@@ -115,8 +115,9 @@ def consolidate() -> tuple[bool, bool]:
     return isinstance(error, CheckpointError), "to rank 1 alone" in str(error)
 
 
-def test_consolidate_state_dict() -> None:
-    assert run_ranks(consolidate, 2) == [(True, True)] * 2
+@backends
+def test_consolidate_state_dict(backend: str) -> None:
+    assert run_ranks(consolidate, 2, backend=backend) == [(True, True)] * 2
 
 
 # ---- who writes parameters -------------------------------------------------------------------------------
@@ -196,8 +197,9 @@ def step_by_others() -> tuple[str, str, str, float]:
     return str(other), str(late), str(gone), far
 
 
-def test_one_optimizer_steps_what_ranks_share() -> None:
-    for other, late, gone, far in run_ranks(step_by_others, 2):
+@backends
+def test_one_optimizer_steps_what_ranks_share(backend: str) -> None:
+    for other, late, gone, far in run_ranks(step_by_others, 2, backend=backend):
         assert far <= 1e-12
         assert other.startswith("SGD.step(): some of its parameters are those of a ZeroRedundancyOptimizer")
         assert late.startswith("ZeroRedundancyOptimizer.step(): some of its parameters are those of a Zero")

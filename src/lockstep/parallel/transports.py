@@ -20,7 +20,7 @@ from lockstep.comm.engine import Engine
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
 from lockstep.parallel.rank_agreement import RankAgreement, Words, all_reduce_options, broadcast_tensors
 from lockstep.parallel.sharded.gradients import ShardedGradient
-from lockstep.parallel.sharded.transport import ShardedTransport
+from lockstep.parallel.sharded.transport import OwnersBucket, ShardedTransport, begin_pass, find_way
 from lockstep.parallel.symmetric import SymmetricTransport
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
@@ -92,24 +92,37 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """One asynchronous all_reduce for each bucket, by any process group.
+    """One asynchronous all_reduce for each bucket, by any process group; those of sharded parameters go to owners.
 
     Args:
         plans: which parameters lie in each bucket, and where.
         group: the ranks that average.
         agreement: what is compared with each averaging.
         device: of the parameters.
+        stand_ins: of sharded parameters, by index; they share no bucket with others.
     """
 
     def __init__(
-        self, plans: Sequence[BucketPlan], group: dist.ProcessGroup, agreement: RankAgreement, device: torch.device
+        self,
+        plans: Sequence[BucketPlan],
+        group: dist.ProcessGroup,
+        agreement: RankAgreement,
+        device: torch.device,
+        stand_ins: Mapping[int, ShardedGradient],
     ) -> None:
         self._group = group
         self._world_size = group.size()
         # Over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
         self._symmetric = _symmetric_engine(group)
         self._averages = self._symmetric is not None and engine_of(group, device) is not None
-        self._buffers = [self._allocate(plan) for plan in plans]
+        self.stand_ins = stand_ins
+        self._owners: dict[int, OwnersBucket] = {}
+        for bucket, plan in enumerate(plans):
+            if plan.placements[0].index in stand_ins:
+                way = find_way(group, plan.device)
+                assert way is not None
+                self._owners[bucket] = OwnersBucket(bucket, plan, stand_ins, group, way)
+        self._buffers = [self._allocate(bucket, plan) for bucket, plan in enumerate(plans)]
         self._ready: set[int] = set()
         self._works: list[Any] = []
         self._options = all_reduce_options(dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM)
@@ -117,7 +130,6 @@ class GroupTransport:
         self._next = 0
         self._agreement = agreement
         agreement.sends_samples = False
-        self.stand_ins: Mapping[int, torch.Tensor] = {}
 
     @property
     def can_renew(self) -> bool:
@@ -125,7 +137,9 @@ class GroupTransport:
         on_cpu = any(buffer.device.type == "cpu" for buffer in self._buffers)  # there may be none
         return not (self._averages and self._world_size > 1 and on_cpu)
 
-    def _allocate(self, plan: BucketPlan) -> torch.Tensor:
+    def _allocate(self, bucket: int, plan: BucketPlan) -> torch.Tensor:
+        if bucket in self._owners:
+            return torch.empty(0, dtype=plan.dtype, device=plan.device)
         if plan.device.type == "cpu" and self._symmetric is not None and self._world_size > 1:
             return self._symmetric.symmetric_empty((plan.numel,), plan.dtype)
         return torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
@@ -135,7 +149,9 @@ class GroupTransport:
         return self._buffers[bucket]
 
     def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of `like`'s shape at an offset of a bucket."""
+        """A tensor of `like`'s shape at an offset of a bucket; where there is no bucket, of nothing."""
+        if bucket in self._owners:
+            return like.new_zeros(()).expand(like.shape)
         return view_like(self._buffers[bucket][offset : offset + like.numel()], like)
 
     def renew(self, bucket: int) -> None:
@@ -150,7 +166,12 @@ class GroupTransport:
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
         """Copy the gradients, and leave them all where they are: the copy is being reduced while backward goes on."""
-        copy_all(views, gradients)
+        if not self._ready:
+            begin_pass(self.stand_ins.values())
+        if bucket in self._owners:
+            self._owners[bucket].fill(offsets, gradients)
+        else:
+            copy_all(views, gradients)
         return range(len(views))
 
     def publish(self, bucket: int) -> None:
@@ -158,11 +179,14 @@ class GroupTransport:
         self._ready.add(bucket)
         while self._next in self._ready:
             buffer = self._buffers[self._next]
-            if not self._averages:
-                # First, which keeps 16-bit sums in range, as torch's DDP does.
-                buffer.div_(self._world_size)
-            # The group itself: `dist.all_reduce` takes longer to look at its arguments than to begin.
-            self._works.append(self._group.allreduce([buffer], self._options))
+            if self._next in self._owners:
+                self._works += self._owners[self._next].start()
+            else:
+                if not self._averages:
+                    # First, which keeps 16-bit sums in range, as torch's DDP does.
+                    buffer.div_(self._world_size)
+                # The group itself: `dist.all_reduce` takes longer to look at its arguments than to begin.
+                self._works.append(self._group.allreduce([buffer], self._options))
             self._next += 1
 
     def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words] | None:
@@ -211,11 +235,11 @@ def make_transport(
         group: the ranks that average.
         agreement: what is compared with each averaging.
         device: of the parameters; counts where there are no buckets.
-        stand_ins: of sharded parameters, by index; only where ranks share memory.
+        stand_ins: of sharded parameters, by index; only where ranks share memory, or `find_way` finds one.
     """
     devices = [plan.device for plan in plans] or [device]
     engine = _symmetric_engine(group)
     on_cpu = all(each.type == "cpu" for each in devices)
     if engine is not None and engine.team.shares_memory and on_cpu and group.size() > 1:
         return ShardedTransport(plans, engine, stand_ins) if stand_ins else SymmetricTransport(plans, engine)
-    return GroupTransport(plans, group, agreement, devices[0])
+    return GroupTransport(plans, group, agreement, devices[0], stand_ins or {})

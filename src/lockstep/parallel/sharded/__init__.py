@@ -3,13 +3,14 @@
 General layout, from the bottom up:
 
 * `shares`: which elements of each parameter are whose, and the mean of this rank's.
+* `exchange`: what each rank has of some tensors goes to all others.
 * `gradients`: what `.grad` is between backward pass and step: a tensor that knows its own share.
-* `transport`: buckets whose gradients nobody reduces before the step.
+* `transport`: buckets whose gradients go to owners, over shared memory or in messages.
 * `engines`: what `DistributedDataParallel` does for them.
 * `memory`: parameters once per host.
 * `inner`: the user's optimizer over the own shares, in pieces that a cache holds.
 * `states`: its state in the form of one process, and back.
-* `backings`: parameters once per host, or on every rank.
+* `backings`: parameters on every rank, or once per host.
 * `optimizer`: what users see.
 
 [Note: a sharded step] On one host a step moves memory, and a sharded one a third of what an unsharded one does. Each
@@ -17,7 +18,8 @@ rank copies its gradients to its bucket as they come, and lets go of them: a sha
 save a copy, and keep all of the gradient until the step. When the backward pass is over the ranks have met, and that is
 all. `step()` then goes through this rank's share in pieces that fit a cache: the peers' elements are added to the own,
 the sum is divided, and the optimizer updates that piece of the parameters where all ranks of the host read them. At the
-end the ranks meet again. Nobody copies parameters back, and nobody writes a mean that nobody reads.
+end the ranks meet again. Nobody copies parameters back, and nobody writes a mean that nobody reads. Without shared
+memory the elements come in messages, from where autograd wrote them, and parameters go out after the step.
 
 [Note: shared parameters of a host] The parameters of all ranks of the host are one memory. So nobody may write them
 but `step()`: a write of one rank would be one of all, in the middle of what they compute. `changing_parameters` says

@@ -32,8 +32,7 @@ def find_models(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) ->
         _check(engine, {named[key] for key in left.intersection(named)})
         left.difference_update(named)
         found.append(engine)
-    is_on_cpu = all(each.device.type == "cpu" for each in parameters)
-    return found if is_on_cpu and not left else []
+    return [] if left else found
 
 
 def _check(engine: DistributedDataParallel, names: set[str]) -> None:

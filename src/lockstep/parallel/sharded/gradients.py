@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
+from lockstep.agreement import collective_device
 from lockstep.errors import ModelError
-from lockstep.parallel.sharded.shares import Share
+from lockstep.parallel.sharded.exchange import exchange
+from lockstep.parallel.sharded.shares import Share, shaped_like
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.tensors import amp_unscale_, make_wrapper, plain_torch_function
 
-__all__ = ["JOIN_ADVICE", "ShardedGradient", "find_stand_ins", "refuse_others"]
+__all__ = ["JOIN_ADVICE", "ShardedGradient", "find_stand_ins", "refuse_others", "whole_gradients"]
 
 JOIN_ADVICE = (
     "a rank that has joined would still have to step its share of the parameters of ZeroRedundancyOptimizer. Let "
@@ -74,11 +76,7 @@ class ShardedGradient(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """The mean gradient, all of it: a copy. Collective."""
-        self.share.show()
-        dist.barrier(group=self.group)
-        found = self.share.whole()
-        dist.barrier(group=self.group)  # nobody changes it before all have read it
-        return found
+        return whole_gradients([self])[0]
 
     def take_added(self) -> torch.Tensor | None:
         """What backward passes have added, which is from now on the caller's."""
@@ -105,6 +103,17 @@ class ShardedGradient(torch.Tensor):
         return handler(function, args, kwargs or {})
 
 
+def whole_gradients(gradients: Sequence[ShardedGradient]) -> list[torch.Tensor]:
+    """The mean gradients, whole, of the same parameters on all ranks; zeros where there is none. Collective."""
+    shares = [each.share for each in gradients]
+    flats = [torch.zeros(each.numel(), dtype=each.dtype, device=each.device) for each in gradients]
+    for share, flat in zip(shares, flats, strict=True):
+        if share.has_gradient:
+            flat[share.first : share.last] = share.mean()
+    exchange(shares, flats, gradients[0].group)
+    return [shaped_like(flat, share.parameter) for share, flat in zip(shares, flats, strict=True)]
+
+
 def find_stand_ins(
     parameters: Sequence[torch.Tensor], known: Mapping[int, ShardedGradient]
 ) -> dict[int, ShardedGradient]:
@@ -123,7 +132,7 @@ def refuse_others(
     if any(id(each) in known and known[id(each)].owner() is not optimizer for each in parameters):
         raise ModelError(
             f"{type(optimizer).__name__}.step(): some of its parameters are those of a ZeroRedundancyOptimizer made "
-            "before or after it, and the ranks of this host share them. Let one optimizer step them: make a new "
+            "before or after it, of whose gradients each rank has a share. Let one optimizer step them: make a new "
             "ZeroRedundancyOptimizer over them, and keep no other"
         )
 
@@ -178,14 +187,13 @@ def _norm(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     if order not in gradient.share.norms:
         held = [each for each in gradient.mates if each.is_held or each is gradient]
         _compute_norms([each for each in held if order not in each.share.norms], order, gradient.group)
-    dtype = kwargs.get("dtype") or gradient.dtype
     norm: torch.Tensor = gradient.share.norms[order]
-    return norm.to(dtype)
+    return norm.to(gradient.device, kwargs.get("dtype") or gradient.dtype)
 
 
 def _compute_norms(gradients: Sequence[ShardedGradient], order: float, group: dist.ProcessGroup) -> None:
     """The norms of whole gradients, of the parts on each rank. Collective."""
-    parts = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")
+    parts = torch.zeros(len(gradients), dtype=torch.float64, device=collective_device(group, gradients[0].device))
     if order == -math.inf:
         parts.fill_(math.inf)
     for position, gradient in enumerate(gradients):

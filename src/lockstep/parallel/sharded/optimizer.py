@@ -17,11 +17,12 @@ from lockstep.drift.engines import engines
 from lockstep.errors import CheckpointError, InputError, ModelError
 from lockstep.parallel.checks import check_group
 from lockstep.parallel.rank_agreement import check_same_model
-from lockstep.parallel.sharded.backings import Backing, EveryRanksBacking, HostBacking
+from lockstep.parallel.sharded.backings import Backing, HostBacking
 from lockstep.parallel.sharded.engines import find_models
 from lockstep.parallel.sharded.gradients import JOIN_ADVICE
 from lockstep.parallel.sharded.inner import InnerOptimizer, check_class, is_elementwise
 from lockstep.parallel.sharded.states import collect_states, cut_state
+from lockstep.parallel.sharded.transport import find_way
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -33,9 +34,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     The training is that of the optimizer itself. Where the ranks share a host, and `DistributedDataParallel` averages
     over a lockstep group, the parameters are in memory once per host, a gradient is summed by the rank that steps it,
-    and a step costs little more than computing. Over other groups, with other engines, and without one, gradients are
-    whole and averaged when `step` comes, as with torch's optimizer of this name; after it each rank gets what the
-    others have stepped.
+    and a step costs little more than computing. Over gloo and nccl gradients are summed by that rank, too; after the
+    step each rank gets what the others have stepped. Over other groups, with other engines, and without one, gradients
+    are whole and averaged when `step` comes, as with torch's optimizer of this name.
 
         model = lockstep.DistributedDataParallel(model)
         optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -113,12 +114,13 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _choose_backing(self, is_cut: bool) -> Backing:
         group = self.process_group
         if group is None or group.size() == 1:
-            return EveryRanksBacking(group, is_cut)
-        models = find_models(self._parameters, group)
-        engine = engine_of(group)
-        if not models or engine is None or not engine.team.shares_memory:
-            return EveryRanksBacking(group, is_cut)
-        return HostBacking(self, engine, group, models, is_cut)
+            return Backing(self, group, [], is_cut)
+        models, engine = find_models(self._parameters, group), engine_of(group)
+        devices = {each.device for each in self._parameters}
+        is_on_cpu = all(each.type == "cpu" for each in devices)
+        if models and engine is not None and engine.team.shares_memory and is_on_cpu:
+            return HostBacking(engine, self, group, models, is_cut)
+        return Backing(self, group, models if all(find_way(group, each) for each in devices) else [], is_cut)
 
     def _take_in(self, groups: Sequence[dict[str, Any]]) -> None:
         """Share the parameters of these groups. Collective."""

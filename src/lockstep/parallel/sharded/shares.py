@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -66,8 +67,8 @@ def shaped_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class Share:
     """This rank's share of one parameter.
 
-    Its gradient is that of one backward pass: `bind` says where the ranks put theirs. The mean is made where this
-    rank's own elements lie, once: when it is asked for.
+    Its gradient is that of one backward pass: `expect` says where the elements of each rank come to lie. The mean is
+    made in the memory of one of them, once: when it is asked for.
 
     Args:
         parameter: shape and strides as they stay.
@@ -88,11 +89,9 @@ class Share:
         self.first, self.last = bounds[rank], bounds[rank + 1]
         self.norms: dict[float, torch.Tensor] = {}
         self.carried: torch.Tensor | None = None
-        self._wholes: list[torch.Tensor] = []  # of each rank, where it puts its gradient
-        self._parts: list[torch.Tensor] = []  # of those, what this rank has a share of
+        self._mean: torch.Tensor | None = None
+        self._sources: Sequence[torch.Tensor] = ()  # until the mean has been made
         self._kernel: Kernel | None = None
-        self._source: torch.Tensor | None = None
-        self._is_mean = False
 
     @property
     def numel(self) -> int:
@@ -100,71 +99,57 @@ class Share:
         return self.last - self.first
 
     @property
+    def largest(self) -> int:
+        """The elements of that rank which has most."""
+        return max(last - first for first, last in itertools.pairwise(self.bounds))
+
+    @property
     def has_gradient(self) -> bool:
         """Whether a backward pass has gone out, and its gradient was not dropped."""
-        return self._source is not None
+        return self._mean is not None
 
-    def bind(self, parts: Sequence[torch.Tensor], kernel: Kernel) -> None:
-        """Where each rank puts its gradient of the whole parameter, flat, and how they are averaged, from now on."""
-        if self._source is not None:
-            self._source = self.mean()
-        self._wholes = list(parts)
-        self._parts = [part[self.first : self.last] for part in parts]
-        self._kernel = kernel
+    def expect(self, target: torch.Tensor, sources: Sequence[torch.Tensor], kernel: Kernel) -> None:
+        """A backward pass goes out.
 
-    def expect(self) -> None:
-        """A backward pass goes out."""
-        self._source, self._is_mean = self._parts[self.rank], False
+        Args:
+            target: where the mean is to be made; one of the sources.
+            sources: the own elements of each rank, flat, when the ranks have met; one alone is the mean.
+            kernel: how they are averaged.
+        """
+        self._mean, self._sources, self._kernel = target, sources, kernel
         self.norms.clear()
 
     def drop(self) -> None:
         """Nobody will ask for the gradient of the last pass any more."""
-        self._source = self.carried = None
+        self._mean = self.carried = None
+        self._sources = ()
 
     def carry(self) -> None:
-        """Keep the mean of the last pass, to be added to that of the next. Before a peer overwrites its elements."""
-        mean = self.mean()
-        self.carried = mean.clone() if mean.data_ptr() == self._parts[self.rank].data_ptr() else mean
+        """Keep the mean of the last pass, to be added to that of the next. Before a rank overwrites its elements."""
+        self.carried = self.mean().clone()
 
     def settle(self) -> None:
         """All elements of the mean have been made, by `mean_of`."""
-        self._is_mean, self.carried = True, None
+        self._sources, self.carried = (), None
 
     def mean(self) -> torch.Tensor:
         """The mean over all ranks of the own elements, flat. Local; the ranks have met since the backward pass."""
-        assert self._source is not None
-        if not self._is_mean:
+        assert self._mean is not None
+        if self._sources:
             self.mean_of(0, self.numel)
             self.settle()
-        return self._source
+        return self._mean
 
     def mean_of(self, start: int, stop: int) -> torch.Tensor:
         """A part of it, in elements of the own share; each part once, and then `settle`."""
-        source = self._source
-        assert source is not None
+        assert self._mean is not None
         assert self._kernel is not None
-        if self._is_mean:
-            return source[start:stop]
-        own = source[start:stop]
-        parts = [own if peer == self.rank else part[start:stop] for peer, part in enumerate(self._parts)]
-        reduce_into([own], parts, self._kernel)
-        if self.carried is not None:
+        own = self._mean[start:stop]
+        if len(self._sources) > 1:
+            reduce_into([own], [each[start:stop] for each in self._sources], self._kernel)
+        if self._sources and self.carried is not None:
             own.add_(self.carried[start:stop])
         return own
-
-    def show(self) -> None:
-        """Put the mean of the own elements where the other ranks find it. Local; nobody reads there meanwhile."""
-        mean = self.mean()
-        shown = self._parts[self.rank]
-        if mean.data_ptr() != shown.data_ptr():
-            shown.copy_(mean)
-
-    def whole(self) -> torch.Tensor:
-        """The mean gradient of the parameter, of what all ranks have shown. Local."""
-        flat = torch.empty(self.parameter.numel(), dtype=self.parameter.dtype, device=self.parameter.device)
-        for rank, part in enumerate(self._wholes):
-            flat[self.bounds[rank] : self.bounds[rank + 1]] = part[self.bounds[rank] : self.bounds[rank + 1]]
-        return shaped_like(flat, self.parameter)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The own elements of a tensor of the parameter's shape, flat."""

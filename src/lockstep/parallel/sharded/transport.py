@@ -1,18 +1,34 @@
-"""Buckets in symmetric memory, of which those of sharded parameters are not reduced before the step."""
+"""Buckets of sharded parameters: whose gradients each owner gets, and nobody averages before the step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from lockstep.comm.backend import engine_of
 from lockstep.comm.engine import Engine
 from lockstep.parallel.buckets import BucketPlan, copy_all
+from lockstep.parallel.sharded.exchange import WORTH_SENDING
 from lockstep.parallel.sharded.gradients import ShardedGradient
-from lockstep.parallel.sharded.shares import Share
+from lockstep.parallel.sharded.shares import Share, flat_of
 from lockstep.parallel.symmetric import SymmetricTransport
+from lockstep.shm.kernels import find_kernel
 
-__all__ = ["ShardedTransport"]
+__all__ = ["OwnersBucket", "ShardedTransport", "begin_pass", "find_way"]
+
+_TAG = 1 << 20  # of messages of the first bucket; users number their own from 0
+
+
+def begin_pass(stand_ins: Iterable[ShardedGradient]) -> None:
+    """A pass begins to go out: let go of what the last one left. Local."""
+    for each in stand_ins:
+        if not each.is_held:
+            each.share.drop()
+            each.added = None
 
 
 class ShardedTransport(SymmetricTransport):
@@ -30,24 +46,20 @@ class ShardedTransport(SymmetricTransport):
     def __init__(self, plans: Sequence[BucketPlan], engine: Engine, stand_ins: Mapping[int, ShardedGradient]) -> None:
         super().__init__(plans, engine)
         self.stand_ins: Mapping[int, ShardedGradient] = stand_ins
-        # For each bucket, by the offset of the gradient.
-        self._sharded: list[dict[int, Share]] = [
-            {each.offset: stand_ins[each.index].share for each in plan.placements if each.index in stand_ins}
-            for plan in plans
-        ]
+        # For each bucket the shares, and where the ranks put what they are shares of.
+        self._sharded = [self._find_shares(bucket) for bucket in range(len(plans))]
         self._is_new_pass = True
-        for bucket in range(len(plans)):
-            self._bind(bucket)
 
-    def _bind(self, bucket: int) -> None:
-        for offset, share in self._sharded[bucket].items():
-            numel = share.parameter.numel()
-            share.bind([part[offset : offset + numel] for part in self._parts[bucket]], self._kernels[bucket])
+    def _find_shares(self, bucket: int) -> list[tuple[Share, list[torch.Tensor]]]:
+        placements = [each for each in self._plans[bucket].placements if each.index in self.stand_ins]
+        found = [(each.offset, self.stand_ins[each.index].share) for each in placements]
+        parts = self._parts[bucket]
+        return [(share, [part[at + share.first : at + share.last] for part in parts]) for at, share in found]
 
     def renew(self, bucket: int) -> None:
         """The same shared memory at another address."""
         super().renew(bucket)
-        self._bind(bucket)
+        self._sharded[bucket] = self._find_shares(bucket)
 
     def fill(
         self,
@@ -61,29 +73,20 @@ class ShardedTransport(SymmetricTransport):
         if not shares:
             return super().fill(bucket, offsets, views, gradients)
         if self._is_new_pass:
-            self._begin()
+            self._is_new_pass = False
+            begin_pass(self.stand_ins.values())
         self._carry([each for each in gradients if isinstance(each, ShardedGradient)])
-        for share in shares.values():
-            share.expect()
+        for share, sources in shares:
+            share.expect(sources[self._rank], sources, self._kernels[bucket])
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for view, gradient in zip(views, gradients, strict=True):
-            own: torch.Tensor | None = gradient
-            if isinstance(gradient, ShardedGradient):
-                own = gradient.take_added()
+            own = _of_this_pass(gradient)
             if own is None:
                 view.zero_()
             else:
                 copied.append((view, own))
         copy_all([view for view, _ in copied], [own for _, own in copied])
         return ()
-
-    def _begin(self) -> None:
-        """A pass begins to go out: let go of what the last one left."""
-        self._is_new_pass = False
-        for stand_in in self.stand_ins.values():
-            if not stand_in.is_held:
-                stand_in.share.drop()
-                stand_in.added = None
 
     def _carry(self, accumulated: Sequence[ShardedGradient]) -> None:
         """Gradients that were averaged already, and not set to zero, are added to the means of this pass. Collective.
@@ -106,3 +109,93 @@ class ShardedTransport(SymmetricTransport):
         """Forget what was filled and published."""
         super().restart()
         self._is_new_pass = True
+
+
+def _of_this_pass(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.take_added() if isinstance(gradient, ShardedGradient) else gradient
+
+
+# ---- groups without shared memory ------------------------------------------------------------------------
+
+
+def find_way(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """How a group brings owners their shares of gradients on a device; None: no faster than to average them whole.
+
+    Gloo's reductions send sums on, from rank to rank. Messages bring each element to its owner once, and the sum is
+    made where the optimizer reads it, in the cache.
+    """
+    if engine_of(group, device) is not None:
+        return None
+    try:
+        backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    except (AssertionError, TypeError, ValueError):  # a group that torch.distributed did not make
+        return None
+    ways = {("cpu", "gloo"): "messages", ("cuda", "nccl"): "reduce_scatter"}
+    return ways.get((device.type, backends.get(device.type, "")))
+
+
+class OwnersBucket:
+    """Gradients that go out together, each part of them to its owner, from where autograd wrote them.
+
+    Args:
+        number: of the bucket.
+        plan: its parameters, all of them sharded.
+        stand_ins: theirs, by index.
+        group: the ranks that average.
+        way: see `find_way`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        plan: BucketPlan,
+        stand_ins: Mapping[int, ShardedGradient],
+        group: dist.ProcessGroup,
+        way: str,
+    ) -> None:
+        self._group, self._sums_at_once, self._tag = group, way == "reduce_scatter", _TAG + number
+        self._rank = group.rank()
+        self._peers = [each for each in range(group.size()) if each != self._rank]
+        members = [(each.offset, stand_ins[each.index].share) for each in plan.placements]
+        self._members = sorted(members, key=lambda each: each[1].largest >= WORTH_SENDING)
+        sizes = [share.numel for _, share in self._members]
+        self._num_small = sum(share.largest < WORTH_SENDING for _, share in self._members)  # which go in one message
+        self._numel_small = sum(sizes[: self._num_small])
+        rows = 1 if self._sums_at_once else len(self._peers)
+        self._came = torch.empty((rows, sum(sizes)), dtype=plan.dtype, device=plan.device)
+        self._came_of = list(zip(*(torch.split(row, sizes) for row in self._came), strict=True))
+        self._kernel = find_kernel(dist.ReduceOp.AVG, plan.dtype)
+        self._by_rank: list[tuple[torch.Tensor, ...]] = []  # parts of all gradients of a pass
+
+    def fill(self, offsets: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Take gradients, which stay where they are; zeros where there is none. Local."""
+        given = dict(zip(offsets, gradients, strict=True))
+        pieces = []
+        for (offset, share), came in zip(self._members, self._came_of, strict=True):
+            gradient = given.get(offset)
+            if isinstance(gradient, ShardedGradient):  # averaged already, and not set to zero
+                share.carry()
+            own = _of_this_pass(gradient)
+            flat = flat_of(torch.zeros_like(share.parameter) if own is None else own, share.parameter)
+            parts = [flat[first:last] for first, last in itertools.pairwise(share.bounds)]
+            sources = came if self._sums_at_once else (*came[: self._rank], parts[self._rank], *came[self._rank :])
+            share.expect(came[0], sources, self._kernel)
+            pieces.append(parts)
+        self._by_rank = list(zip(*pieces, strict=True))
+
+    def start(self) -> list[Any]:
+        """Send it; the shares may be asked for means when all have waited for what this returns. Collective."""
+        group, small = self._group, self._num_small
+        by_rank, self._by_rank = self._by_rank, []
+        if self._sums_at_once:
+            rows = [torch.cat(parts) for parts in by_rank]
+            return [dist.reduce_scatter(self._came[0], rows, dist.ReduceOp.AVG, group=group, async_op=True)]
+        works = []
+        for peer, row, *parts in zip(self._peers, self._came, *self._came_of, strict=True):
+            messages = [row[: self._numel_small], *parts[small:]]
+            works += [group.recv([each], peer, self._tag) for each in messages if each.numel()]
+        for peer in self._peers:
+            messages = [torch.cat(by_rank[peer][:small])] if small else []
+            messages += by_rank[peer][small:]
+            works += [group.send([each], peer, self._tag) for each in messages if each.numel()]
+        return works

@@ -1,0 +1,66 @@
+"""What each rank has of some tensors goes to all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.backend import engine_of
+from lockstep.parallel.sharded.shares import Share
+from lockstep.torch_private.tensors import foreach_copy_
+
+__all__ = ["WORTH_SENDING", "exchange"]
+
+WORTH_SENDING = 32 << 10  # elements from which on a part is a message of its own
+
+
+def exchange(shares: Sequence[Share], flats: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Every rank gets the elements of the others. Collective.
+
+    Args:
+        shares: the same on all ranks.
+        flats: for each, a tensor of as many elements as its parameter has, of which the own ones count.
+        group: the ranks that have shares.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Share, torch.Tensor]]] = {}
+    for share, flat in zip(shares, flats, strict=True):
+        kinds.setdefault((flat.dtype, flat.device), []).append((share, flat))
+    for (_, device), members in kinds.items():
+        by_rank = [
+            [flat[share.bounds[rank] : share.bounds[rank + 1]] for share, flat in members]
+            for rank in range(group.size())
+        ]
+        if device.type == "cpu" and engine_of(group) is None:
+            _broadcast(by_rank, group)
+        else:
+            _gather(by_rank, group)
+
+
+def _broadcast(by_rank: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Over gloo, whose all_gather takes several times as long: large parts in place, small ones in one message."""
+    works = []
+    rows: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    for rank, parts in enumerate(by_rank):
+        small = [each for each in parts if 0 < each.numel() < WORTH_SENDING]
+        rows += [(torch.cat(small), small)] if small else []
+        sent = [each for each in parts if each.numel() >= WORTH_SENDING] + [row for row, _ in rows[-1:] if small]
+        source = dist.get_global_rank(group, rank)
+        works += [dist.broadcast(each, source, group=group, async_op=True) for each in sent]
+    for work in works:
+        work.wait()
+    for row, parts in rows:
+        foreach_copy_(list(parts), list(torch.split(row, [each.numel() for each in parts])))
+
+
+def _gather(by_rank: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
+    numels = [sum(each.numel() for each in parts) for parts in by_rank]
+    own = by_rank[0][0].new_empty(max(numels))
+    own[: numels[group.rank()]] = torch.cat(list(by_rank[group.rank()]))
+    rows = [torch.empty_like(own) for _ in numels]
+    dist.all_gather(rows, own, group=group)
+    for rank, (parts, row) in enumerate(zip(by_rank, rows, strict=True)):
+        if rank != group.rank():
+            sizes = [each.numel() for each in parts]
+            foreach_copy_(list(parts), list(torch.split(row[: numels[rank]], sizes)))
