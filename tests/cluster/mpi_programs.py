@@ -281,7 +281,13 @@ def troubles(folder: str) -> dict[str, Described]:
 
 def without_failures() -> dict[str, Any]:
     """All that ends well."""
-    return {"ways in": ways_in(), "bits": same_bits(), "numbers": numbers(), "threads": threads_and_groups()}
+    return {
+        "ways in": ways_in(),
+        "bits": same_bits(),
+        "numbers": numbers(),
+        "threads": threads_and_groups(),
+        "random programs": soak(range(4)),
+    }
 
 
 # ---- ends ------------------------------------------------------------------------------------------

@@ -129,8 +129,8 @@ class SlurmCluster:
     def __init__(self) -> None:
         # Short, because the path of a socket may have 108 characters only.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-        # Nothing of a launcher, or of a Slurm, that these tests may run under.
-        outer = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "LOCKSTEP_", "OMPI_", "PMI")
+        # Nothing of a launcher, or of a Slurm, that these tests may run under; nor a number of threads (OMP_, OMPI_).
+        outer = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "LOCKSTEP_", "OMP", "PMI")
         self.environment = {name: text for name, text in os.environ.items() if not name.startswith(outer)}
         self.environment["SLURM_CONF"] = str(self.folder / "slurm.conf")
         self._daemons: list[subprocess.Popen[bytes]] = []

@@ -21,16 +21,12 @@ AT_ONCE_S = 1.0
 PROGRAM = str(Path(programs.__file__))
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.core), 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.core), 3])
 def test_backend_conforms(world_size: int) -> None:
     report = run_conformance("mpi4py", world_size, launch=launch)
     print(report)
     assert not report.failures, str(report)
     assert not [result for result in report.results if result.status == "skipped"]
-
-
-def test_random_programs() -> None:
-    assert launch(programs.soak, 3, range(6)) == ["no mismatch"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +65,10 @@ def test_numbers(well: list[dict[str, Any]]) -> None:
         assert found["bool"] == [1.0] * 5
         assert found["average"] == [1.0] * 4
         assert found["large"] == (3.0, 3.0)
+
+
+def test_random_programs(well: list[dict[str, Any]]) -> None:
+    assert [of_rank["random programs"] for of_rank in well] == ["no mismatch"] * 3
 
 
 def test_threads_and_groups(well: list[dict[str, Any]]) -> None:

@@ -250,53 +250,25 @@ def train_alone(*options: str) -> int:
     return digits.main(parser.parse_args(options))
 
 
-@pytest.fixture(scope="module")
-def runs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
-    """The digits on 2 + 1 ranks under srun, on 1 + 1 under sbatch, and on one process; all at the same time.
-
-    For each, what it printed and the folder of its run.
-    """
-    pytest.importorskip("sklearn")
-    pytest.importorskip("tensorboard")
-    folder = tmp_path_factory.mktemp("slurm")
-    recipe = digits.__name__
-    job_id, log = submit(cluster, folder, "--nodes", "2", "--no-prefix", "-m", recipe, *DIGITS, "sbatch")
-    step = subprocess.Popen(
-        ["srun", "-N2", "-n3", "--kill-on-bad-exit=1", sys.executable, "-m", recipe, *DIGITS, "srun"],
-        cwd=folder,
-        env={**cluster.environment, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert run_ranks(train_alone, 1, *DIGITS, "one", "--out", str(folder / "runs"), "--quiet", init=False) == [0]
-        printed, complaints = step.communicate(timeout=limit_s(120))
-        assert step.returncode == 0, f"{printed}{complaints}\n{cluster.logs()}"
-    finally:
-        step.kill()
-        step.communicate()
-    job = cluster.wait_for(job_id, *ENDS, timeout_s=120)
-    assert job["JobState"] == "COMPLETED", log.read_text()
-    texts = {"srun": printed, "sbatch": log.read_text(), "one": ""}
-    return {name: (text, folder / "runs" / name) for name, text in texts.items()}
-
-
 def records_of(run: Path) -> tuple[list[float], dict[str, Any]]:
     """The loss of every step, and the last epoch."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "step"], [x for x in lines if x["kind"] == "epoch"][-1]
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("srun", 3), ("sbatch", 2)])
-def test_digits_on_two_nodes_give_the_answer_of_one_process(
-    runs: dict[str, tuple[str, Path]], name: str, num_ranks: int
-) -> None:
-    printed, run = runs[name]
-    assert f"digits: {num_ranks} ranks on " in printed
-    expected, expected_result = records_of(runs["one"][1])
-    found, result = records_of(run)
+def test_digits_on_two_nodes_give_the_answer_of_one_process(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Submitted, a rank on each node. Tasks of srun, two and one: the images below."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("tensorboard")
+    job_id, log = submit(cluster, tmp_path, "--nodes", "2", "--no-prefix", "-m", digits.__name__, *DIGITS, "sbatch")
+    alone = (*DIGITS, "one", "--out", str(tmp_path / "runs"), "--quiet")
+    assert run_ranks(train_alone, 1, *alone, init=False) == [0]
+    job = cluster.wait_for(job_id, *ENDS, timeout_s=120)
+    printed = log.read_text()
+    assert job["JobState"] == "COMPLETED", printed
+    assert "digits: 2 ranks on " in printed
+    expected, expected_result = records_of(tmp_path / "runs" / "one")
+    found, result = records_of(tmp_path / "runs" / "sbatch")
     assert len(found) == len(expected) == STEPS
     assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
     assert result["held_out_correct"] == expected_result["held_out_correct"] > 0.9 * IMAGES

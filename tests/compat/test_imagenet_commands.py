@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_launcher import WarmLauncher
+from warm_launcher import WarmLauncher, WarmProcess
 
 from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
 from lockstep.testing import limit_s
@@ -40,32 +40,34 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    compiled = folder / "compiled"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lockstep", *words]
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
-def end(*started: subprocess.Popen[str]) -> list[str]:
+def start_warm(warm: WarmLauncher, folder: Path, *words: str, **more: str) -> WarmProcess:
+    """As `start`, but launchers and their ranks are forked, from a process that has imported torch."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    return warm.start(*words, folder=folder, variables=variables, beside=True)
+
+
+def end(*started: subprocess.Popen[str] | WarmProcess) -> list[str]:
     """What they wrote, once all have ended well."""
     try:
-        written = [one.communicate(timeout=limit_s(150))[0] for one in started]
+        written = ["".join(filter(None, one.communicate(timeout=limit_s(150)))) for one in started]
     finally:
         for one in started:
             one.kill()
-            one.wait()
+            one.communicate()
     for one, text in zip(started, written, strict=True):
         assert one.returncode == 0, text
     return written
 
 
-def run_warm(warm: WarmLauncher, folder: Path, *words: str) -> str:
-    """What a command wrote, whose processes are forked, once it has ended well. Others here start anew."""
-    done = warm.run(*words, folder=folder, timeout_s=limit_s(150))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def run_warm(warm: WarmLauncher, folder: Path, *words: str, **more: str) -> str:
+    return end(start_warm(warm, folder, *words, **more))[0]
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_the_two_commands_of_the_readme(tmp_path: Path) -> None:
+def test_the_two_commands_of_the_readme(warm: WarmLauncher, tmp_path: Path) -> None:
     """What they draw can be learned: of 10 classes, most images are told right."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     lines = [line.partition("#")[0].split() for line in readme.splitlines()]
@@ -89,7 +91,7 @@ def test_the_two_commands_of_the_readme(tmp_path: Path) -> None:
     ]
     assert len(commands) == 2
     for command in commands:
-        end(start(tmp_path, *command))
+        run_warm(warm, tmp_path, *command)
     assert result(tmp_path)["accuracy"] > 0.5
 
 
@@ -109,44 +111,40 @@ REFERENCE = (
 
 @pytest.mark.parametrize("rehearses", [False, True])
 def test_all_options_of_the_reference_example_in_one_run(warm: WarmLauncher, folder: Path, rehearses: bool) -> None:
-    """Those that a training run takes together; `--resume ''` is the default there."""
+    """Those that a training run takes together; `--resume ''` is the default there. Rehearsed as with two GPUs."""
     words = [*REFERENCE.split(), "--resume", "", "--size", "32", "--out", "runs", "images"]
     if rehearses:
         command = ["rehearse", "--nproc", "2", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet"]
-        text = run_warm(warm, folder, *command, *words)
+        (text,) = end(start(folder, *command, *words))
         assert "nothing found in lockstep.recipes.imagenet on 2 ranks" in text
     else:
-        (text,) = end(start(folder, *PROGRAM, "--nproc", "2", "--no-accel", *words))
+        text = run_warm(warm, folder, *PROGRAM, "--nproc", "2", "--no-accel", *words)
         assert "--no-accel: training on the CPU, without nccl" in text
     assert "each process of --multiprocessing-distributed has a GPU of its own" in text
+    ended = result(folder)
+    assert (ended["backend"], len(ended["ranks"])) == ("nccl" if rehearses else "lockstep", 2)
     (metrics,) = (folder / "runs").glob("imagenet*/metrics.jsonl")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [record["epoch"] for record in records if record["kind"] == "epoch"] == [2, 3]
     assert [record["step"] for record in records if record["kind"] == "epoch"] == [2, 3]
 
 
-def test_two_nodes(folder: Path) -> None:
-    """Two launchers that know each other by address and port alone; here on one machine."""
+def commands_of_two_nodes() -> list[list[str]]:
     port = free_port()
     commands = [NODE.format(node=node).replace("IP_OF_NODE0:FREEPORT", f"127.0.0.1:{port}") for node in (0, 1)]
-    end(*(start(folder, *PROGRAM, "--nproc", "1", *words.split(), "images", *LITTLE) for words in commands))
+    return [[*command.split(), "images", *LITTLE] for command in commands]
+
+
+def test_two_nodes(warm: WarmLauncher, folder: Path) -> None:
+    """Two launchers that know each other by address and port alone; here on one machine."""
+    end(*(start_warm(warm, folder, *PROGRAM, "--nproc", "1", *words) for words in commands_of_two_nodes()))
     ended = result(folder)
     assert ([rank["samples"] for rank in ended["ranks"]], ended["total"]) == ([4, 4], 3)
 
 
-def test_one_node_rehearsed(folder: Path) -> None:
-    """As on a node with two GPUs and nccl."""
-    words = ("rehearse", "--nproc", "2", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet")
-    (text,) = end(start(folder, *words, *ONE_NODE.split(), "images", *LITTLE))
-    assert "nothing found in lockstep.recipes.imagenet on 2 ranks" in text
-    assert (result(folder)["backend"], len(result(folder)["ranks"])) == ("nccl", 2)
-
-
-def test_two_nodes_rehearsed(folder: Path) -> None:
-    words = ("rehearse", "--nproc", "1", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet")
-    port = free_port()
-    commands = [NODE.format(node=node).replace("IP_OF_NODE0:FREEPORT", f"127.0.0.1:{port}") for node in (0, 1)]
-    for text in end(*(start(folder, *words, *command.split(), "images", *LITTLE) for command in commands)):
+def test_two_nodes_rehearsed(warm: WarmLauncher, folder: Path) -> None:
+    rehearse = ("rehearse", "--nproc", "1", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet")
+    for text in end(*(start_warm(warm, folder, *rehearse, *words) for words in commands_of_two_nodes())):
         assert "nothing found in lockstep.recipes.imagenet" in text
     assert (result(folder)["backend"], len(result(folder)["ranks"])) == ("nccl", 2)
 
@@ -185,10 +183,10 @@ def test_without_a_shim(folder: Path) -> None:
         ("digits", "--nproc", "2", "--backend", "foo"),
     ],
 )
-def test_backend_that_is_not_there(folder: Path, words: tuple[str, ...]) -> None:
+def test_backend_that_is_not_there(warm: WarmLauncher, folder: Path, words: tuple[str, ...]) -> None:
     """It was a traceback of each rank."""
-    ended = start(folder, "train", *words)
-    text, _ = ended.communicate(timeout=limit_s(60))
+    ended = start_warm(warm, folder, "train", *words)
+    text = "".join(ended.communicate(timeout=limit_s(60)))
     assert ended.returncode == 2, text
     # torch may say between them that it ends the processes that it has spawned.
     lines = [line for line in text.splitlines() if line.startswith("lockstep")]
@@ -198,11 +196,11 @@ def test_backend_that_is_not_there(folder: Path, words: tuple[str, ...]) -> None
     assert "Traceback" not in text
 
 
-def test_ranks_that_are_told_who_they_are(folder: Path) -> None:
+def test_ranks_that_are_told_who_they_are(warm: WarmLauncher, folder: Path) -> None:
     """The example's third way: a command for each process."""
     url = f"tcp://127.0.0.1:{free_port()}"
     words = ("--dist-url", url, "--world-size", "2", "-a", "tiny", "images", *LITTLE)
-    end(*(start(folder, *PROGRAM, *words, "--rank", str(rank)) for rank in (0, 1)))
+    end(*(start_warm(warm, folder, *PROGRAM, *words, "--rank", str(rank)) for rank in (0, 1)))
     assert len(result(folder)["ranks"]) == 2
 
 
