@@ -43,6 +43,14 @@ def test_divisions_are_those_of_the_loaders_in_use(monkeypatch: pytest.MonkeyPat
     assert batch.divisions(0, 2) == ()
 
 
+def test_a_loader_is_not_forgotten_for_those_iterated_between_its_batches() -> None:
+    batches = iter(DataLoader(range(12), 4, rank=0, world_size=2))
+    for _ in batches:
+        for _ in range(40):
+            assert len(list(DataLoader(range(6), 3, rank=0, world_size=2))) == 2
+    assert {each.num_samples for each in batch.divisions(0, 2)} == {4}
+
+
 def test_ranks_ask_where_a_size_is_of_two_batches_on_any_of_them() -> None:
     """In use or not: that differs between ranks."""
     token = LoaderToken()

@@ -103,9 +103,9 @@ class Since(NamedTuple):
 # The divisions of one loader and the rank it was iterated as, each with the number of its latest registration.
 _Divisions: TypeAlias = dict[tuple[int, Division], int]
 
-_NUM_RECENT = 256  # a loader that is iterated on must not be forgotten for the evaluations within its epoch
+_NUM_RECENT = 64
 _EVER = Since()
-# Of the loaders that were iterated last, in use or not, by their number; the latest is the last.
+# Of the loaders that were iterated last, in use or not, by their number; the last has begun or yielded last.
 _recent: dict[int, tuple[weakref.ref[LoaderToken], _Divisions]] = {}
 _lock = threading.Lock()
 _num_registrations = 0
@@ -186,6 +186,10 @@ def _find(rank: int, world_size: int, since: Since, *_: int) -> tuple[tuple[Divi
 def note_yielded(share: BatchShare) -> None:
     """A loader yields such a batch. Local."""
     _yielded[share.global_samples, share.world_size, share.evaluation] = _num_registrations
+    number = share.source.number if isinstance(share.source, LoaderToken) else None
+    with _lock:
+        if number in _recent:  # else it would be forgotten for the loaders of many evaluations within its epoch
+            _recent[number] = _recent.pop(number)
 
 
 def was_yielded(division: Division, trains: bool, since: Since = _EVER) -> bool:
