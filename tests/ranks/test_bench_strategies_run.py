@@ -36,7 +36,7 @@ def test_every_way_that_is_installed_is_a_row_and_learns_the_same(tmp_path: Path
     view = View(result)
     expected = [name for name, way in WAYS.items() if why_not(way, nproc, 0) is None]
     assert view.names == expected, err
-    assert {"ddp", "spawn", "apex", "horovod", "torch_ddp", "torch_ddp_lockstep"} <= set(view.names)
+    assert {"ddp", "sharded", "spawn", "apex", "horovod", "torch_ddp", "torch_ddp_lockstep"} <= set(view.names)
     assert {one.contestant: one.reason for one in result.skipped} == {
         name: why_not(way, nproc, 0) for name, way in WAYS.items() if name not in expected
     }
@@ -53,7 +53,7 @@ def test_every_way_that_is_installed_is_a_row_and_learns_the_same(tmp_path: Path
 
 
 def test_batches_that_do_not_divide_evenly_and_drawn_images(tmp_path: Path) -> None:
-    ways = "ddp,horovod"
+    ways = "ddp,sharded,horovod"
     options = ("--recipe", "imagenet", "--size", "16", "--batch-size", "31", "--dtype", "float64", "--ways", ways)
     result, _ = run(tmp_path, "--nproc", "2", "--quick", *options)
     view = View(result)

@@ -138,6 +138,24 @@ def _ours(name: str, config: TrainingConfig) -> TrainingSetup:
     )
 
 
+def _sharded(config: TrainingConfig) -> TrainingSetup:
+    world = config.initialize(device=config.device)
+    module = config.model()
+    plain = config.optimizer(module)
+    model = lockstep.DistributedDataParallel(module)
+    optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), type(plain), **plain.defaults)
+    return TrainingSetup(
+        model,
+        module,
+        optimizer.optim,  # which has the state
+        world.rank,
+        world.world_size,
+        step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+        close=world.shutdown,
+    )
+
+
 def _take_own_shims() -> None:
     """Lockstep's modules under the names of Apex and Horovod, also where those are installed."""
     import lockstep.compat.apex.amp
@@ -283,6 +301,7 @@ def _leave() -> None:
 _BUILDERS: dict[str, Callable[[TrainingConfig], TrainingSetup]] = {
     "single": alone,
     "single_threads": alone,
+    "sharded": _sharded,
     "torch_dp": _torch_dp,
     "torch_ddp": _torch_ddp,
     "torch_ddp_lockstep": _torch_ddp_on_lockstep,

@@ -45,6 +45,7 @@ WAYS = {
         Way(ALL_THREADS, "one process, threads on all cores", BASE, "alone"),
         Way("dp", "lockstep.DataParallel", OURS, "alone"),
         Way("ddp", "lockstep DDP", OURS, "lockstep"),
+        Way("sharded", "lockstep DDP, ZeroRedundancyOptimizer", OURS, "lockstep"),
         Way("spawn", "lockstep DDP, torch.multiprocessing.spawn", OURS, "spawn"),
         Way("apex", "Apex's calls (lockstep.compat.apex)", OURS, "lockstep"),
         Way("horovod", "Horovod's calls (lockstep.compat.horovod)", OURS, "lockstep"),
