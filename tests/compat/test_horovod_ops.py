@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lockstep.compat.horovod.torch as hvd
+from lockstep.compat.horovod.torch import channel
 from lockstep.compat.horovod.torch.runtime import Runtime
 from lockstep.errors import InputError
 from lockstep.testing import limit_s, run_ranks
@@ -350,6 +351,7 @@ def test_a_rank_that_leaves_is_named() -> None:
 
 
 def at_odds() -> str:
+    channel._IDLE_S = 0.1  # seconds that a thread with nothing to do sleeps, and `shutdown` waits for it
     hvd.init()
     with pytest.raises(hvd.HorovodInternalError, match="all ranks wait") as caught:
         hvd.allreduce(torch.ones(1), name=f"of rank {hvd.rank()}")

@@ -63,7 +63,7 @@ def test_is_silent_where_somebody_joined_or_nobody_trains(launches: Launches, te
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_says_that_children_are_a_job_of_their_own(launches: Launches, count: int) -> None:
-    """Each rank spawns all ranks again."""
+    """Each rank starts all ranks again. Forked, as spawning them would take seconds."""
     done = run(
         launches,
         f"""
@@ -78,8 +78,8 @@ def test_says_that_children_are_a_job_of_their_own(launches: Launches, count: in
         if __name__ == "__main__":
             with socket.create_server(("127.0.0.1", 0)) as server:
                 port = server.getsockname()[1]
-            spawn = multiprocessing.get_context("spawn")
-            children = [spawn.Process(target=learn, args=(rank, port)) for rank in range({count})]
+            fork = multiprocessing.get_context("fork")
+            children = [fork.Process(target=learn, args=(rank, port)) for rank in range({count})]
             for child in children:
                 child.start()
             for child in children:
