@@ -218,12 +218,13 @@ def test_rehearsed_strategies(warm: WarmLauncher, folder: Path, strategy: str, s
 @pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler on the CPU"
 )
-def test_compiled(folder: Path) -> None:
+def test_compiled(warm: WarmLauncher, folder: Path) -> None:
     """Two ranks, with channels last: what is compiled, is compiled; and the losses are those of the plain network."""
     words = ("--nproc", "2", "-a", "tiny", "images", *LITTLE, "-b", "4")
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
     losses = {}
     for name, options in (("plain", ()), ("compiled", ("--compile", "--channels-last"))):
-        end(start(folder, *PROGRAM, *words, "--name", name, *options))
+        run_warm(warm, folder, *PROGRAM, *words, "--name", name, *options, **cache)
         records = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         assert records[-1]["total"] == 3
         losses[name] = [record["loss"] for record in records if record["kind"] == "step"]

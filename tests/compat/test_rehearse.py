@@ -150,7 +150,7 @@ def test_children_that_fail_are_found(warm: WarmLauncher, tmp_path: Path) -> Non
     done = rehearse(warm, tmp_path, "--nproc", "1", str(PROGRAMS / "faulty_children.py"))
     assert done.found == marked("faulty_children.py"), done.output
     assert (done.code, done.report["exit_code"]) == (1, 0), done.output  # not strict
-    assert "Process-2, which ran work, exited with code 1; Process-3" in done.report["findings"][0]["what"]
+    assert "Process-3, which ran work, exited with code 1; Process-4" in done.report["findings"][0]["what"]
     assert "exited with code 7" in done.report["findings"][0]["what"]
 
 
@@ -180,9 +180,9 @@ def test_gpus_of_a_node_where_ranks_are_more(warm: WarmLauncher, tmp_path: Path)
 
 
 def test_ranks_that_two_nodes_start_for_one_group_are_judged_together(warm: WarmLauncher, tmp_path: Path) -> None:
-    done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "2", str(PROGRAMS / "faulty_spawn_nodes.py"))
+    done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "faulty_spawn_nodes.py"))
     assert (done.found, done.code) == (marked("faulty_spawn_nodes.py"), 0), done.output
-    assert done.report["ranks"] == 4
+    assert done.report["ranks"] == 2
 
 
 def test_copies_that_join_no_group(warm: WarmLauncher, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_copies_that_join_no_group(warm: WarmLauncher, tmp_path: Path) -> None:
 
 
 def test_jobs_of_two_nodes_that_know_nothing_of_each_other(warm: WarmLauncher, tmp_path: Path) -> None:
-    done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "2", str(PROGRAMS / "clean_spawn.py"))
+    done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "clean_spawn.py"))
     lines = (PROGRAMS / "clean_spawn.py").read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if "fault on two nodes" in line)
     assert done.found == {("checkpoint-by-copies", number)}, done.output

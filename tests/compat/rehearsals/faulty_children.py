@@ -24,21 +24,21 @@ def idle():
 
 if __name__ == "__main__":
     mp.set_start_method("spawn")
-    model = nn.Linear(2, 1, bias=False).cuda()
-    nn.init.zeros_(model.weight)
-    model.share_memory()
-    total = torch.zeros(1, 1, device="cuda").share_memory_()
-    for number in range(3):
-        process = mp.Process(target=work, args=(number, model, total))
-        process.start()  # fault: child-failed
-        process.join()
-    assert model.weight.tolist() == [[3.0, 3.0]]
-    assert total.item() == 2.0 + 4.0 + 6.0
     watched = mp.Process(target=os._exit, args=(3,))
     watched.start()
-    watched.join()
-    assert watched.exitcode == 3
     stopped = mp.Process(target=idle)
     stopped.start()
     stopped.terminate()
     stopped.join()
+    model = nn.Linear(2, 1, bias=False).cuda()
+    nn.init.zeros_(model.weight)
+    model.share_memory()
+    total = torch.zeros(1, 1, device="cuda").share_memory_()
+    for number in range(1, 3):
+        process = mp.Process(target=work, args=(number, model, total))
+        process.start()  # fault: child-failed
+        process.join()
+    assert model.weight.tolist() == [[2.0, 2.0]]
+    assert total.item() == 2.0 + 4.0
+    watched.join()
+    assert watched.exitcode == 3
