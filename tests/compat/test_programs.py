@@ -28,8 +28,11 @@ from lockstep.testing import limit_s
 PROGRAMS = Path(__file__).parent / "programs"
 NUM_RANKS = 2
 BATCH_SIZE = 24
-# Some start three interpreters that import torch, on a machine that may be busy with others.
+# Some start two interpreters that import torch, on a machine that may be busy with others.
 DEADLINE_S = 120
+
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +110,6 @@ def test_program_that_forks(launches: Launches) -> None:
     ]
 
 
-@pytest.mark.usefixtures("forked")
 def test_hand_written_sgd(launches: Launches) -> None:
     reports = run(launches, "distributed_sgd", command="run", options=("--nproc", "2"))
     loaders, states = [], []
@@ -135,7 +137,6 @@ def test_hand_written_sgd(launches: Launches) -> None:
     assert means[0][-1] < means[0][0] / 2
 
 
-@pytest.mark.usefixtures("forked")
 def test_program_for_torch_distributed_launch(launches: Launches) -> None:
     options = ("--nproc_per_node=2", f"--master_port={find_free_port()}")
     reports = run(launches, "launch_main", command="launch", options=options)
@@ -170,7 +171,6 @@ def test_program_for_slurm(launches: Launches, monkeypatch: pytest.MonkeyPatch) 
     check_losses(run(launches, "spawn_main", "2", command="run", options=("--nproc", "1", "--no-prefix")))
 
 
-@pytest.mark.usefixtures("forked")
 def test_program_for_horovod(launches: Launches) -> None:
     reports = run(launches, "horovod_main", command="run", options=("--nproc", "2"))
     check_losses(reports)
@@ -178,7 +178,6 @@ def test_program_for_horovod(launches: Launches) -> None:
     assert [report[2:] for report in reports] == [[rank, (last.sum() / 2).item()] for rank in range(NUM_RANKS)]
 
 
-@pytest.mark.usefixtures("forked")
 def test_program_for_apex(launches: Launches) -> None:
     options = ("--nproc_per_node", "2")
     reports = run(launches, "apex_main", "--opt-level", "O0", command="launch", options=options)

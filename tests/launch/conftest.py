@@ -41,3 +41,9 @@ def bystander() -> Iterator[int]:
 def warm_launchers(launches: Launches, warm: WarmLauncher) -> None:
     """Launchers of several hosts import torch; here they are forked from a process that has. Ranks start as ever."""
     launches.warm, launches.forks = warm, False
+
+
+@pytest.fixture
+def forked(launches: Launches, warm: WarmLauncher) -> None:
+    """The ranks of this test are forked, too; how theirs are started is the subject of others."""
+    launches.warm = warm

@@ -491,6 +491,7 @@ def test_accelerate_is_to_be_given_a_group_and_no_backend(launches: Launches) ->
     assert any("call `lockstep.init()` before `Accelerator()`" in line for line in said[1:3])
 
 
+@pytest.mark.usefixtures("forked")
 def test_worker_of_a_loader_is_quoted(launches: Launches) -> None:
     """torch raises a worker's error again, with all of the worker's traceback as its text."""
     script = launches.script(

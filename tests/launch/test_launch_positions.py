@@ -143,9 +143,10 @@ def step_line() -> int:
     return 1 + next(number for number, line in enumerate(REAL.splitlines(), 1) if line.endswith("# step"))
 
 
+@pytest.mark.usefixtures("forked")
 def test_stopped_rank_on_demand_and_at_the_timeout(launches: Launches, step_line: int) -> None:
     arguments = ("--nproc", "2", "--stacks-on-timeout", "--grace", "0.2", launches.script(REAL))
-    process = launches.start(*arguments, env=launches.environment(TIMEOUT_S=str(limit_s(4))))
+    process = launches.start(*arguments, env=launches.environment(TIMEOUT_S=str(limit_s(2))))
     (stopped,) = launches.pids("stopped")
     (folder,) = launches.temporary.glob("lockstep-*")
     waiting = f"in all_reduce #3 at script.py:{step_line}"

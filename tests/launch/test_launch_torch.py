@@ -46,12 +46,16 @@ def test_spawn_takes_and_returns_tensors() -> None:
         assert torch.equal(result, tensor + rank)
 
 
-def test_interpreter_ends_only_when_gloos_threads_rest(launches: Launches) -> None:
-    """One that would ask the dead interpreter for the GIL ends the process with SIGABRT."""
+def test_interpreter_ends_well_with_groups_that_nobody_destroys(launches: Launches) -> None:
+    """The record hooks torch's groups: a hook that outlives the interpreter ends the process with SIGSEGV.
+
+    And one of gloo's threads that would ask the dead interpreter for the GIL ends it with SIGABRT; so it ends only when
+    these rest.
+    """
     script = launches.script(
         """
         import ctypes, threading
-        import torch.distributed as dist
+        import torch, torch.distributed as dist
 
         SET_NAME = 15
         started = threading.Event()
@@ -65,24 +69,12 @@ def test_interpreter_ends_only_when_gloos_threads_rest(launches: Launches) -> No
             print('done', flush=True)
             threading.Event().wait()
 
-        threading.Thread(target=work, daemon=True).start()
-        started.wait()
-        """
-    )
-    done = launches.run("--nproc=2", script)
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] done", "[1] done"])
-
-
-def test_groups_that_nobody_destroys_end_well(launches: Launches) -> None:
-    """The record hooks torch's groups; a hook that outlives the interpreter ends the process with SIGSEGV."""
-    script = launches.script(
-        """
-        import torch, torch.distributed as dist
         dist.init_process_group('gloo')
         pair = dist.new_group([0, 1])
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=pair)
         model(torch.ones(1, 2)).sum().backward()
-        print('done', flush=True)
+        threading.Thread(target=work, daemon=True).start()
+        started.wait()
         """
     )
     done = launches.run("--nproc=2", script)
