@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from warm_launcher import WarmLauncher
 
 from launching import Launches
 from lockstep.compat import legacy
@@ -403,13 +404,14 @@ def test_other_launchers_do_likewise(launches: Launches, command: str, words: li
     assert "script.py is written for an older torch: torch.distributed has *_multigpu (script.py:" in said
 
 
-def test_old_script_gets_what_it_needs_and_no_more(launches: Launches) -> None:
+def test_old_script_gets_what_it_needs_and_no_more(launches: Launches, warm: WarmLauncher) -> None:
     old = "def accuracy(output, target):\n" + textwrap.indent(textwrap.dedent(ACCURACY), "    ")
     found, said = changes_seen(launches, "--nproc", "1", more=old)
     assert found == ["eq"]
     (line,) = said.splitlines()
     assert line.startswith("[0] lockstep: script.py is written for an older torch: Tensor.eq ")
     assert line.endswith("; --no-compat leaves torch alone")
+    launches.warm = warm
     assert changes_seen(launches, "--nproc", "1", "--no-compat", more=old) == ([], "")
 
 
@@ -473,6 +475,7 @@ def test_compat_changes_all_for_any_script(launches: Launches) -> None:
     assert line.startswith("[0] lockstep: torch is changed for old scripts, as --compat asks: torch._six is there, ")
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_that_a_script_spawns_are_changed_as_it_is(launches: Launches) -> None:
     script = launches.script(
         """
@@ -499,16 +502,26 @@ def test_processes_that_a_script_spawns_are_changed_as_it_is(launches: Launches)
 def test_script_without_a_launcher_is_read_by_itself(tmp_path: Path) -> None:
     text = "from torch._six import inf\nimport torch\nprint(inf, type(torch.Tensor.eq).__name__)"
     (tmp_path / "script.py").write_text(text)
-    for words, said in ((["script.py"], "script.py is written for"), (["-m", "script"], "script is written for")):
-        done = subprocess.run(
+    ways = {"script.py is written for": ["script.py"], "script is written for": ["-m", "script"]}
+    started = [
+        subprocess.Popen(
             [sys.executable, "-m", "lockstep.compat.script", *words],
             cwd=tmp_path,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=limit_s(120),
         )
-        assert (done.returncode, done.stdout) == (0, "inf method_descriptor\n"), done.stderr
-        assert done.stderr.startswith(f"lockstep: {said} an older torch: torch._six is there (script.py:1)")
+        for words in ways.values()
+    ]
+    try:
+        for process, said in zip(started, ways, strict=True):
+            out, err = process.communicate(timeout=limit_s(120))
+            assert (process.returncode, out) == (0, "inf method_descriptor\n"), err
+            assert err.startswith(f"lockstep: {said} an older torch: torch._six is there (script.py:1)")
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.usefixtures("forked")
