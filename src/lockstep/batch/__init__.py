@@ -43,7 +43,6 @@ from lockstep.batch.hand import (
 from lockstep.batch.plans import (
     Division,
     LoaderToken,
-    Since,
     divisions,
     must_ask,
     note_yielded,
@@ -58,7 +57,6 @@ __all__ = [
     "Division",
     "Iteration",
     "LoaderToken",
-    "Since",
     "Tag",
     "active",
     "active_forward",

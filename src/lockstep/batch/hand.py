@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.batch.plans import Since, note_yielded, num_registrations
+from lockstep.batch.plans import note_yielded, num_registrations
 from lockstep.batch.share import BatchShare
 from lockstep.batch.tags import purge, tag_batch
 from lockstep.torch_private.dynamo import left_out
@@ -63,10 +63,10 @@ class Iteration:
     the outer one's.
 
     Args:
-        loader: its number.
+        number: of this iteration; see `plans.register`.
 
     Attributes:
-        loader: its number.
+        number: of this iteration.
         num_batches: yielded so far.
         latest: the share of the batch yielded last; None before the first.
         num_values: how often it was asked for the batch of a value (`of_a_value`).
@@ -76,8 +76,8 @@ class Iteration:
     _open: list[Iteration] = []  # noqa: RUF012  # one for the process
     _closed: Iteration | None = None  # the one that was over last, if none has yielded since
 
-    def __init__(self, loader: int) -> None:
-        self.loader = loader
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.num_batches = 0
         self.num_values = 0
         self.latest: BatchShare | None = None
@@ -266,9 +266,9 @@ def latest_of_each() -> list[BatchShare]:
     return [each.latest for each in Iteration._open if each.latest is not None]
 
 
-def since_now() -> Since:
-    """Loaders that are iterated from now on, or whose iteration has begun and is not over. Local."""
-    return Since(num_registrations(), frozenset(each.loader for each in Iteration._open))
+def since_now() -> int:
+    """The number of the latest iteration before all that are under way. Local."""
+    return min((each.number - 1 for each in Iteration._open), default=num_registrations())
 
 
 def _left_over(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:

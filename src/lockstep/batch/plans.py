@@ -5,8 +5,8 @@ rank. Every rank knows the sizes on all ranks, so that all of them choose the sa
 
 [Note: one training after the other] A process may train several models, each with loaders of its own. Those of an
 earlier training may still be in use, as far as this process can tell: somebody keeps one, or a batch of it, or the
-garbage collector has not come. So an engine goes by the loaders that were iterated since it was made, and by those
-that were in an iteration then, be it at its beginning: its answer is the same with another training before it.
+garbage collector has not come. So an engine goes by the loaders whose iterations began when those began that were under
+way as it was made, or later: its answer is the same with another training before it.
 
 [Note: who asks] Where sizes are ambiguous, ranks ask each other, which is a collective: all of them must, or none. But
 how long a loader is in use depends on the garbage collector, and on who keeps a batch. So whether to ask is decided by
@@ -20,7 +20,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
 from lockstep.batch.tags import purge
@@ -28,7 +28,6 @@ from lockstep.batch.tags import purge
 __all__ = [
     "Division",
     "LoaderToken",
-    "Since",
     "are_none",
     "divisions",
     "must_ask",
@@ -88,23 +87,10 @@ class LoaderToken:
         self.number = next(self._numbers)
 
 
-class Since(NamedTuple):
-    """Which loaders somebody goes by. See [Note: one training after the other].
-
-    Attributes:
-        registration: number of the latest one before; loaders count that were registered later.
-        under_way: numbers of loaders that count besides.
-    """
-
-    registration: int = 0
-    under_way: frozenset[int] = frozenset()
-
-
 # The divisions of one loader and the rank it was iterated as, each with the number of its latest registration.
 _Divisions: TypeAlias = dict[tuple[int, Division], int]
 
 _NUM_RECENT = 64
-_EVER = Since()
 # Of the loaders that were iterated last, in use or not, by their number; the last has begun or yielded last.
 _recent: dict[int, tuple[weakref.ref[LoaderToken], _Divisions]] = {}
 _lock = threading.Lock()
@@ -114,8 +100,8 @@ _num_gone = 0  # of loaders, which are in use no more
 _yielded: dict[tuple[int, int, bool], int] = {}
 
 
-def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
-    """An iteration of a loader begins, whose batches are of these divisions. Local."""
+def register(token: LoaderToken, rank: int, batches: set[Division]) -> int:
+    """An iteration of a loader begins, whose batches are of these divisions; returns its number. Local."""
     global _num_registrations
     purge()  # else loaders that are gone would make sizes ambiguous
     with _lock:
@@ -126,6 +112,7 @@ def register(token: LoaderToken, rank: int, batches: set[Division]) -> None:
             _recent[token.number] = reference, known | own
             if len(_recent) > _NUM_RECENT:
                 del _recent[next(iter(_recent))]
+        return _num_registrations
 
 
 def _note_gone(_: object) -> None:
@@ -143,15 +130,15 @@ def are_none() -> bool:
     return not _recent
 
 
-def divisions(rank: int, world_size: int, since: Since = _EVER) -> tuple[Division, ...]:
-    """Those of the loaders in use that split over `world_size` ranks, of which this is `rank`. Local.
+def divisions(rank: int, world_size: int, since: int = 0) -> tuple[Division, ...]:
+    """Those of the loaders in use that split over `world_size` ranks, of which this is `rank`; see `must_ask`. Local.
 
     A loader is in use from its first iteration on, as long as it or one of its batches exists.
     """
     return _find(rank, world_size, since, _num_registrations, _num_gone)[0] if _recent else ()
 
 
-def must_ask(rank: int, world_size: int, since: Since = _EVER) -> bool:
+def must_ask(rank: int, world_size: int, since: int = 0) -> bool:
     """Whether a size may stand for batches of different numbers of samples, on some rank. Local.
 
     The same on all ranks; see [Note: who asks].
@@ -159,21 +146,21 @@ def must_ask(rank: int, world_size: int, since: Since = _EVER) -> bool:
     Args:
         rank: as which loaders were iterated.
         world_size: over which they split.
-        since: which loaders count.
+        since: number of an iteration; loaders count that began one later.
     """
     return bool(_recent) and _find(rank, world_size, since, _num_registrations, _num_gone)[1]
 
 
 @lru_cache(maxsize=64)
-def _find(rank: int, world_size: int, since: Since, *_: int) -> tuple[tuple[Division, ...], bool]:
+def _find(rank: int, world_size: int, since: int, *_: int) -> tuple[tuple[Division, ...], bool]:
     """The answers of `divisions` and `must_ask`, until a loader comes or goes."""
     with _lock:
         found = {
             (division, reference() is not None)
-            for number, (reference, of_loader) in _recent.items()
+            for reference, of_loader in _recent.values()
             for (its_rank, division), registration in of_loader.items()
             if its_rank == rank and division.world_size == world_size
-            if registration > since.registration or number in since.under_way
+            if registration > since
         }
     is_ambiguous = any(
         len({(each.rows(rank), each.num_samples) for each, _ in found}) > len({each.rows(rank) for each, _ in found})
@@ -192,14 +179,14 @@ def note_yielded(share: BatchShare) -> None:
             _recent[number] = _recent.pop(number)
 
 
-def was_yielded(division: Division, trains: bool, since: Since = _EVER) -> bool:
+def was_yielded(division: Division, trains: bool, since: int = 0) -> bool:
     """Whether a batch of this size has come so far: of a loader for training, or of any. Local.
 
     Ranks that take the batches of their loaders in the same order find the same, in whatever order memory is freed.
     """
     size = division.num_samples, division.world_size
     latest = max(_yielded.get((*size, each), -1) for each in ((False,) if trains else (False, True)))
-    return latest > since.registration - bool(since.under_way)
+    return latest > since
 
 
 def reset() -> None:

@@ -102,7 +102,7 @@ class EpochIterator(Iterator[Any]):
         batches: an iterator over `schedule`, collated.
         schedule: this rank's batches.
         progress: updated with every batch yielded.
-        loader: its number.
+        number: of this iteration; see `batch.register`.
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
         has_workers: processes fetch the batches.
@@ -114,7 +114,7 @@ class EpochIterator(Iterator[Any]):
         batches: Iterator[Any],
         schedule: Schedule | RankBatches,
         progress: EpochProgress,
-        loader: int,
+        number: int,
         *,
         shared_workers: RankBatchSampler | None,
         has_workers: bool,
@@ -123,7 +123,7 @@ class EpochIterator(Iterator[Any]):
         self._batches = batches
         self._schedule = schedule
         self._progress = progress
-        self._iteration = Iteration(loader)
+        self._iteration = Iteration(number)
         self._shared_workers = shared_workers
         self._has_workers = has_workers
         self._evaluations = evaluations

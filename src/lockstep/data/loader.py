@@ -273,7 +273,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             watch_shutdown()
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
-        batch.register(self._batch_source, rank, schedule.divisions())
+        number = batch.register(self._batch_source, rank, schedule.divisions())
         self._rank_batches.schedule = schedule
         batches: Iterator[Any] = super().__iter__()
         if self.device is not None:
@@ -282,7 +282,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         progress = EpochProgress(epoch, start, schedule.mark)
         self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
-            *(batches, schedule, progress, self._batch_source.number),
+            *(batches, schedule, progress, number),
             shared_workers=self._rank_batches if self.persistent_workers else None,
             has_workers=self.num_workers > 0,
             evaluations=self._evaluations if self.evaluation else None,

@@ -166,7 +166,7 @@ def add_up(count: int, group: dist.ProcessGroup, device: torch.device) -> torch.
 
 
 # When a model was wrapped for the first time.
-_since_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, batch.Since] = weakref.WeakKeyDictionary()
+_since_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class Feeding:
