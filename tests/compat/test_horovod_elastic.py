@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import lockstep.compat.horovod.torch as hvd
-from lockstep.commands import horovodrun
+from launching import Launches
 from lockstep.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from lockstep.testing import run_ranks
 
@@ -191,10 +190,10 @@ def test_interrupt_survives_pickling() -> None:
     assert pickle.loads(pickle.dumps(HostsUpdatedInterrupt(True))).skip_sync is True
 
 
-def test_a_killed_rank_costs_what_came_after_the_last_commit(tmp_path: Path, capfd: Any) -> None:
+@pytest.mark.usefixtures("forked")
+def test_a_killed_rank_costs_what_came_after_the_last_commit(launches: Launches) -> None:
     """All ranks start again, and continue from the commit on disk; the folder is gone afterwards."""
-    script = tmp_path / "train.py"
-    script.write_text(
+    script = launches.script(
         textwrap.dedent(
             """
             import os, signal, torch
@@ -224,11 +223,11 @@ def test_a_killed_rank_costs_what_came_after_the_last_commit(tmp_path: Path, cap
             """
         )
     )
-    code = horovodrun.main(["-np", "2", "--min-np", "2", "--reset-limit", "2", sys.executable, str(script)])
-    text = capfd.readouterr().out
-    assert code == 0
+    options = ("-np", "2", "--min-np", "2", "--reset-limit", "2")
+    done = launches.run(*options, sys.executable, script, command="horovodrun")
+    assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert f"rank {rank} begins at 0" in text
-        assert f"rank {rank} begins at 2" in text
-        assert f"rank {rank} ends with 4.0" in text
-    assert not [name for name in os.listdir("/tmp") if name.startswith(f"horovodrun-elastic-{os.getpid()}-")]
+        assert f"rank {rank} begins at 0" in done.stdout
+        assert f"rank {rank} begins at 2" in done.stdout
+        assert f"rank {rank} ends with 4.0" in done.stdout
+    assert not list(launches.temporary.glob("horovodrun-elastic-*"))
