@@ -12,7 +12,7 @@ General layout, from the top down; imports point down, and `tests/unit/test_laye
 * `train`: a training loop.
 * `parallel`: averages gradients over ranks; `data`: loads global batches; `metrics`: counts every sample once;
   `checkpoint`: saves and restores a run.
-* `rank_zero`: what rank 0 does for all; `drift`: finds ranks whose models come apart.
+* `rank_zero`: what rank 0 does for all; `drift`: finds ranks whose models come apart; `replicas`: `DataParallel`.
 * `world`: `init`, which opens the world; `stopping`: signals that tell a job to stop.
 * `agreement`: decisions that all ranks take alike; `placement`: which ranks share a host, where no launcher says so;
   `device_choice`: which device a rank computes on.
