@@ -80,6 +80,28 @@ def test_buckets_of_which_some_ranks_have_no_share(cap_mib: float) -> None:
         assert far <= 1e-12
 
 
+def train_in_subgroup() -> float:
+    """Ranks 1 and 2 of three, which are 0 and 1 of their group."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return 0.0
+    models = [DistributedDataParallel(large_net(), process_group=group) for _ in range(2)]
+    optimizers = [
+        ZeroRedundancyOptimizer(models[0].parameters(), torch.optim.Adam, lr=1e-3),
+        torch.optim.Adam(models[1].parameters(), lr=1e-3),
+    ]
+    for seed in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, seed, dist.get_rank())
+            optimizer.step()
+    return distance(*models)
+
+
+def test_a_group_of_some_ranks() -> None:
+    assert max(run_ranks(train_in_subgroup, 3, backend="gloo")) <= 1e-12
+
+
 def unfreeze_between() -> float:
     """A gradient that is kept over two averaged passes, with other buckets in the second."""
     models, optimizers = pair("momentum")
