@@ -172,6 +172,18 @@ def test_signal_near_the_time_limit_goes_to_the_ranks_and_requeues_when_they_hav
     assert done.returncode == 75
 
 
+def test_signal_that_comes_before_the_step_has_a_name(folder: Path) -> None:
+    """The script then waited for its timer, and ended well when that did."""
+    first = 'step="${step:-$!}"\nwhile'
+    script = BatchJob("train.py", requeue=True).script()
+    assert script.count(first) == 1
+    signals = "while [ ! -e ready ]; do sleep 0.01; done; kill -USR1 $$\n"
+    step = "trap 'exit 75' USR1; touch ready; while :; do sleep 0.01; done"
+    done = run_batch(folder, script.replace(first, signals + first), step)
+    assert (folder / "requeued").read_text() == "requeue 42\n"
+    assert done.returncode == 75
+
+
 def test_ranks_that_do_not_end_are_requeued_before_the_limit(folder: Path) -> None:
     """And only once. `--signal` says how long before it the signal comes."""
     job = BatchJob("train.py", requeue=True, sbatch_args=("--signal=B:USR1@1",))
@@ -189,14 +201,14 @@ def test_ranks_that_were_told_to_stop_are_requeued(folder: Path) -> None:
     assert (folder / "requeued").read_text() == "requeue 42\n"
 
 
-def run_batch(folder: Path, job: BatchJob, step: str) -> subprocess.CompletedProcess[str]:
+def run_batch(folder: Path, job: BatchJob | str, step: str) -> subprocess.CompletedProcess[str]:
     """Run a batch script with an srun and an scontrol of the test's."""
     for name, commands in {"srun": step, "scontrol": f'echo "$@" > {folder}/draft; mv {folder}/draft requeued'}.items():
         program = folder / "bin" / name
         program.write_text(f"#!/bin/sh\n{commands}\n")
         program.chmod(0o755)
     return subprocess.run(
-        ["bash", "-c", job.script()],
+        ["bash", "-c", job if isinstance(job, str) else job.script()],
         env={**os.environ, "SLURM_JOB_ID": "42"},
         capture_output=True,
         text=True,

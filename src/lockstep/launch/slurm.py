@@ -48,10 +48,12 @@ stop() {{
     interrupted=yes
     [ -z "$timer" ] || return
     echo "lockstep: the time limit is near; the ranks are told to stop" >&2
-    kill -USR1 "${{step:-$!}}"
+    step="${{step:-$!}}"
+    kill -USR1 "$step"
     (sleep {patience_s} > /dev/null 2>&1; requeue) &
     timer=$!
 }}
+step= timer=
 trap stop USR1
 """
 
@@ -68,9 +70,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 [ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 """
 
-# `wait` returns early when the signal comes, with a code that is not the step's.
+# `wait` returns early when the signal comes, with a code that is not the step's. Where it comes before the first line,
+# `$!` is the timer.
 _REQUEUE_TAIL = """\
-step=$!
+step="${{step:-$!}}"
 while :; do
     interrupted=
     wait "$step"; code=$?
