@@ -108,7 +108,6 @@ HOSTS_TARGETS = (
 )
 
 Section = str
-_PENDING = "Not measured yet."
 _MARKER = re.compile(r"(<!-- bench:(\w+)(?::(\w+))? -->).*?(<!-- /bench -->)", re.DOTALL)
 
 
@@ -169,14 +168,12 @@ def fill_markers(text: str, folder: Path) -> str:
         folder: holds `<case>.json` of every case that the document asks for.
 
     Raises:
-        ValueError: a marker asks for a case without results, and does not say so, or for a section that there is not.
+        ValueError: a marker asks for a case without results, or for a section that there is not.
     """
 
     def fill(match: re.Match[str]) -> str:
         opening, case, name, closing = match[1], match[2], match[3] or "summary", match[4]
         path = folder / f"{case}.json"
-        if not path.exists() and match[0] == f"{opening}\n{_PENDING}\n{closing}":
-            return match[0]
         if not path.exists():
             raise ValueError(f"{opening} needs {path}: run `python -m benchmarks {case}`, or correct the marker")
         parts = sections(Result.load(path))
