@@ -239,7 +239,7 @@ def _plot_times_of_bound(axes: Axes, centre: float, engine: str, times: Estimate
     errors = [[max(0.0, times.value - times.low)], [max(0.0, times.high - times.value)]]
     axes.errorbar(centre, times.value, errors, color="#333333", linewidth=1, capsize=3)
     place = (centre, times.high)
-    axes.annotate(f"{times.value:.2f}", place, (0, 3), textcoords="offset points", ha="center", fontsize=7)
+    axes.annotate(f"{times.value:.2f}", place, (0, 3), textcoords="offset points", ha="center", fontsize=6)
 
 
 # ---------------------------------------------------------------- sharded
@@ -251,7 +251,7 @@ def _draw_sharded(result: Result) -> Figure:
     cases = sharded_cases(result)
     figure = new_figure(8.6, 3.6, "sharded: a step in multiples of computing and waiting for the slowest rank")
     axes = figure.subplots()
-    width = 0.8 / len(names)
+    width = 0.9 / len(names)
     for offset, name in enumerate(names):
         for position, case in enumerate(cases):
             bound, samples = result.samples("bound", **case), result.samples(name, **case)
@@ -261,10 +261,10 @@ def _draw_sharded(result: Result) -> Figure:
     axes.axhline(1, color="black", linewidth=0.8, linestyle=_TARGET_DASHES)
     axes.set_xticks(range(len(cases)), [name_sharded(result, case).replace(", ", "\n") for case in cases], fontsize=7)
     axes.grid(axis="y", color=GRID, linewidth=0.7)
-    axes.margins(y=0.12)
+    axes.margins(x=0.02, y=0.2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1f}x")
     handles = [Patch(color=COLOURS[name], label=CONTESTANT_NAMES[name]) for name in names]
-    axes.legend(handles=handles, fontsize=7, frameon=False)
+    axes.legend(handles=handles, fontsize=7, frameon=False, ncols=len(names), loc="upper center")
     tidy(axes)
     return figure
 
