@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -232,3 +234,22 @@ def average_whole() -> tuple[bool, float, bool]:
 
 def test_gradients_of_torchs_engine_stay_whole() -> None:
     assert run_ranks(average_whole, 2, backend="gloo") == [(True, 0.0, True)] * 2
+
+
+def what_is_left() -> list[bool]:
+    """Of a training that ends with gradients in place: whether parameter, optimizer, engine and group still exist."""
+    group = dist.new_group()
+    model = DistributedDataParallel(nn.Linear(5, 5), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=group)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    dist.destroy_process_group(group)
+    found = [weakref.ref(each) for each in (model.module.weight, optimizer, model, group)]
+    del model, optimizer, group
+    gc.collect()
+    return [each() is not None for each in found]
+
+
+@backends
+def test_nothing_is_left_of_a_training(backend: str) -> None:
+    assert run_ranks(what_is_left, 2, backend=backend) == [[False] * 4] * 2

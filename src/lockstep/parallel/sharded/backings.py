@@ -119,7 +119,7 @@ class Backing:
 
     def _check(self) -> None:
         for gradient in self._gradients:
-            found = gradient.share.parameter.grad
+            found = gradient.share.gradient
             if found is None or (found is gradient and gradient.share.has_gradient and gradient.added is None):
                 continue
             raise ModelError(
@@ -142,7 +142,7 @@ class Backing:
     def full_gradients(self) -> list[torch.Tensor | None]:
         """Of all parameters; None where there is none. Collective."""
         if not self._gradients:
-            return [share.parameter.grad for share in self._shares]
+            return [share.gradient for share in self._shares]
         found = zip(self._gradients, whole_gradients(self._gradients), strict=True)
         return [whole if each.is_held else None for each, whole in found]
 

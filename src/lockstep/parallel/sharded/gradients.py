@@ -72,7 +72,7 @@ class ShardedGradient(torch.Tensor):
     @property
     def is_held(self) -> bool:
         """Whether it is the parameter's `.grad`."""
-        return self.share.parameter.grad is self
+        return self.share.gradient is self
 
     def whole(self) -> torch.Tensor:
         """The mean gradient, all of it: a copy. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -83,7 +84,8 @@ class Share:
     """
 
     def __init__(self, parameter: torch.Tensor, bounds: Sequence[int], rank: int) -> None:
-        self.parameter = parameter
+        # `.grad` of a parameter leads here, where Python's garbage collector does not look.
+        self._parameter = weakref.ref(parameter)
         self.bounds = bounds
         self.rank = rank
         self.first, self.last = bounds[rank], bounds[rank + 1]
@@ -92,6 +94,19 @@ class Share:
         self._mean: torch.Tensor | None = None
         self._sources: Sequence[torch.Tensor] = ()  # until the mean has been made
         self._kernel: Kernel | None = None
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """That which it is a share of; the optimizer keeps it."""
+        parameter = self._parameter()
+        assert parameter is not None
+        return parameter
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What the parameter has as `.grad`; None where it is gone."""
+        parameter = self._parameter()
+        return None if parameter is None else parameter.grad
 
     @property
     def numel(self) -> int:
