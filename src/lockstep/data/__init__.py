@@ -10,7 +10,7 @@ promises, and which file keeps the promise:
 - all ranks hold the same data in the same order, or raise                      (`fingerprints`)
 - every batch is tagged with the share of it that this rank holds, so that the engine and the
   metrics weight it exactly                                                     (`iteration`)
-- torch's arguments go on working, or are refused with the way to do it here    (`checks`, `loader`)
+- torch's arguments still work, or are refused with the way to do it here    (`checks`, `loader`)
 
 General layout, from the bottom up:
 

@@ -10,7 +10,7 @@ so the size of /dev/shm does not limit them.
 when no tensor, view or array over it is left, which the memory of torch's storage tells, and in the worker, too, where
 a dataset may keep what it has returned. Then the training process writes FREE into the buffer's word of the control
 segment, and the worker reads it there before it takes the buffer again. A process that the training process has forked
-meanwhile may go on reading what it inherited, and of that nobody tells; so a buffer that was in use during a fork is
+meanwhile may still read what it inherited, and of that nobody tells; so a buffer that was in use during a fork is
 ABANDONED: both sides let go of it, and its memory lives for as long as somebody maps it. The same goes for one whose
 tensor the worker held during a fork. A process that was forked gives nothing back.
 

@@ -31,7 +31,7 @@ class EpochProgress:
         order_mark: a number for the order of the epoch, or for its batches up to there, by which a resumed epoch is
             known again; 0 where the loader makes the order itself.
         finished: the epoch was walked to its end.
-        is_open: it can go on: neither finished nor dropped.
+        is_open: it can continue: neither finished nor dropped.
         active: a number that grows over all iterations of the process: when it began, yielded last, or ended.
     """
 
@@ -159,7 +159,7 @@ class EpochIterator(Iterator[Any]):
             self.close()
             raise
         except BaseException as error:
-            # torch has dropped the batch that failed; whoever goes on gets the one after it. It is
+            # torch has dropped the batch that failed; whoever continues gets the one after it. It is
             # not counted as consumed, so a checkpoint written now leads back to it.
             if not self._is_still_to_come(error):
                 self._number += 1
@@ -189,5 +189,5 @@ class EpochIterator(Iterator[Any]):
 
 
 def _is_timeout(error: Exception) -> bool:
-    """Whether a batch did not come in time: torch goes on waiting for it when it is asked again."""
+    """Whether a batch did not come in time: torch keeps waiting for it when it is asked again."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")

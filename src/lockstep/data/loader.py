@@ -314,7 +314,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration run `epoch`, from its first sample.
 
-        Epochs advance without it; a script written for torch's `DistributedSampler` may go on
+        Epochs advance without it; a script written for torch's `DistributedSampler` may keep
         calling it; where the loader has no sampler, `loader.batch_sampler.sampler.set_epoch` does the same.
         Naming the epoch that `load_state_dict` has just restored keeps the position in it.
 
@@ -359,7 +359,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         so take it when the step on the k-th is done. After a `break` it leads to the batch that
         would have come next, although iterating on in the same process begins the next epoch.
         After the end of an epoch it leads to the next one. Batches that workers have loaded ahead
-        do not count. Of several iterations that can go on (an evaluation on the training data, within an epoch)
+        do not count. Of several iterations that can continue (an evaluation on the training data, within an epoch)
         it describes the one that yielded last, and of others what comes after it.
 
         An evaluation loader whose batches are smaller than the world counts only what this rank

@@ -1,6 +1,6 @@
 """How a full bucket is averaged over ranks: in shared memory on one host, or by any c10d group.
 
-A transport owns the memory of the buckets. The reducer fills a bucket, calls `publish`, goes on with
+A transport owns the memory of the buckets. The reducer fills a bucket, calls `publish`, continues with
 the backward pass, and calls `finish` at its end.
 """
 
@@ -46,7 +46,7 @@ class Transport(Protocol):
         """A tensor of `like`'s shape and strides at an offset of a bucket; see `view_like`."""
 
     def renew(self, bucket: int) -> None:
-        """Go on in new memory: views made before keep the old one, and its content. Local; nothing is under way.
+        """Move to new memory: views made before keep the old one, and its content. Local; nothing is under way.
 
         Only where `can_renew`. Views of the new memory are to be made anew.
         """
@@ -165,7 +165,7 @@ class GroupTransport:
         views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
-        """Copy the gradients, and leave them all where they are: the copy is being reduced while backward goes on."""
+        """Copy the gradients, and leave them all where they are: the copy is being reduced while backward continues."""
         if not self._ready:
             begin_pass(self.stand_ins.values())
         if bucket in self._owners:
