@@ -1,4 +1,4 @@
-"""A launcher for each test, and proof afterwards that nothing was left behind."""
+"""What tests of launches share: a launcher for each, forked ones, and a process that must survive them all."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from warm_launcher import WarmLauncher
 
-from launching import Launches, wait_until
+from launch_fixtures import forked, launches
+from launching import Launches
 
-
-@pytest.fixture
-def launches(tmp_path: Path) -> Iterator[Launches]:
-    runner = Launches(tmp_path)
-    try:
-        yield runner
-    finally:
-        runner.close()
-    wait_until(lambda: not runner.leftovers(), "private folders are removed", 5)
+__all__ = ["forked", "launches"]
 
 
 @pytest.fixture
@@ -41,9 +33,3 @@ def bystander() -> Iterator[int]:
 def warm_launchers(launches: Launches, warm: WarmLauncher) -> None:
     """Launchers of several hosts import torch; here they are forked from a process that has. Ranks start as ever."""
     launches.warm, launches.forks = warm, False
-
-
-@pytest.fixture
-def forked(launches: Launches, warm: WarmLauncher) -> None:
-    """The ranks of this test are forked, too; how theirs are started is the subject of others."""
-    launches.warm = warm

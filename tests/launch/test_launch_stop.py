@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from warm_launcher import WarmLauncher
 
 import lockstep
 from launching import NOTE_PID, Launches, is_alive, wait_until
@@ -19,10 +18,8 @@ from lockstep.testing import limit_s
 BATCH, SAMPLES = 6, 30
 
 
-@pytest.fixture(autouse=True)
-def forked(launches: Launches, warm: WarmLauncher) -> None:
-    """What signals do to ranks does not hang on how their interpreters were started."""
-    launches.warm = warm
+# What signals do to ranks does not hang on how their interpreters were started.
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 # argv: workers, signals for stop_on or "default". Saves what the loader says, and trains until it is told to stop.

@@ -87,11 +87,7 @@ def train_in_subgroup() -> float:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return 0.0
-    models = [DistributedDataParallel(large_net(), process_group=group) for _ in range(2)]
-    optimizers = [
-        ZeroRedundancyOptimizer(models[0].parameters(), torch.optim.Adam, lr=1e-3),
-        torch.optim.Adam(models[1].parameters(), lr=1e-3),
-    ]
+    models, optimizers = pair("adam", process_group=group)
     for seed in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
