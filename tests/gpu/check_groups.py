@@ -35,6 +35,15 @@ def one_rank_of_nccl(run: Context) -> dict[str, Any]:
     return {"verbs": found}
 
 
+def two_ranks_of_nccl(run: Context) -> dict[str, Any]:
+    """Every verb, between ranks that count as hosts of their own."""
+    world = run.init("nccl", seed=0)
+    found = verbs(run, skip=() if run.is_cuda else ("reduce_scatter", "all_to_all"))
+    dist.barrier()
+    world.shutdown()
+    return {"verbs": found}
+
+
 def verbs(run: Context, skip: tuple[str, ...] = (), group: Any = None) -> int:
     """Every verb of tensors on the device, at one rank or two, against what ranks 0 … W-1 derive by hand."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -228,10 +237,7 @@ def mixed_batch(run: Context) -> dict[str, Any]:
     """Large messages that neighbours send to each other, or one rank to itself, in one batch: none waits in vain."""
     if not run.is_cuda:
         raise Skip("without a GPU nothing is behind the group")
-    rank, size = env.RANK.get() or 0, env.WORLD_SIZE.get() or 1
-    if torch.cuda.device_count() < size:
-        raise Skip(f"nccl needs {size} GPUs for {size} ranks")
-    device = torch.device("cuda", rank)
+    rank, size, device = env.RANK.get() or 0, env.WORLD_SIZE.get() or 1, run.device
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:lockstep,cuda:nccl")
     peer = (rank + 1) % size

@@ -23,16 +23,17 @@ def horovod(run: Context) -> dict[str, Any]:
     reference = make_model(torch.float32, run.device)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     model = run.to(make_model(torch.float32, torch.device("cpu")))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.none, op=hvd.Average
     )
     for inputs, targets in batches(5, torch.float32, run.device):
-        for each, network in ((plain, reference), (optimizer, model)):
+        own = [each.chunk(hvd.size())[hvd.rank()] for each in (inputs, targets)]
+        for each, network, (rows, labels) in ((plain, reference, (inputs, targets)), (optimizer, model, own)):
             each.zero_grad()
-            cross_entropy(network(inputs), targets).backward()
+            cross_entropy(network(rows), labels).backward()
             each.step()
     worst = max(
         close(one.detach(), other.detach(), 1e-6, "weights")

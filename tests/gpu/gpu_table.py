@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["TABLE", "Check"]
 
@@ -24,6 +25,8 @@ class Check:
         breaks: a rank breaks on purpose: the job must fail, and no result is expected.
         alone: a measure, which nothing may run beside.
         on_cpu: makes sense on the CPU, so that tests can run it there.
+        apart: its ranks count as hosts of their own for nccl, which takes one rank of a host on a GPU; they meet by
+            sockets.
         variables: more environment.
     """
 
@@ -38,6 +41,7 @@ class Check:
     breaks: bool = False
     alone: bool = False
     on_cpu: bool = True
+    apart: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -56,6 +60,39 @@ def _engines() -> list[Check]:
     ]
 
 
+def _apart() -> list[Check]:
+    """nccl between two ranks that share the GPU, as if each were a host of its own. Messages take their time."""
+
+    def check(name: str, why: str, function: str, *arguments: str, **options: Any) -> Check:
+        return Check(
+            f"{name}-nccl-2", f"{why}, two ranks on nccl", function, arguments, "run", 2, apart=True, **options
+        )
+
+    return [
+        check("verbs", "every verb of tensors on the GPU", "check_groups:two_ranks_of_nccl"),
+        *(
+            check(f"engine-{engine}", f"{engine}'s DDP", "check_engines:train_like_one_process", engine, "nccl")
+            for engine in ("lockstep", "torch")
+        ),
+        check("sharded", "gradients go to their owners by reduce_scatter", "check_sharded:sharded", "nccl"),
+        check("uneven", "batches that do not divide", "check_engines:uneven_batches", "nccl"),
+        check("batchnorm", "SyncBatchNorm", "check_engines:batchnorm", "nccl"),
+        check("losses", "mean, sum, all_gather and global_loss", "check_engines:losses", "nccl"),
+        check("metrics", "Mean, Accuracy and synchronize", "check_data:metrics", "nccl"),
+        check("mixed-batch", "neighbours that send large messages to each other", "check_groups:mixed_batch"),
+        check("horovod", "Horovod's shim with .cuda()", "check_shims:horovod"),
+        check("fsdp", "FSDP2 behind a lockstep group", "check_engines:fsdp"),
+        check(
+            "killed",
+            "a rank is killed, and the other says which and where",
+            "check_endings:killed",
+            "nccl",
+            says=(r"rank 1 \(pid \d+\) was killed by signal 9", r"all_reduce.* at .*check_endings\.py:\d+"),
+            breaks=True,
+        ),
+    ]
+
+
 _MEASURES = [
     Check(
         "measure-host-syncs",
@@ -65,6 +102,22 @@ _MEASURES = [
         limit_s=80,
         alone=True,
         on_cpu=True,
+    ),
+    Check(
+        "measure-host-time",
+        "steps with an engine over 8 ranks that move nothing: torch's DDP over ours, aim at least 1.0x",
+        "measure_models:host_time",
+        start="python",
+        limit_s=90,
+        alone=True,
+    ),
+    Check(
+        "measure-peers",
+        "GPT-2 small with a loader, one rank: a step with Lockstep, Accelerate and Fabric",
+        "measure_models:peers",
+        start="python",
+        limit_s=120,
+        alone=True,
     ),
     *(
         Check(
@@ -122,15 +175,19 @@ TABLE: list[Check] = [
         "check_groups:mixed",
         nproc=2,
     ),
-    # Not run yet, for want of a machine.
     Check("mixed-batch-one-rank", "a batch of messages to itself goes to nccl in one", "check_groups:mixed_batch"),
-    Check(
-        "mixed-batch-two-ranks",
-        "neighbours that send large messages to each other; needs two GPUs",
-        "check_groups:mixed_batch",
-        nproc=2,
-    ),
     *_engines(),
+    *_apart(),
+    *(
+        Check(
+            f"sharded-{backend}-{nproc}",
+            f"the sharded optimizer over {backend} at {nproc} rank(s): parameters and state of the plain one",
+            "check_sharded:sharded",
+            (backend,),
+            nproc=nproc,
+        )
+        for backend, nproc in (("nccl", 1), ("lockstep", 2), ("gloo", 2))
+    ),
     Check("loader", "the loader copies ahead on a stream of its own, and the data is right", "check_data:loader"),
     Check("loader-order", "batches of a prefetching loader under load, and kept", "check_data:loader_under_load"),
     Check(

@@ -108,8 +108,8 @@ def compare_engines(run: Context, kind: str, backend: str = "nccl") -> dict[str,
 
 
 @contextlib.contextmanager
-def two_ranks_that_move_nothing(run: Context) -> Iterator[None]:
-    """A group of two in one process whose collectives do nothing: all that engines do beside them on a GPU happens.
+def ranks_that_move_nothing(count: int) -> Iterator[None]:
+    """A group of some ranks in one process whose collectives do nothing: all that engines do beside them happens.
 
     nccl takes one rank on one GPU, and at one rank there is nothing to average.
     """
@@ -117,7 +117,7 @@ def two_ranks_that_move_nothing(run: Context) -> Iterator[None]:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
         raise Skip(f"this torch has no group that moves nothing: {error}") from None
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield
     finally:
@@ -130,7 +130,7 @@ def count_host_syncs(run: Context) -> dict[str, Any]:
     added: dict[str, int] = {}
     for name, context in (
         ("nccl, 1 rank", _one_rank(run)),
-        ("2 ranks that move nothing", two_ranks_that_move_nothing(run)),
+        ("2 ranks that move nothing", ranks_that_move_nothing(2)),
     ):
         with context:
             counts = {engine: _waits_of(run, engine, from_loader=False) for engine in ("lockstep", "torch")}
@@ -154,8 +154,9 @@ def _one_rank(run: Context) -> Iterator[None]:
         yield
 
 
-def _divide_only(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with classes
-    buffer = bucket.buffer().div_(2)
+def divide_only(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with classes
+    """A hook of torch's DDP for a group that moves nothing, which has no result in its futures that C++ could take."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.is_cuda else None
     )
@@ -172,15 +173,15 @@ def _waits_of(run: Context, engine: str, from_loader: bool) -> Counter[str]:
     kind: Any = lockstep.DistributedDataParallel if engine == "lockstep" else nn.parallel.DistributedDataParallel
     model = kind(inner, **options)
     if dist.get_world_size() > 1 and engine == "torch":
-        # A group that moves nothing has no result in its futures, which C++ asks for.
-        model.register_comm_hook(None, _divide_only)
+        model.register_comm_hook(None, divide_only)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = TensorDataset(torch.randn(16 * 40 + 9, 12), torch.randint(5, (16 * 40 + 9,)))
     fixed = (torch.randn(16, 12, device=run.device), torch.randint(5, (16,), device=run.device))
-    loader = iter(lockstep.DataLoader(data, batch_size=32, device=run.device, prefetch=2))
+    # One that is not read from would still have batches, of which the fixed one is none.
+    loader = iter(lockstep.DataLoader(data, batch_size=32, device=run.device, prefetch=2)) if from_loader else None
 
     def step() -> None:
-        inputs, targets = next(loader) if from_loader else fixed
+        inputs, targets = fixed if loader is None else next(loader)
         optimizer.zero_grad(set_to_none=True)
         cross_entropy(model(inputs), targets).backward()
         optimizer.step()
