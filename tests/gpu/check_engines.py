@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import lockstep
 from gpu_context import Context, Skip, close, make_model, same
+from lockstep.errors import CollectiveMismatch
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 _ROWS = 24
@@ -195,6 +196,23 @@ def batchnorm(run: Context, backend: str) -> dict[str, Any]:
         assert values.grad.isfinite().all()
     world.shutdown()
     return facts
+
+
+def claims(run: Context, backend: str) -> dict[str, Any]:
+    """Ranks with unequal numbers of rows and no loader: after steps that are alike, an error on both."""
+    world = run.init(backend)
+    model = lockstep.DistributedDataParallel(make_model(torch.float32, run.device))
+    found, step = "", 0
+    try:
+        for step in range(40):
+            rows = 6 + (world.rank if step >= 20 else 0)
+            model(torch.ones(rows, 12, device=run.device)).square().mean().backward()
+            model.zero_grad()
+    except CollectiveMismatch as error:
+        found = str(error)
+    assert "different batches" in found, f"nobody noticed: {found}"
+    assert step >= 20, f"too soon, in step {step}: {found}"
+    return {"in step": step}
 
 
 def losses(run: Context, backend: str) -> dict[str, Any]:

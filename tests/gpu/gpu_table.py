@@ -76,6 +76,7 @@ def _apart() -> list[Check]:
         ),
         check("sharded", "gradients go to their owners by reduce_scatter", "check_sharded:sharded", "nccl"),
         check("uneven", "batches that do not divide", "check_engines:uneven_batches", "nccl"),
+        check("claims", "ranks that come with unequal batches", "check_engines:claims", "nccl"),
         check("batchnorm", "SyncBatchNorm", "check_engines:batchnorm", "nccl"),
         check("losses", "mean, sum, all_gather and global_loss", "check_engines:losses", "nccl"),
         check("metrics", "Mean, Accuracy and synchronize", "check_data:metrics", "nccl"),

@@ -42,6 +42,7 @@ __all__ = [
     "VERBS",
     "EngineProcessGroup",
     "LockstepProcessGroup",
+    "backend_name",
     "engine_of",
     "find_nonce",
     "is_default_group",
@@ -435,6 +436,15 @@ def nonce_of(group: object) -> str | None:
     """The nonce on which the ranks of a group have agreed; None for groups of torch's own."""
     ours = _if_ours(group)
     return None if ours is None else ours.nonce
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """What moves tensors of a device in a group: "nccl"; "" where torch.distributed has not made the group. Local."""
+    try:
+        backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    except (AssertionError, TypeError, ValueError):
+        return ""
+    return backends.get(device.type, "")
 
 
 def engine_of(group: object, device: torch.device | None = None) -> Engine | None:

@@ -185,15 +185,14 @@ class RankAgreement:
         self._version_accumulated: int | None = None  # of all parameters, when a pass began that is not averaged
         self._is_known = True  # see [Note: different on purpose]
         self.sends_samples = True
-        self._claim = ("", 0)  # the last one, and its fingerprint
+        self._claim: str | None = None  # the one that the pair says
         self._on_gpu = device.type != "cpu"
         self._options = all_reduce_options(dist.ReduceOp.MAX)
-        # Of what ranks claim the greatest, and the least times -1; on a GPU they are made anew each time.
-        self._pair = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self._pair_values = self._pair.numpy()
+        self._pair = torch.empty(0)  # of what ranks claim the greatest, and the least times -1
         self._work: Any = None
         # Of a GPU: the claim, the compared values on the host, and the event that their copy ends with.
         self._pending: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
+        self._read: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # of those, what serves again
 
     # ---- what happens between two averagings ------------------------------------------------------
 
@@ -261,36 +260,30 @@ class RankAgreement:
             different things, of this step or, on a GPU, of one shortly before.
         """
         while self._pending and not self._is_capturing() and self._pending[0][2].query():  # type: ignore[no-untyped-call]
-            text, values, _ = self._pending.pop(0)
-            self._compare_claims(text, *values.tolist())
+            text, values, event = self._pending.pop(0)
+            self._compare_claims(text, values)
+            self._read.append((values, event))
         if words.is_certain or self._is_capturing():
             return None  # A graph repeats one step, and nobody could be told of what it finds.
-        if words.claim != self._claim[0]:
-            self._claim = words.claim, fingerprint(words.claim)
-        if self._on_gpu:
-            return self._begin_comparing_on_gpu(*self._claim)
-        # Equal on all ranks if the greatest is the least. Where they were equal before, both stand there already.
-        pair, value = self._pair_values, self._claim[1]
-        if pair[0] != value or pair[1] != -value:
-            pair[:] = value, -value
+        if words.claim != self._claim:
+            # Made on the device: a copy from the host would wait for it.
+            self._pair = torch.full((2,), fingerprint(words.claim), dtype=torch.int64, device=self._device)
+            self._pair[1].neg_()
+            self._claim = words.claim
+        # Where all claim the same, the greatest is the least: the pair stays as it is, for the next step.
         self._work = self._group.allreduce([self._pair], self._options)
         return self._end_comparing
 
     def _end_comparing(self) -> None:
         self._work.wait()
-        self._compare_claims(self._claim[0], *map(int, self._pair_values))
-
-    def _begin_comparing_on_gpu(self, text: str, value: int) -> Callable[[], None]:
-        # Made on the device: a copy from the host would wait for it.
-        both = torch.full((2,), value, dtype=torch.int64, device=self._device)
-        both[1].neg_()
-        work = self._group.allreduce([both], self._options)
-
-        def end() -> None:
-            work.wait()
-            self._compare_claims_later(text, both)
-
-        return end
+        assert self._claim is not None  # it has begun
+        if not self._on_gpu:
+            self._compare_claims(self._claim, self._pair)
+            return
+        values, event = self._read.pop() if self._read else (_pinned_pair(), torch.cuda.Event())  # type: ignore[no-untyped-call]
+        values.copy_(self._pair, non_blocking=True)
+        event.record()
+        self._pending.append((self._claim, values, event))
 
     def compare(self, by_rank: Sequence[Words] | None, own: Words = NO_WORDS, is_first_only: bool = False) -> None:
         """Compare what the ranks have said, and parameters, if it is time. Collective; call it in each averaging.
@@ -328,15 +321,10 @@ class RankAgreement:
     def _is_capturing(self) -> bool:
         return self._on_gpu and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _compare_claims_later(self, text: str, both: torch.Tensor) -> None:
-        values = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
-        values.copy_(both, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._pending.append((text, values, event))
-
-    def _compare_claims(self, text: str, greatest: int, negative_least: int) -> None:
+    def _compare_claims(self, text: str, pair: torch.Tensor) -> None:
+        greatest, negative_least = pair.tolist()
         if greatest != -negative_least:
+            self._claim = None
             raise CollectiveMismatch(
                 f"the ranks averaged gradients of different batches: rank {dist.get_rank()} took {text}, another rank "
                 f"something else. Every rank must take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
@@ -428,6 +416,10 @@ class RankAgreement:
             found.append((float(distance.nan_to_num(torch.inf)), index))
         distance_of_all, index = max(found)
         return index, distance_of_all
+
+
+def _pinned_pair() -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
 
 
 def all_reduce_options(op: Any) -> Any:

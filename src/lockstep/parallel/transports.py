@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import clock
-from lockstep.comm.backend import engine_of
+from lockstep.comm.backend import backend_name, engine_of
 from lockstep.comm.engine import Engine
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
 from lockstep.parallel.rank_agreement import RankAgreement, Words, all_reduce_options, broadcast_tensors
@@ -114,7 +114,8 @@ class GroupTransport:
         self._world_size = group.size()
         # Over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
         self._symmetric = _symmetric_engine(group)
-        self._averages = self._symmetric is not None and engine_of(group, device) is not None
+        is_ours = self._symmetric is not None and engine_of(group, device) is not None
+        self._averages = is_ours or backend_name(group, device) == "nccl"
         self.stand_ins = stand_ins
         self._owners: dict[int, OwnersBucket] = {}
         for bucket, plan in enumerate(plans):
@@ -183,7 +184,7 @@ class GroupTransport:
                 self._works += self._owners[self._next].start()
             else:
                 if not self._averages:
-                    # First, which keeps 16-bit sums in range, as torch's DDP does.
+                    # First, which keeps 16-bit sums in range, as torch's DDP and nccl's average do.
                     buffer.div_(self._world_size)
                 # The group itself: `dist.all_reduce` takes longer to look at its arguments than to begin.
                 self._works.append(self._group.allreduce([buffer], self._options))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.backend import engine_of
+from lockstep.comm.backend import backend_name, engine_of
 from lockstep.comm.engine import Engine
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.sharded.exchange import WORTH_SENDING
@@ -126,12 +126,8 @@ def find_way(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """
     if engine_of(group, device) is not None:
         return None
-    try:
-        backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
-    except (AssertionError, TypeError, ValueError):  # a group that torch.distributed did not make
-        return None
     ways = {("cpu", "gloo"): "messages", ("cuda", "nccl"): "reduce_scatter"}
-    return ways.get((device.type, backends.get(device.type, "")))
+    return ways.get((device.type, backend_name(group, device)))
 
 
 class OwnersBucket:
