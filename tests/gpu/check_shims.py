@@ -10,15 +10,18 @@ from torch.nn.functional import cross_entropy
 
 from check_engines import batches
 from gpu_context import Context, close, make_model, same
+from lockstep import env
 
 
 def horovod(run: Context) -> dict[str, Any]:
     """A training as Horovod's examples write it: the weights of a plain one."""
     import horovod.torch as hvd  # type: ignore[import-not-found]
 
+    if env.WORLD_SIZE.get() != 1:
+        run.init("nccl")  # which hvd.init() takes over: by itself it would want a GPU for each rank
     hvd.init()
     if run.is_cuda:
-        torch.cuda.set_device(hvd.local_rank())
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
         assert hvd.nccl_built() > 0
     reference = make_model(torch.float32, run.device)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)

@@ -31,7 +31,7 @@ def render(report: Mapping[str, Any]) -> str:
         lines = [f"- `{entry['name']}`, {entry['why']}: `{_cause(entry)}`" for entry in failed]
         parts += ["## What failed", "\n".join(lines)]
     if measured:
-        lines = [f"- {_sentence(entry['why'])} {_facts(entry)}" for entry in measured]
+        lines = [f"- {_sentence(entry['why'])} {_facts(entry)}{_origin(entry)}" for entry in measured]
         parts += ["## What was measured", "\n".join(lines)]
     rows = [f"| `{entry['name']}` | {entry['why']} | {_outcome(entry)} |" for entry in checks]
     parts += ["## Every check", "\n".join(["| check | what it shows | outcome |", "| --- | --- | --- |", *rows])]
@@ -70,7 +70,15 @@ def _facts(entry: Entry) -> str:
 
 def _outcome(entry: Entry) -> str:
     if entry["outcome"] == "passed":
-        return "passed"
+        return f"passed{_origin(entry)}"
     if entry["outcome"] == "skipped":
-        return f"skipped: {entry.get('reason', '')}"
-    return f"**{entry['outcome']}**"
+        return f"skipped: {entry.get('reason', '')}{_origin(entry)}"
+    return f"**{entry['outcome']}**{_origin(entry)}"
+
+
+def _origin(entry: Entry) -> str:
+    """Of what an earlier run has found: where and when."""
+    if "environment" not in entry:
+        return ""
+    where = entry["environment"]
+    return f" ({where['name']}, torch {where['torch']}, {where['date'][:10]}, commit {where['commit'][:10]})"

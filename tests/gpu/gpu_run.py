@@ -2,6 +2,7 @@
 
     python tests/gpu/gpu_run.py                       all checks and measures; writes benchmarks/results/gpu.*
     python tests/gpu/gpu_run.py --only engines        those whose names contain a word
+    python tests/gpu/gpu_run.py --only nccl --update  those, into the results of an earlier run
     python tests/gpu/gpu_run.py --list                what there is, in the order of its importance
 
 Needs the checkout, a Python with torch, and nothing that would have to be installed. Each check is a job of its own
@@ -35,6 +36,7 @@ from gpu_table import TABLE, Check
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 _NO_GPU = 3
+_NO_TIME = "the time was spent"
 _SHORTEST_S = 10.0  # what is not even left that long is not begun
 
 _DESCRIBE = """
@@ -119,7 +121,7 @@ class Session:
         if self.device == "cpu" and not check.on_cpu:
             outcome = Outcome("skipped", why="needs a GPU")
         elif available_s < _SHORTEST_S:
-            outcome = Outcome("skipped", why="the time was spent")
+            outcome = Outcome("skipped", why=_NO_TIME)
         else:
             outcome = run_job(check, self.device, min(check.limit_s, available_s), self.python, ROOT)
         self.outcomes[check.name] = outcome
@@ -160,6 +162,16 @@ def report(session: Session, checks: Sequence[Check], device: dict[str, Any], se
     }
 
 
+def update(earlier: dict[str, Any], latest: dict[str, Any]) -> dict[str, Any]:
+    """The latest results, and of checks that had no time or were left out those of before, with where they are from."""
+    found = {entry["name"]: entry for entry in latest["checks"] if entry.get("reason") != _NO_TIME}
+    where = {name: earlier["environment"].get(name) for name in ("name", "torch", "date", "commit")}
+    for entry in earlier["checks"]:
+        found.setdefault(entry["name"], {"environment": where, **entry})
+    why = {check.name: check.why for check in TABLE}
+    return {**latest, "checks": [{**found[name], "why": why[name]} for name in why if name in found]}
+
+
 def _summary(session: Session) -> str:
     kinds = [outcome.kind for outcome in session.outcomes.values()]
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(sorted(kinds)))
@@ -172,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="checks whose names contain one of these")
     parser.add_argument("--at-once", type=int, default=min(4, max(1, len(os.sched_getaffinity(0)) // 3)))
     parser.add_argument("--output", type=Path, help=f"default {RESULTS.relative_to(ROOT)}, if nothing was left out")
+    parser.add_argument("--update", action="store_true", help="keep what the results of before have of other checks")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -191,10 +204,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     run_all(session, checks, options.at_once)
     seconds = time.monotonic() - started_s
-    output = options.output or (RESULTS if options.device == "cuda" and not options.only else None)
+    is_whole = options.device == "cuda" and (options.update or not options.only)
+    output = options.output or (RESULTS if is_whole else None)
     print(f"{_summary(session)} in {seconds:.0f} s{f'; {output}' if output else ''}")
     if output is not None:
         written = report(session, checks, device, seconds)
+        if options.update and output.exists():
+            written = update(json.loads(output.read_text()), written)
         output.write_text(json.dumps(written, indent=1) + "\n")
         output.with_suffix(".md").write_text(render(written))
     return int(any(outcome.kind in ("failed", "timed out") for outcome in session.outcomes.values()))

@@ -22,7 +22,7 @@ from measure_steps import divide_only, ranks_that_move_nothing, take_turns
 
 _PEERS = ("lockstep", "accelerate", "fabric")
 _VOCABULARY = 50304
-_WARM_UP, _BLOCKS, _BLOCK = 20, 5, 20  # batches, blocks of batches, batches in a block
+_WARM_UP, _BLOCKS, _BLOCK = 20, 10, 20  # batches, blocks of batches, batches in a block
 
 
 class Block(nn.Module):
@@ -148,16 +148,16 @@ def _step_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, bf16
 
 
 def peers(run: Context) -> dict[str, Any]:
-    """GPT-2 small with a loader, each library in a process of its own, which takes its turn twice."""
+    """GPT-2 small with a loader, each library in a process of its own, one after the other."""
     facts: dict[str, Any] = {}
     samples: dict[str, list[float]] = {}
-    for name in (*_PEERS, *reversed(_PEERS)) if run.is_cuda else _PEERS:
+    for name in _PEERS:
         command = [sys.executable, str(Path(__file__)), name, "cuda" if run.is_cuda else "cpu"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
             facts[f"{name}_failed"] = done.stderr.strip().splitlines()[-1][:200]
             continue
-        samples.setdefault(name, []).extend(json.loads(done.stdout.strip().splitlines()[-1]))
+        samples[name] = json.loads(done.stdout.strip().splitlines()[-1])
         print(f"{name}: {samples[name]}", flush=True)
     facts |= {f"{name}_ms": statistics.median(values) for name, values in samples.items()}
     assert "lockstep" in samples, facts

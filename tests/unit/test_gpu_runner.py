@@ -194,3 +194,28 @@ def test_page_names_what_failed_and_why() -> None:
     assert "- `a`, one: `ValueError: bad`\n- `b`, two: `60 s`" in page
     assert "- Three: ratio 1.235." in page
     assert "| `d` | four | skipped: no time |" in page
+
+
+def test_an_update_keeps_what_other_runs_have_found() -> None:
+    def run(name: str, *entries: dict[str, str]) -> dict[str, Any]:
+        environment = {"name": name, "devices": 1, "torch": "2.11", "date": "2026-11-27T08:00", "commit": 40 * "a"}
+        return {"environment": environment, "checks": list(entries)}
+
+    first, second, third = (check.name for check in TABLE[:3])
+    earlier = run(
+        "old GPU",
+        {"name": first, "outcome": "failed", "tail": "ValueError: one"},
+        {"name": second, "outcome": "passed"},
+        {"name": "of a table before", "outcome": "passed"},
+    )
+    latest = run(
+        "new GPU",
+        {"name": third, "outcome": "passed"},
+        {"name": first, "outcome": "passed"},
+        {"name": second, "outcome": "skipped", "reason": "the time was spent"},
+    )
+    page = gpu_page.render(gpu_run.update(earlier, latest))
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [first, second, third]
+    assert ["old GPU" in row for row in rows] == [False, True, False]
+    assert "3 passed." in page
