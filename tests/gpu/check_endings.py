@@ -30,6 +30,14 @@ def killed(run: Context, backend: str) -> dict[str, Any]:
     raise AssertionError("nobody noticed")
 
 
+def left_open(run: Context, fails: str) -> dict[str, Any]:
+    """The world is not shut down; by a script that fails, or that has forgotten it."""
+    run.init("nccl")
+    dist.all_reduce(torch.ones(4, device=run.device))
+    assert fails != "fails", "this check fails on purpose"
+    return {}
+
+
 def too_few_gpus(run: Context) -> dict[str, Any]:
     """Without a device given, each rank would take a GPU of its own."""
     if torch.cuda.device_count() >= 2:

@@ -94,6 +94,8 @@ def _apart() -> list[Check]:
     ]
 
 
+_NO_WARNING = r"(?s)\A(?!.*destroy_process_group\(\) was not called)"
+
 _MEASURES = [
     Check(
         "measure-host-syncs",
@@ -207,6 +209,17 @@ TABLE: list[Check] = [
         nproc=2,
         says=(r"rank 1 \(pid \d+\) was killed by signal 9", r"check_endings\.py:\d+"),
         breaks=True,
+    ),
+    *(
+        Check(
+            f"left-open-{how}",
+            f"a script that {how} with its world open: torch does not warn of a group of nccl",
+            "check_endings:left_open",
+            (how,),
+            says=(_NO_WARNING, *said),
+            breaks=how == "fails",
+        )
+        for how, said in (("ends", ()), ("fails", (r"this check fails on purpose",)))
     ),
     Check(
         "one-gpu-two-ranks",
