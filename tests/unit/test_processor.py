@@ -36,6 +36,7 @@ def test_who_adds_up_depends_on_ranks_and_make(
         path.write_text(text)
     monkeypatch.setattr(processor, "CPUINFO", path)
     assert {n: processor.bytes_reduced_by_all(n) >> 10 for n in expected} == expected
+    assert processor.writes_lines_by_turns() is ("AMD" in (text or ""))
 
 
 def test_what_every_rank_adds_up_fits_a_small_slot() -> None:

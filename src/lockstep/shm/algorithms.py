@@ -9,18 +9,21 @@ moves its data in chunks of a slot, so any size works with bounded shared memory
 that read it last, and up to ten times more if it is the one that wrote it last while another has read it since
 (measured on Zen 4: 25 GB/s against 2.4). So in a large all_reduce each line of a slot belongs to one pair of
 ranks that take turns: the owner of the slot puts its values in, the rank whose share it is reads them and writes the
-result over them, the owner reads the result and, in the next transfer but one, writes again.
+result over them, the owner reads the result and, in the next transfer but one, writes again. On
+processors of other makes more than two ranks keep their results in their own slots, and each rank reads all of them: a
+result is written once (`writes_lines_by_turns` in processor.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 from lockstep.shm.kernels import Kernel
-from lockstep.shm.processor import bytes_reduced_by_all
-from lockstep.shm.row_tree import RowTree
+from lockstep.shm.processor import bytes_reduced_by_all, writes_lines_by_turns
+from lockstep.shm.row_tree import ALIGNMENT, RowShare, RowTree
 from lockstep.shm.team import Region, SharedMemoryTeam
 
 __all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "reduce_into", "share_bounds"]
@@ -28,12 +31,15 @@ __all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "reduce_into", "share_bo
 # Pieces in which a share is reduced: what is read, added and written again must stay in a core's own cache.
 _PIECE_BYTES = 256 << 10
 _PIECE_BYTES_FOR_TWO = 512 << 10
+# The same for all rows of more than two ranks together, with which their tree goes to and fro.
+_ROWS_BYTES = 1 << 20
 _TREES = 64
-_TreeKey = tuple[int, torch.dtype, int, torch.dtype | None]
-_ALIGNMENT = 16  # elements; parts of a chunk start at whole cache lines for 4-byte elements
+# Bytes of the whole operation, slot, dtype, elements of each row, dtype in which kernels accumulate.
+_Key = tuple[int, int, torch.dtype, int, torch.dtype | None]
+_Kept = TypeVar("_Kept")
 
 
-def share_bounds(numel: int, world_size: int, alignment: int = _ALIGNMENT) -> list[int]:
+def share_bounds(numel: int, world_size: int, alignment: int = ALIGNMENT) -> list[int]:
     """Bounds that share `numel` elements among ranks at whole cache lines; world_size + 1 numbers."""
     return [numel * rank // world_size // alignment * alignment for rank in range(world_size)] + [numel]
 
@@ -48,7 +54,9 @@ class SharedMemoryAlgorithms:
     def __init__(self, team: SharedMemoryTeam) -> None:
         self._team = team
         self._bytes_reduced_by_all = bytes_reduced_by_all(team.world_size)
-        self._trees: dict[_TreeKey, tuple[torch.Tensor, RowTree]] = {}
+        self._is_handed_back = writes_lines_by_turns()
+        self._trees: dict[_Key, tuple[torch.Tensor, RowTree]] = {}
+        self._shares: dict[_Key, RowShare] = {}
         self._sums = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def barrier(self, timeout_s: float) -> None:
@@ -62,7 +70,10 @@ class SharedMemoryAlgorithms:
         team = self._team
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes > self._bytes_reduced_by_all:
-            self._all_reduce_shared(tensor, kernel, timeout_s)
+            if team.world_size < 3:
+                self._all_reduce_by_two(tensor, kernel, timeout_s)
+            else:
+                self._all_reduce_by_many(tensor, kernel, timeout_s)
             return
         # Each rank reads all slots and does all the adding: one step. The tensor fits a small slot.
         slot = team.begin_transfer()
@@ -72,29 +83,50 @@ class SharedMemoryAlgorithms:
             team.step(timeout_s)
             kernel.reduce(views, tensor)
             return
-        key = (slot, tensor.dtype, tensor.numel(), kernel.accumulate)
-        own, tree = self._trees.get(key) or self._plant(key)
+        key = (num_bytes, slot, tensor.dtype, tensor.numel(), kernel.accumulate)
+        own, tree = self._trees.get(key) or self._plant(key, kernel)
         _load(own, tensor, kernel)
         team.step(timeout_s)
         tree.reduce(kernel, tensor)
 
-    def _plant(self, key: _TreeKey) -> tuple[torch.Tensor, RowTree]:
+    def _plant(self, key: _Key, kernel: Kernel) -> tuple[torch.Tensor, RowTree]:
         """The row of this rank, and the tree over all rows, for small tensors of this kind."""
-        slot, dtype, numel, accumulate = key
-        rows = self._team.rows(slot, dtype, numel)
-        # One memory for all trees: collectives of a group run one at a time.
-        sums_dtype = accumulate or dtype
-        num_bytes = rows.numel() * sums_dtype.itemsize
+        rows = self._team.rows(*key[:4])
+        tree = RowTree(rows, self._sums_of(rows.numel(), kernel.accumulate or rows.dtype).view(rows.shape))
+        return _keep(self._trees, key, (rows[self._team.rank], tree))
+
+    def _sums_of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many elements of the one memory for the sums of all trees: collectives of a group run one at a time."""
+        num_bytes = numel * dtype.itemsize
         if num_bytes > self._sums.numel():
             self._sums = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self._trees.clear()
-        tree = RowTree(rows, self._sums[:num_bytes].view(sums_dtype).view(rows.shape))
-        if len(self._trees) >= _TREES:
-            self._trees.clear()
-        self._trees[key] = rows[self._team.rank], tree
-        return self._trees[key]
+            self._shares.clear()
+        return self._sums[:num_bytes].view(dtype)
 
-    def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+    def _share_of(self, rows: torch.Tensor, kernel: Kernel, is_handed_back: bool) -> RowShare:
+        dtype = kernel.accumulate or rows.dtype
+        sums = self._sums_of(_ROWS_BYTES // dtype.itemsize, dtype)
+        return RowShare(rows, self._team.rank, sums, is_handed_back)
+
+    def _all_reduce_by_many(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
+        """Each rank reduces its share of a chunk for all: two steps. See `RowShare`."""
+        team = self._team
+        num_bytes = tensor.numel() * tensor.element_size()
+        for part in torch.split(tensor, team.prepare(num_bytes, timeout_s) // tensor.element_size()):
+            key = (num_bytes, team.begin_transfer(), part.dtype, part.numel(), kernel.accumulate)
+            share = self._shares.get(key)
+            if share is None:
+                share = self._share_of(team.rows(*key[:4]), kernel, self._is_handed_back)
+                _keep(self._shares, key, share)
+            _load(share.own, part, kernel)
+            team.step(timeout_s)
+            share.reduce(kernel)
+            team.step(timeout_s)
+            share.copy_to(part)
+        team.finish(num_bytes)
+
+    def _all_reduce_by_two(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
         """Each rank reduces its share of a chunk and hands it back: two steps. See [Note: who writes a line]."""
         team = self._team
         rank, world_size = team.rank, team.world_size
@@ -128,14 +160,18 @@ class SharedMemoryAlgorithms:
         """
         team = self._team
         num_bytes = tensor.numel() * tensor.element_size()
-        parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
         team.begin_transfer()
         team.step(timeout_s)
         if kernel.factor is not None:
             tensor.mul_(kernel.factor)
             team.step(timeout_s)  # before the peers read it
-        bounds = share_bounds(tensor.numel(), team.world_size)
-        reduce_in_place(parts, team.rank, bounds[team.rank], bounds[team.rank + 1], kernel)
+        if team.world_size < 3:
+            parts = [part[offset_bytes : offset_bytes + num_bytes].view(tensor.dtype) for part in region.parts]
+            bounds = share_bounds(tensor.numel(), team.world_size)
+            reduce_in_place(parts, team.rank, bounds[team.rank], bounds[team.rank + 1], kernel)
+        else:
+            rows = region.rows[:, offset_bytes : offset_bytes + num_bytes].view(tensor.dtype)
+            self._share_of(rows, kernel, is_handed_back=True).reduce(kernel)
         team.step(timeout_s)
 
     def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
@@ -253,6 +289,13 @@ class SharedMemoryAlgorithms:
             stop = min(start + chunk, numel)
             yield start, stop, team.views(team.begin_transfer(), num_bytes, dtype, (stop - start) * num_parts)
         team.finish(num_bytes)
+
+
+def _keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
+    if len(kept) >= _TREES:
+        kept.clear()
+    kept[key] = value
+    return value
 
 
 def _load(slot: torch.Tensor, tensor: torch.Tensor, kernel: Kernel) -> None:

@@ -14,7 +14,7 @@ import functools
 import re
 from pathlib import Path
 
-__all__ = ["CPUINFO", "bytes_reduced_by_all"]
+__all__ = ["CPUINFO", "bytes_reduced_by_all", "writes_lines_by_turns"]
 
 CPUINFO = Path("/proc/cpuinfo")
 _MOST_BYTES, _FEWEST_BYTES = 64 << 10, 16 << 10
@@ -31,6 +31,11 @@ def bytes_reduced_by_all(world_size: int) -> int:
     if _vendor() == "AuthenticAMD":
         return _FEWEST_BYTES
     return min(_MOST_BYTES, max(_FEWEST_BYTES, _BYTES_READ // world_size))
+
+
+def writes_lines_by_turns() -> bool:
+    """Whether the rank that read a line last should write it. See [Note: who writes a line] in `algorithms.py`."""
+    return _vendor() == "AuthenticAMD"
 
 
 def _vendor() -> str:

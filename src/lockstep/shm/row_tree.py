@@ -12,8 +12,9 @@ import torch
 
 from lockstep.shm.kernels import Kernel, divide
 
-__all__ = ["RowTree"]
+__all__ = ["ALIGNMENT", "RowShare", "RowTree"]
 
+ALIGNMENT = 16  # elements; shares start at whole cache lines for 4-byte elements
 _Level = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -52,7 +53,7 @@ class RowTree:
 
         Args:
             kernel: combines two rows; accumulates in the dtype of `sums`.
-            out: of shape (numel,), in the dtype of the rows, and not in their memory.
+            out: of shape (numel,), in the dtype of the rows; may be one of them.
         """
         combine = kernel.combine
         if self._copied is not None:
@@ -67,3 +68,56 @@ class RowTree:
             divide(total, self._count)
         if total is not out:
             out.copy_(total)
+
+
+class RowShare:
+    """One rank's share of the columns of a matrix of which each rank has a row: it combines them for all ranks.
+
+    Every call of torch is for all rows, because with many ranks and short shares the calls are most of the time.
+    Measured with 8 rows, in one process: the share of 64 KiB in 20 µs, and in 160 µs by calls for each row; of 1 MiB
+    in 80 µs, and in 180.
+
+    Args:
+        rows: of shape (parts, numel), with at least three rows, each contiguous, at one distance from each other.
+        rank: which row, and which share, is this rank's own.
+        sums: flat memory for the sums on the way, in the dtype in which kernels accumulate. Its size decides how many
+            columns are combined at a time.
+        is_handed_back: write the results to all rows; else to the own row alone. See [Note: who writes a line] in
+            `algorithms.py`.
+
+    Attributes:
+        own: the row of this rank.
+    """
+
+    def __init__(self, rows: torch.Tensor, rank: int, sums: torch.Tensor, is_handed_back: bool) -> None:
+        count, numel = rows.shape
+        self.own = rows[rank]
+        share = numel // count // ALIGNMENT * ALIGNMENT
+        self._shared = share * count  # what is left belongs to the last share
+        self._is_handed_back = is_handed_back
+        # Row r of this matrix is the share of rank r in row r.
+        self._results = rows.as_strided((count, share), (rows.stride(0) + share, 1))
+        self._rest = rows[-1, self._shared :]
+        self._pieces: list[tuple[RowTree, torch.Tensor, torch.Tensor]] = []
+        width = sums.numel() // count
+        end = numel if rank == count - 1 else (rank + 1) * share
+        for start in range(rank * share, end, width):
+            columns = rows[:, start : min(start + width, end)]
+            tree = RowTree(columns, sums[: columns.numel()].view(columns.shape))
+            self._pieces.append((tree, columns, columns[rank]))
+
+    def reduce(self, kernel: Kernel) -> None:
+        """Combine the columns of the share, from what is in all rows. Local."""
+        for tree, columns, result in self._pieces:
+            tree.reduce(kernel, result)
+            if self._is_handed_back:
+                columns.copy_(result)
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Copy the results of all shares to `out`, of shape (numel,), when all ranks have combined theirs. Local."""
+        if self._is_handed_back:
+            out.copy_(self.own)
+            return
+        out[: self._shared].view(self._results.shape).copy_(self._results)
+        if self._rest.numel():
+            out[self._shared :].copy_(self._rest)

@@ -23,7 +23,7 @@ from lockstep.shm.large_slots import LargeSlots
 from lockstep.shm.liveness import Watch
 from lockstep.shm.mail_area import MailArea
 from lockstep.shm.pool import CHUNK_BYTES
-from lockstep.shm.processor import bytes_reduced_by_all
+from lockstep.shm.processor import bytes_reduced_by_all, writes_lines_by_turns
 from lockstep.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Segment
 from lockstep.shm.sync import Overseer, PeerFailure, StepCounter, StepWaiter
 from lockstep.shm.terms import common_terms
@@ -65,6 +65,11 @@ class Region:
         stride, start = self._layout(self.part_bytes, len(self.parts))
         return self._segment.tensor(start, stride * len(self.parts))
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """The parts of all ranks as a matrix, of shape (world_size, part_bytes), each row contiguous."""
+        return self.whole.view(len(self.parts), -1)[:, : self.part_bytes]
+
     @classmethod
     def _layout(cls, part_bytes: int, world_size: int) -> tuple[int, int]:
         unit = HUGE_PAGE_BYTES if part_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
@@ -89,6 +94,7 @@ def _terms(world_size: int) -> dict[str, str | int]:
         "small slots": SMALL_SLOT_BYTES,
         "large slots": LARGE_SLOT_BYTES,
         "tensors that every rank adds up": bytes_reduced_by_all(world_size),
+        "sums handed back": writes_lines_by_turns(),
         "rings": MailArea.capacity_of(world_size),
         "blocks": BLOCK_BYTES,
         "calls kept": RING,
@@ -150,6 +156,7 @@ class SharedMemoryTeam:
         self.on_arrival: list[Callable[[], None]] = []
         self._transfers = 0
         self._large: LargeSlots | None = None
+        self._large_rows: torch.Tensor | None = None
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
         for peer in range(world_size):
             if peer != rank:
@@ -293,6 +300,7 @@ class SharedMemoryTeam:
                         "%s; trying slots of %d KiB, which are slower", error, slot_bytes >> 10
                     )
                 continue
+            self._large_rows = region.rows
             return LargeSlots(region.parts, slot_bytes, self.blocks)
 
     def allocate(self, part_bytes: int, timeout_s: float) -> Region:
@@ -374,16 +382,15 @@ class SharedMemoryTeam:
             self._views[key] = views
         return views
 
-    def rows(self, slot: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The small slots of all ranks as a matrix, of shape (world_size, numel), each row contiguous.
-
-        Args:
-            slot: what `begin_transfer` returned.
-            dtype: element type of the matrix.
-            numel: elements of each row; they fit a small slot.
-        """
-        start = slot * SMALL_SLOT_BYTES
-        return self._small_rows[:, start : start + numel * dtype.itemsize].view(dtype)
+    def rows(self, num_bytes: int, slot: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Each rank's slot as a row of a matrix, of shape (world_size, numel), each row contiguous. As `views`."""
+        if num_bytes > SMALL_SLOT_BYTES:
+            assert self._large_rows is not None, "prepare() comes before the first transfer"
+            rows = self._large_rows
+        else:
+            rows = self._small_rows
+        start = slot * (rows.shape[1] // 2)
+        return rows[:, start : start + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
         """Leave in good order. Local; peers that still wait for this rank raise RankLost."""
