@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from warm_launcher import WarmLauncher
+
 from lockstep.bench.results import Result
 from lockstep.bench.strategies.report import View
 from lockstep.bench.strategies.ways import WAYS, why_not
@@ -21,18 +23,18 @@ from lockstep.testing import limit_s
 COMMAND = [sys.executable, "-m", "lockstep", "bench", "strategies"]
 
 
-def run(folder: Path, *arguments: str) -> tuple[Result, str]:
-    """A run that ends well: its result, and what it has said on stderr."""
-    command = [*COMMAND, "--out", str(folder), "--name", "run", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(200))
+def run(warm: WarmLauncher, folder: Path, *arguments: str) -> tuple[Result, str]:
+    """A run that ends well: its result, and what it has said on stderr. Its processes are forked."""
+    words = ("bench", "strategies", "--out", str(folder), "--name", "run", *arguments)
+    done = warm.run(*words, folder=folder.parent, timeout_s=limit_s(200))
     assert done.returncode == 0, done.stderr
     assert "Where a step goes" in done.stdout
     return Result.load(folder / "run" / "strategies.json"), done.stderr
 
 
-def test_every_way_that_is_installed_is_a_row_and_learns_the_same(tmp_path: Path) -> None:
+def test_every_way_that_is_installed_is_a_row_and_learns_the_same(warm: WarmLauncher, tmp_path: Path) -> None:
     nproc = 2
-    result, err = run(tmp_path, "--nproc", str(nproc), "--quick", "--dtype", "float64")
+    result, err = run(warm, tmp_path, "--nproc", str(nproc), "--quick", "--dtype", "float64")
     view = View(result)
     expected = [name for name, way in WAYS.items() if why_not(way, nproc, 0) is None]
     assert view.names == expected, err
@@ -52,10 +54,10 @@ def test_every_way_that_is_installed_is_a_row_and_learns_the_same(tmp_path: Path
     ]
 
 
-def test_batches_that_do_not_divide_evenly_and_drawn_images(tmp_path: Path) -> None:
+def test_batches_that_do_not_divide_evenly_and_drawn_images(warm: WarmLauncher, tmp_path: Path) -> None:
     ways = "ddp,sharded,horovod"
     options = ("--recipe", "imagenet", "--size", "16", "--batch-size", "31", "--dtype", "float64", "--ways", ways)
-    result, _ = run(tmp_path, "--nproc", "2", "--quick", *options)
+    result, _ = run(warm, tmp_path, "--nproc", "2", "--quick", *options)
     view = View(result)
     assert set(view.names) == {"single", *ways.split(",")}
     for name in view.names:
@@ -97,8 +99,8 @@ def test_ctrl_c_keeps_what_has_been_measured(tmp_path: Path) -> None:
     assert no_process_names(tmp_path)
 
 
-def test_a_budget_that_is_spent_ends_the_run_and_says_what_was_left_out(tmp_path: Path) -> None:
-    result, _ = run(tmp_path, "--nproc", "1", "--budget", "1s", "--ways", "ddp", "--images", "64")
+def test_a_budget_that_is_spent_ends_the_run_and_says_what_was_left_out(warm: WarmLauncher, tmp_path: Path) -> None:
+    result, _ = run(warm, tmp_path, "--nproc", "1", "--budget", "0.01s", "--ways", "ddp", "--images", "64")
     assert {series.contestant for series in result.series} == {"single"}
     assert len(View(result).epoch("single")) == 1
     (skipped,) = result.skipped
@@ -106,18 +108,18 @@ def test_a_budget_that_is_spent_ends_the_run_and_says_what_was_left_out(tmp_path
     assert "out of time" in skipped.reason
 
 
-def test_epochs_are_short_where_the_data_is_large(tmp_path: Path) -> None:
-    write_shapes(ShapesFolder(tmp_path / "images", images=4000, val_images=1000, size=96))
+def test_epochs_are_short_where_the_data_is_large(warm: WarmLauncher, tmp_path: Path) -> None:
+    write_shapes(ShapesFolder(tmp_path / "images", images=2000, val_images=400, size=96))
     options = ("--recipe", "imagenet", "--data", str(tmp_path / "images"), "--size", "64", "--ways", "ddp")
-    for budget in ("25s", "60s"):  # a machine busy with other things may start no way within the first
+    for budget in ("10s", "30s"):  # a machine busy with other things may start no way within the first
         folder = tmp_path / budget
-        result, _ = run(folder, "--nproc", "2", "--budget", budget, *options)
+        result, _ = run(warm, folder, "--nproc", "2", "--budget", budget, *options)
         if not result.skipped:
             break
     view = View(result)
     steps = result.settings["steps_at_most"]
     assert isinstance(steps, int)
-    assert 1 <= steps < 4000 // 64
+    assert 1 <= steps < 2000 // 64
     for name in ("single", "ddp"):
         assert view.fact(name, "steps_per_epoch") == steps
         assert view.fact(name, "samples_per_epoch") == steps * 64
