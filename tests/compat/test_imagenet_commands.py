@@ -115,7 +115,7 @@ def test_all_options_of_the_reference_example_in_one_run(warm: WarmLauncher, fol
     words = [*REFERENCE.split(), "--resume", "", "--size", "32", "--out", "runs", "images"]
     if rehearses:
         command = ["rehearse", "--nproc", "2", "--start", "once", "--strict", "-m", "lockstep.recipes.imagenet"]
-        (text,) = end(start(folder, *command, *words))
+        text = run_warm(warm, folder, *command, *words)
         assert "nothing found in lockstep.recipes.imagenet on 2 ranks" in text
     else:
         text = run_warm(warm, folder, *PROGRAM, "--nproc", "2", "--no-accel", *words)
