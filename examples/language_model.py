@@ -65,7 +65,8 @@ def main() -> None:
     torch.manual_seed(0)
     with lockstep.init() as world:
         model = lockstep.DistributedDataParallel(LanguageModel().to(world.device))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        # Each rank steps a share, with the answer of torch.optim.SGD: less memory, and for large models less time.
+        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.3, momentum=0.9)
         options = {"batch_size": 32, "collate_fn": collate, "device": world.device}
         train_loader = lockstep.DataLoader(sentences[:450], shuffle=True, seed=0, **options)
         held_out_loader = lockstep.DataLoader(sentences[450:], evaluation=True, **options)

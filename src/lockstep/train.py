@@ -421,7 +421,7 @@ class Trainer:
         return checkpoint.save(self.checkpoints, state, step=self.step, keep=self.keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, but for random-number generators. Local."""
+        """What the next step depends on, but for generators. Local; collective with a sharded optimizer."""
         return {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -436,7 +436,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, at any number of ranks. Local; every rank loads the same.
+        """Continue where `state` was taken, at any number of ranks. Every rank loads the same; see `state_dict`.
 
         Raises:
             CheckpointError: it lacks a part, or belongs to another model or optimizer; or one of the two runs has a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import re
@@ -18,8 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
+import lockstep
 from lockstep import checkpoint, env
-from lockstep.errors import SetupError
+from lockstep.errors import SetupError, SharedMemoryError
 from lockstep.recipes.imagenet import add_arguments, main, models, strategies
 from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes
 from lockstep.testing import limit_s, run_ranks
@@ -148,13 +150,13 @@ def test_spawned_processes_have_it_too(data: Path, out: Path, single: dict[str, 
     assert_same(records, single["fp64"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "horovod", "apex"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp --shard-optimizer", "horovod", "apex"])
 def test_accumulation_and_batch_normalization_over_ranks(data: Path, out: Path, strategy: str) -> None:
     """Also with channels last, and at 3 ranks, of which two have no image of the last batch: it has one."""
     options = ("-b", 8, "-a", "tiny-bn", "--sync-bn", "--accumulate", 2, "--precision", "fp64", "--epochs", 2)
     options = (*options, "--channels-last", "--schedule", "cosine", "--warmup", 1)
     expected = train(data, out, f"sync-of-{strategy}", 1, *options, "--strategy", "single")
-    records = train(data, out, f"sync-{strategy}", 3, *options, "--strategy", strategy)
+    records = train(data, out, f"sync-{strategy}", 3, *options, "--strategy", *strategy.split())
     assert len(losses(records)) == 6
     assert_same(records, expected)
 
@@ -166,9 +168,10 @@ def test_sixteen_bits(data: Path, out: Path, single: dict[str, Any], precision: 
     The first scale may be too high for float16, and steps left out: after the first loss, that is another training.
     """
     compared = STEPS if precision == "bf16" else 1
-    for strategy, size in (("single", 1), ("ddp", 2), ("horovod", 2)):
+    for strategy, size in (("single", 1), ("ddp", 2), ("ddp --shard-optimizer", 2), ("horovod", 2)):
         name = f"{precision}-{strategy}"
-        records = train(data, out, name, size, "--precision", precision, "--strategy", strategy, "--epochs", 1)
+        options = ("--strategy", *strategy.split(), "--epochs", 1)
+        records = train(data, out, name, size, "--precision", precision, *options)
         assert losses(records)[:compared] == pytest.approx(losses(single["fp32"])[:compared], abs=0.1)
         state = checkpoint.load(out / name)
         assert ("scaler" in state["update"]) == (precision == "fp16")
@@ -197,6 +200,55 @@ def test_going_on_within_an_epoch_at_another_number_of_ranks(data: Path, out: Pa
     assert epochs[0] == pytest.approx(epochs[1], abs=TOLERANCE)
     rates = [[record["lr"] for record in records if record["kind"] == "step"] for records in (third, single["fp64"])]
     assert rates[0] == rates[1]
+
+
+def test_going_on_with_and_without_a_share_of_the_optimizer(data: Path, out: Path, single: dict[str, Any]) -> None:
+    """A checkpoint of either is one of the other, at another number of ranks; at two, all ends with the same bits."""
+    options, resume = ("--precision", "fp64", "--epochs", 2), "--resume"
+    first = train(data, out, "shared-out", 3, *options, "--max-steps", 2, "--shard-optimizer")
+    second = train(data, out, "whole", 2, resume, out / "shared-out", "--max-steps", 7, "--no-shard-optimizer")
+    third = train(data, out, "whole-shared-out", 2, resume, out / "whole", "--shard-optimizer")
+    assert [records[0]["shards_optimizer"] for records in (first, second, third)] == [True, False, True]
+    assert_same(third, single["fp64"])
+    plain = train(data, out, "whole-whole", 2, resume, out / "whole", "--no-shard-optimizer")
+    assert losses(plain) == losses(third)
+    ends = [checkpoint.load(out / name) for name in ("whole-whole", "whole-shared-out")]
+    assert all(torch.equal(value, ends[1]["model"][name]) for name, value in ends[0]["model"].items())
+    momenta = [[each["momentum_buffer"] for each in end["optimizer"]["state"].values()] for end in ends]
+    assert momenta[0]
+    assert all(torch.equal(*pair) for pair in zip(*momenta, strict=True))
+
+
+def work_with_threshold(options: argparse.Namespace, parameters: int, is_full: bool) -> int:
+    """The program on this rank, where so many parameters are worth a share, or there is no memory for shares."""
+    full = SharedMemoryError("shared memory is full")
+    with mock.patch.object(strategies, "_WORTH_A_SHARE", parameters), contextlib.ExitStack() as stack:
+        if is_full:
+            stack.enter_context(mock.patch.object(lockstep.ZeroRedundancyOptimizer, "__init__", side_effect=full))
+        return main(options)
+
+
+def test_large_networks_are_stepped_in_shares(data: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loud = tuple(word for word in QUICK if word != "--quiet")
+    given = (data, *loud, "--out", out, "--name", "size", "--epochs", 1, "--max-steps", 1)
+    num_parameters = sum(each.numel() for each in models.create_model("tiny", 6).parameters())
+    said = []
+    for size, threshold in ((2, num_parameters), (2, num_parameters + 1), (1, 0)):
+        codes = run_ranks(work_with_threshold, size, parse(*given), threshold, False, init=False)
+        assert codes == [0] * size
+        said.append("each of which steps a share of them" in capfd.readouterr().out)
+    assert said == [True, False, False]
+
+
+def test_shares_that_have_no_memory(data: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Training goes on without them, unless they were asked for."""
+    loud = tuple(word for word in QUICK if word != "--quiet")
+    given = (data, *loud, "--out", out, "--name", "full", "--epochs", 1, "--max-steps", 1)
+    assert run_ranks(work_with_threshold, 2, parse(*given), 0, True, init=False) == [0, 0]
+    assert "each rank steps all parameters: shared memory is full" in capfd.readouterr().out
+    asked = parse(*given, "--shard-optimizer")
+    assert run_ranks(work_with_threshold, 2, asked, 0, True, init=False) == [2, 2]
+    assert capfd.readouterr().err == "lockstep train imagenet: error: shared memory is full\n"
 
 
 def test_a_run_goes_on_in_its_folder(data: Path, tmp_path: Path, single: dict[str, Any]) -> None:
@@ -369,6 +421,7 @@ def test_a_val_folder_with_fewer_classes_has_the_labels_of_train(data: Path, tmp
     [
         (("--strategy", "dp", "--sync-bn"), "--sync-bn is not for --strategy dp"),
         (("--opt-level", "O1"), "--opt-level O1 is Apex's"),
+        (("--strategy", "horovod", "--shard-optimizer"), "--shard-optimizer is not for --strategy horovod"),
         (("--strategy", "apex", "--precision", "fp16"), "--precision fp16 is not for --strategy apex"),
         (("--strategy", "apex", "--precision", "fp64", "--opt-level", "O1"), "--opt-level O1 computes in 16 bits"),
         (("--warmup", 90), "--warmup is 90 of 90 epochs"),

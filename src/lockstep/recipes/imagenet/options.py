@@ -204,6 +204,13 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="batch normalization over the images of all processes",
     )
+    group.add_argument(
+        "--shard-optimizer",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="each rank steps a share of the parameters, with the same answer (default: on the CPU, where the ranks of "
+        "one host share memory and the network has a million parameters or more)",
+    )
     group.add_argument("--channels-last", action="store_true", help="store images with channels last")
     group.add_argument("--compile", action="store_true", help="compile the network by torch.compile")
     group.add_argument("--skip-broken", action="store_true", help="leave out images that cannot be read, and list them")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import lockstep
 from lockstep.recipes.display import Display
 from lockstep.recipes.imagenet.options import ImagenetConfig
 from lockstep.recipes.imagenet.schedule import describe_rate
@@ -21,8 +22,10 @@ def heading(strategy: str, config: ImagenetConfig, world: World, trainer: Traine
     parameters = sum(parameter.numel() for parameter in trainer.model.module.parameters())
     ranks = f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'} on {world.backend}"
     together = f", {config.accumulate} of them per step" if config.accumulate > 1 else ""
+    sharded = isinstance(trainer.optimizer, lockstep.ZeroRedundancyOptimizer) and world.world_size > 1
+    shares = ", each of which steps a share of them" if sharded else ""
     return [
-        f"imagenet: {config.arch}, {parameters:,} parameters in {config.precision}, {strategy}, {ranks}",
+        f"imagenet: {config.arch}, {parameters:,} parameters in {config.precision}, {strategy}, {ranks}{shares}",
         f"batches of {config.batch_size} images{together}; {describe_rate(config)}",
     ]
 
@@ -49,6 +52,7 @@ def make_views(
         "recipe": "imagenet",
         "config": config.as_dict(),
         "strategy": strategy,
+        "shards_optimizer": isinstance(trainer.optimizer, lockstep.ZeroRedundancyOptimizer),
         "opt_level": options.opt_level if strategy == "apex" else None,
         "world_size": world.world_size,
         "backend": world.backend,

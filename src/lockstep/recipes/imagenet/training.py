@@ -146,7 +146,9 @@ def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
         opt_level=options.opt_level,
         replicas=replicas,
         accumulate=config.accumulate,
+        shards=False if options.evaluate else options.shard_optimizer,
     )
+    notes += chosen.notes
     notes += _batch_norm_note(config, module, max(world.world_size, replicas))
     job = _assemble(options, config, chosen, world, train_set, val_set)
     job.notes += notes
@@ -336,6 +338,8 @@ def _check(options: argparse.Namespace, config: ImagenetConfig, strategy: str, s
         raise InputError(f"{option} is not for --strategy dp, whose replicas are threads: choose ddp")
     if strategy != "apex" and options.opt_level != "O0":
         raise InputError(f"--opt-level {options.opt_level} is Apex's: give --strategy apex, or --precision instead")
+    if options.shard_optimizer and strategy not in ("ddp", "spawn", "slurm"):
+        raise InputError(f"--shard-optimizer is not for --strategy {strategy}: choose ddp, spawn or slurm")
     if state is not None and not options.evaluate:
         _check_goes_on(options, config, state)
 
