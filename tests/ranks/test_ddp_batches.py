@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -495,3 +497,49 @@ def test_rows_of_several_batches_have_a_cure_of_their_own(what: str, cure: str) 
     for message in run_ranks(lay_in_a_row, 2, what):
         assert cure in message
         assert "samples(n)" not in message
+
+
+class SlowEvent:
+    """An event of a GPU that never comes before somebody waits for it."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+
+def claim_on_a_gpu(num_after: int, is_local: bool) -> list[str]:
+    """An engine whose comparisons arrive late, as a GPU's do; ranks differ in one step. Returns the errors."""
+    found = []
+    try:
+        with lockstep.init() as world, mock.patch("torch.cuda.Event", SlowEvent), unpinned():
+            model: Any = DistributedDataParallel(torch.nn.Linear(3, 1))
+            model._agreement._on_gpu = True
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3 + num_after):
+                rows = 5 + (world.rank if step == 2 else 0)
+                model(torch.ones(rows, 3)).mean().backward()
+                optimizer.step()
+            found.append("after the loop")
+            if is_local:
+                del model, optimizer
+    except CollectiveMismatch as error:
+        found.append(str(error))
+    return found
+
+
+def unpinned() -> Any:
+    make = functools.partial(torch.empty, 2, dtype=torch.int64)  # one for each step
+    return mock.patch("lockstep.parallel.rank_agreement._pinned_pair", make)
+
+
+@pytest.mark.parametrize(
+    ("num_after", "is_local", "said_late"), [(40, False, False), (4, False, True), (0, True, True)]
+)
+def test_what_a_gpu_has_compared_is_read_at_last(num_after: int, is_local: bool, said_late: bool) -> None:
+    """At the latest sixteen steps later, or when the world is left, also of an engine that is gone by then."""
+    for found in run_ranks(claim_on_a_gpu, 2, num_after, is_local, backend="gloo"):
+        assert len(found) == 1 + said_late
+        assert "gradients of different batches" in found[-1]

@@ -38,7 +38,7 @@ from lockstep.comm.group_nonce import agree_on_nonce
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.group_stores import store_of
 from lockstep.drift.engines import AveragingModule, engines, num_writes
-from lockstep.errors import ModelError
+from lockstep.errors import CollectiveMismatch, ModelError
 from lockstep.torch_private.groups import is_registered
 from lockstep.world import World, current_world
 
@@ -88,6 +88,7 @@ class _Model:
 
 
 _past: weakref.WeakKeyDictionary[World, dict[str, _Model]] = weakref.WeakKeyDictionary()
+_errors: weakref.WeakKeyDictionary[World, CollectiveMismatch] = weakref.WeakKeyDictionary()  # of engines of the past
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -115,6 +116,10 @@ def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return  # a copy to the host would break the capture
+    try:
+        engine.check_unread()
+    except CollectiveMismatch as error:  # all ranks have it; here nobody could catch it
+        _errors[world] = error.with_traceback(None)
     past = _past.setdefault(world, {})
     past[_key_of(engine)] = _describe(engine, is_there=False, projection=_project(engine.tensors_alike()))
 
@@ -127,8 +132,13 @@ def compare_engines(world: World) -> None:
 
     Raises:
         ModelError: they do; names a tensor that differs.
+        CollectiveMismatch: they averaged gradients of different batches at last, on a GPU that nobody waited for.
     """
     there = {_key_of(each): each for each in engines() if _is_compared(each)}
+    for each in there.values():
+        each.check_unread()
+    if world in _errors:
+        raise _errors.pop(world)
     own = _past.pop(world, {}) | {key: _describe(each, is_there=True) for key, each in there.items()}
     if world.world_size == 1 or not own:
         return

@@ -44,6 +44,9 @@ class AveragingModule(Protocol):
             None if the engine averages nothing that it steps; else what `step` shall be called with.
         """
 
+    def check_unread(self) -> None:
+        """Raise if the ranks have averaged what does not belong together, and it was not read yet. Local."""
+
     def tensors_alike(self) -> Mapping[str, torch.Tensor]:
         """What must be the same on all ranks when training is over, by name. Local."""
 

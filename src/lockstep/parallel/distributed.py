@@ -213,6 +213,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self.device = self._parameters_to_reduce[0].device
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
+        self.check_unread()
         self._agreement = RankAgreement(
             self._names, self._parameters_to_reduce, group, collective_device(group, self.device)
         )
@@ -456,6 +457,15 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
                 "gradients: DistributedDataParallel averages them at its end. Step after backward()"
             )
         self._backward.step_comes_within()
+
+    def check_unread(self) -> None:
+        """Look at what the ranks have compared on a GPU, and nobody has read yet. Local.
+
+        Raises:
+            CollectiveMismatch: they averaged gradients of different batches.
+        """
+        if "_agreement" in vars(self):
+            self._agreement.read_claims(0)
 
     def tensors_alike(self) -> dict[str, torch.Tensor]:
         """What is the same on all ranks when training is over; none with a communication hook, which decides. Local."""

@@ -6,7 +6,8 @@ Each rank says a few words with every averaging (`Words`): its claim, what it ta
 loader its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group
 of one host they lie in shared memory, and what a batch is taken to be is part of the description that the averaging
 compares anyhow: no collective more. Other groups compare by one small all_reduce what is taken from the size of a
-batch, and the rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived.
+batch, and the rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived, in one of the
+next steps or when the world is left.
 
 All of it compares ranks with each other, so none of it can fire where ranks do the same.
 
@@ -64,6 +65,7 @@ _COLLECTIVE_EVERY = 4  # times as many averagings
 _POSITION_STEP = 2654435761  # from one value to the next of a parameter: it goes round, and everywhere
 # Times the distance from 1.0 to the next number, relative to the greatest value; and at most.
 _ROUNDING, _MOST_ROUNDING = 1000, 0.01
+_MOST_UNREAD = 16  # steps by which a host may be ahead of its GPU without waiting for what ranks claim
 _UNKNOWN, _ZERO = 0, 1  # samples
 _STRAYED = 1  # a sign
 _LOOKS_AT_STRAYS = 3  # after which gradients past the engine are taken for equal, as a regulariser's are
@@ -191,8 +193,8 @@ class RankAgreement:
         self._pair = torch.empty(0)  # of what ranks claim the greatest, and the least times -1
         self._work: Any = None
         # Of a GPU: the claim, the compared values on the host, and the event that their copy ends with.
-        self._pending: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
-        self._read: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # of those, what serves again
+        self._unread: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
+        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # have been read
 
     # ---- what happens between two averagings ------------------------------------------------------
 
@@ -257,14 +259,13 @@ class RankAgreement:
 
         Returns:
             What waits for the result, if there is one to wait for. It raises CollectiveMismatch if ranks claim
-            different things, of this step or, on a GPU, of one shortly before.
+            different things, of this step or, on a GPU, of one of the sixteen before.
         """
-        while self._pending and not self._is_capturing() and self._pending[0][2].query():  # type: ignore[no-untyped-call]
-            text, values, event = self._pending.pop(0)
-            self._compare_claims(text, values)
-            self._read.append((values, event))
-        if words.is_certain or self._is_capturing():
+        if self._is_capturing():
             return None  # A graph repeats one step, and nobody could be told of what it finds.
+        self.read_claims(_MOST_UNREAD)
+        if words.is_certain:
+            return None
         if words.claim != self._claim:
             # Made on the device: a copy from the host would wait for it.
             self._pair = torch.full((2,), fingerprint(words.claim), dtype=torch.int64, device=self._device)
@@ -280,10 +281,22 @@ class RankAgreement:
         if not self._on_gpu:
             self._compare_claims(self._claim, self._pair)
             return
-        values, event = self._read.pop() if self._read else (_pinned_pair(), torch.cuda.Event())  # type: ignore[no-untyped-call]
+        values, event = self._spare.pop() if self._spare else (_pinned_pair(), torch.cuda.Event())  # type: ignore[no-untyped-call]
         values.copy_(self._pair, non_blocking=True)
         event.record()
-        self._pending.append((self._claim, values, event))
+        self._unread.append((self._claim, values, event))
+
+    def read_claims(self, num_unread: int) -> None:
+        """Look at what was compared on a GPU and has arrived; wait for it, but for so many of the latest. Local.
+
+        Raises:
+            CollectiveMismatch: ranks claimed different things.
+        """
+        while self._unread and (len(self._unread) > num_unread or self._unread[0][2].query()):  # type: ignore[no-untyped-call]
+            text, values, event = self._unread.pop(0)
+            event.synchronize()
+            self._compare_claims(text, values)
+            self._spare.append((values, event))
 
     def compare(self, by_rank: Sequence[Words] | None, own: Words = NO_WORDS, is_first_only: bool = False) -> None:
         """Compare what the ranks have said, and parameters, if it is time. Collective; call it in each averaging.
