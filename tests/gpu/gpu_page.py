@@ -10,6 +10,7 @@ __all__ = ["render", "summary"]
 
 Entry = Mapping[str, Any]
 
+_PLACE = ("name", "torch", "commit")
 _PREFIX = re.compile(r"^(?:\[\w+\]:?\s*)+")  # of a rank, by `lockstep run` and by torch
 
 
@@ -19,7 +20,11 @@ def render(report: Mapping[str, Any]) -> str:
     Args:
         report: as `gpu_run.report` makes it.
     """
-    checks: Sequence[Entry] = report["checks"]
+    here = [report["environment"].get(name) for name in _PLACE]
+    checks: Sequence[Entry] = [
+        {name: value for name, value in entry.items() if name != "environment" or [*map(value.get, _PLACE)] != here}
+        for entry in report["checks"]
+    ]
     failed = [entry for entry in checks if entry["outcome"] in ("failed", "timed out")]
     measured = [entry for entry in checks if entry["name"].startswith("measure-") and entry["outcome"] == "passed"]
     parts = [
@@ -44,10 +49,11 @@ def summary(report: Mapping[str, Any]) -> str:
     outcomes = [entry["outcome"] for entry in report["checks"]]
     counts = [f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "timed out", "skipped")]
     counts = [text for text in counts if not text.startswith("0 ")]
+    and_before = " and runs before it" if any("environment" in entry for entry in report["checks"]) else ""
     device = f"{environment['name']} ({environment['devices']} GPU)" if "name" in environment else "CPU"
     return (
         f"{device}, torch {environment['torch']}, "
-        f"{environment['date'][:10]}, commit {environment['commit'][:10]}: {', '.join(counts)}."
+        f"{environment['date'][:10]}, commit {environment['commit'][:10]}{and_before}: {', '.join(counts)}."
     )
 
 
@@ -78,7 +84,7 @@ def _outcome(entry: Entry) -> str:
 
 def _origin(entry: Entry) -> str:
     """Of what an earlier run has found: where and when."""
-    if "environment" not in entry:
+    where = entry.get("environment")
+    if where is None:
         return ""
-    where = entry["environment"]
     return f" ({where['name']}, torch {where['torch']}, {where['date'][:10]}, commit {where['commit'][:10]})"

@@ -4,7 +4,7 @@
 any more, and warns that `destroy_process_group()` was not called. A script that ends with an error could not call it:
 its peers are not there, and `destroy_process_group()` waits for them. So an exit handler aborts the groups of a world
 of ours a moment earlier, after which the destructor has nothing to do or to say. (Read in torch's source,
-`ProcessGroupNCCL.cpp`; not run on a GPU.)
+`ProcessGroupNCCL.cpp`.)
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ new ones only. Python pays for each call of a function of its own, which is why 
 one, and why handles are known by their place in memory. `make gpu` measures it beside torch's own methods
 (`measure-record`).
 
-For nccl a call counts as over when a stream waits for it, not when the GPU is through. That path has run on one rank of
-an H100.
+For nccl a call counts as over when a stream waits for it, not when the GPU is through.
 """
 
 from __future__ import annotations
