@@ -81,6 +81,17 @@ def test_kept_gradients_on_one_rank_of_three(options: dict[str, Any]) -> None:
     assert max(run_ranks(keep, 3, "view", (1,), mlp, **options)) <= TOLERANCE
 
 
+def odd() -> nn.Module:
+    """1,000 elements in one bucket: shares of whole lines are not a quarter."""
+    return nn.Linear(4, 200)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_kept_gradients_change_no_share(rank: int) -> None:
+    """A rank whose bucket has moved reduces what it did before, as the others expect."""
+    assert max(run_ranks(keep, 4, "view", (rank,), odd)) <= TOLERANCE
+
+
 def keep_in_graph() -> bool:
     """A graph that has saved a gradient computes with it, two steps later."""
     torch.manual_seed(0)

@@ -3,14 +3,17 @@
 [Note: traffic] What gradient averaging costs on one host is memory traffic, so lines are counted. A gradient that
 another rank will reduce is copied into this rank's bucket (one read, one write). A gradient in this rank's own share
 stays where autograd wrote it: the reduction reads it there, and writes the mean to both buckets. At two ranks that is
-three passes over the gradients instead of four.
+three passes over the gradients instead of four. From four ranks on it is the smaller part of them, and all are copied:
+the buckets of all ranks are then rows of one matrix, which is reduced by calls of torch for all rows (`RowShare`).
+Measured for the share of a bucket of 1 MiB, in one process: of 8 ranks 139 µs, and 304 by calls for each; of 4, 90 and
+134; of 25 MiB 5.2 ms and 7.9, 5.9 and 8.7.
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -23,8 +26,9 @@ from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
 from lockstep.parallel.rank_agreement import ADVICE, Words
-from lockstep.shm.algorithms import reduce_in_place, share_bounds
+from lockstep.shm.algorithms import ROWS_BYTES, reduce_in_place
 from lockstep.shm.kernels import Kernel, find_kernel
+from lockstep.shm.row_tree import RowShare, even_bounds
 from lockstep.shm.segment import can_leave, leave
 from lockstep.shm.sync import fence
 from lockstep.torch_private.tensors import foreach_copy_
@@ -35,6 +39,7 @@ _ALIGNMENT_BYTES = 4096
 _LINE_BYTES = 64
 # Elements of a gradient in the own share from which on leaving it in place beats copying it with the rest.
 _WORTH_KEEPING = 32 << 10
+_MANY = 4  # ranks, see [Note: traffic]
 
 
 class SymmetricTransport:
@@ -81,7 +86,9 @@ class SymmetricTransport:
         self._region = self._engine.allocate(max(total, 1))
         self._parts = [self._bucket_parts(bucket) for bucket in range(len(plans))]
         self._kernels: list[Kernel] = [find_kernel(dist.ReduceOp.AVG, plan.dtype) for plan in plans]
-        self._shares = [share_bounds(plan.numel, self._world_size) for plan in plans]
+        self._shares = [even_bounds(plan.numel, self._world_size) for plan in plans]
+        # By bucket, where ranks are many; not of those that have moved to another address.
+        self._rows = dict(enumerate(self._row_shares())) if self._world_size >= _MANY else {}
         self._keepable = [self._find_keepable(bucket) for bucket in range(len(plans))]
         self._words = self._region.words
         self._own_word = self._region.word_start(self._rank)
@@ -107,6 +114,15 @@ class SymmetricTransport:
         plan, start = self._plans[bucket], self._starts[bucket]
         return [part[start : start + plan.num_bytes].view(plan.dtype) for part in self._region.parts]
 
+    def _row_shares(self) -> Iterator[RowShare]:
+        sums: dict[torch.dtype, torch.Tensor] = {}
+        for start, plan, kernel in zip(self._starts, self._plans, self._kernels, strict=True):
+            dtype = kernel.accumulate or plan.dtype
+            if dtype not in sums:
+                sums[dtype] = torch.empty(ROWS_BYTES // dtype.itemsize, dtype=dtype, device="cpu")
+            rows = self._region.rows[:, start : start + plan.num_bytes].view(plan.dtype)
+            yield RowShare(rows, self._rank, sums[dtype], is_handed_back=True)
+
     @property
     def can_renew(self) -> bool:
         """Whether `renew` works."""
@@ -124,6 +140,7 @@ class SymmetricTransport:
         """The same shared memory at another address: what lies at the old one is private from now on."""
         part = self._parts[bucket][self._rank]
         self._parts[bucket][self._rank] = leave(part.view(torch.uint8)).view(part.dtype)
+        self._rows.pop(bucket, None)
 
     def fill(
         self,
@@ -157,8 +174,10 @@ class SymmetricTransport:
 
     def _find_keepable(self, bucket: int) -> dict[int, tuple[int, int]]:
         """Offset -> (first, one past the last) element in this rank's share, of gradients worth leaving in place."""
+        keepable: dict[int, tuple[int, int]] = {}
+        if self._world_size >= _MANY:
+            return keepable
         low, high = self._shares[bucket][self._rank : self._rank + 2]
-        keepable = {}
         for placement in self._plans[bucket].placements:
             first, last = max(placement.offset, low), min(placement.offset + placement.numel, high)
             if last - first >= _WORTH_KEEPING:
@@ -183,6 +202,10 @@ class SymmetricTransport:
 
     def _reduce(self, bucket: int) -> None:
         fence()
+        self._reduced.add(bucket)
+        if bucket in self._rows:
+            self._rows[bucket].reduce(self._kernels[bucket])
+            return
         bounds = self._shares[bucket]
         position, end = bounds[self._rank], bounds[self._rank + 1]
         parts, kernel = self._parts[bucket], self._kernels[bucket]
@@ -192,7 +215,6 @@ class SymmetricTransport:
             position = stop
         reduce_in_place(parts, self._rank, position, end, kernel)
         self._kept[bucket].clear()
-        self._reduced.add(bucket)
 
     def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words]:
         """Reduce what is published, wait for the others, and reduce the rest. Collective."""

@@ -26,13 +26,13 @@ from lockstep.shm.processor import bytes_reduced_by_all, writes_lines_by_turns
 from lockstep.shm.row_tree import ALIGNMENT, RowShare, RowTree
 from lockstep.shm.team import Region, SharedMemoryTeam
 
-__all__ = ["SharedMemoryAlgorithms", "reduce_in_place", "reduce_into", "share_bounds"]
+__all__ = ["ROWS_BYTES", "SharedMemoryAlgorithms", "reduce_in_place", "reduce_into", "share_bounds"]
 
 # Pieces in which a share is reduced: what is read, added and written again must stay in a core's own cache.
 _PIECE_BYTES = 256 << 10
 _PIECE_BYTES_FOR_TWO = 512 << 10
 # The same for all rows of more than two ranks together, with which their tree goes to and fro.
-_ROWS_BYTES = 1 << 20
+ROWS_BYTES = 1 << 20
 _TREES = 64
 # Bytes of the whole operation, slot, dtype, elements of each row, dtype in which kernels accumulate.
 _Key = tuple[int, int, torch.dtype, int, torch.dtype | None]
@@ -106,7 +106,7 @@ class SharedMemoryAlgorithms:
 
     def _share_of(self, rows: torch.Tensor, kernel: Kernel, is_handed_back: bool) -> RowShare:
         dtype = kernel.accumulate or rows.dtype
-        sums = self._sums_of(_ROWS_BYTES // dtype.itemsize, dtype)
+        sums = self._sums_of(ROWS_BYTES // dtype.itemsize, dtype)
         return RowShare(rows, self._team.rank, sums, is_handed_back)
 
     def _all_reduce_by_many(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:

@@ -12,9 +12,21 @@ import torch
 
 from lockstep.shm.kernels import Kernel, divide
 
-__all__ = ["ALIGNMENT", "RowShare", "RowTree"]
+__all__ = ["ALIGNMENT", "RowShare", "RowTree", "even_bounds"]
 
 ALIGNMENT = 16  # elements; shares start at whole cache lines for 4-byte elements
+
+
+def even_bounds(numel: int, count: int) -> list[int]:
+    """Bounds of shares of one size, a multiple of `ALIGNMENT`, but for the last, which has the rest; count + 1 numbers.
+
+    >>> even_bounds(1000, 3)
+    [0, 320, 640, 1000]
+    """
+    share = numel // count // ALIGNMENT * ALIGNMENT
+    return [share * number for number in range(count)] + [numel]
+
+
 _Level = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -92,7 +104,8 @@ class RowShare:
     def __init__(self, rows: torch.Tensor, rank: int, sums: torch.Tensor, is_handed_back: bool) -> None:
         count, numel = rows.shape
         self.own = rows[rank]
-        share = numel // count // ALIGNMENT * ALIGNMENT
+        bounds = even_bounds(numel, count)
+        share = bounds[1] - bounds[0]
         self._shared = share * count  # what is left belongs to the last share
         self._is_handed_back = is_handed_back
         # Row r of this matrix is the share of rank r in row r.
@@ -100,9 +113,8 @@ class RowShare:
         self._rest = rows[-1, self._shared :]
         self._pieces: list[tuple[RowTree, torch.Tensor, torch.Tensor]] = []
         width = sums.numel() // count
-        end = numel if rank == count - 1 else (rank + 1) * share
-        for start in range(rank * share, end, width):
-            columns = rows[:, start : min(start + width, end)]
+        for start in range(bounds[rank], bounds[rank + 1], width):
+            columns = rows[:, start : min(start + width, bounds[rank + 1])]
             tree = RowTree(columns, sums[: columns.numel()].view(columns.shape))
             self._pieces.append((tree, columns, columns[rank]))
 
