@@ -135,10 +135,7 @@ def compare_engines(world: World) -> None:
         CollectiveMismatch: they averaged gradients of different batches at last, on a GPU that nobody waited for.
     """
     there = {_key_of(each): each for each in engines() if _is_compared(each)}
-    for each in there.values():
-        each.check_unread()
-    if world in _errors:
-        raise _errors.pop(world)
+    _check_unread(world, there.values())
     own = _past.pop(world, {}) | {key: _describe(each, is_there=True) for key, each in there.items()}
     if world.world_size == 1 or not own:
         return
@@ -159,6 +156,14 @@ def compare_engines(world: World) -> None:
                 f"tensors of {own[key].kind}, which DistributedDataParallel wraps, differ between ranks, such as "
                 f"{names[0]}. {_ADVICE}"
             )
+
+
+def _check_unread(world: World, there: Iterable[AveragingModule]) -> None:
+    """What the engines have compared on a GPU, those of the past included. Local."""
+    for each in there:
+        each.check_unread()
+    if world in _errors:
+        raise _errors.pop(world)
 
 
 def _is_compared(engine: AveragingModule) -> bool:

@@ -190,7 +190,7 @@ class RankAgreement:
         self._claim: str | None = None  # the one that the pair says
         self._on_gpu = device.type != "cpu"
         self._options = all_reduce_options(dist.ReduceOp.MAX)
-        self._pair = torch.empty(0)  # of what ranks claim the greatest, and the least times -1
+        self._pair = torch.empty(0, device=device)  # of what ranks claim the greatest, and the least times -1
         self._work: Any = None
         # Of a GPU: the claim, the compared values on the host, and the event that their copy ends with.
         self._unread: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
