@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 import lockstep
 
 torch.manual_seed(0)
-images = torch.randn(1000, 64)
+images = torch.randn(1001, 64)
 train_set = torch.utils.data.TensorDataset(images, (images @ torch.randn(64, 10)).argmax(1))
 
 with lockstep.init(seed=0) as world:  # from lockstep run, torchrun, srun, mpirun, or plain python
