@@ -33,7 +33,7 @@ LATE = 1
 
 def deadline_of_test_s() -> float:
     """What a test gives its ranks: a rank that is not the late one comes in time."""
-    return round(limit_s(0.6), 1)
+    return round(limit_s(1.0), 1)
 
 
 def expect_timeout(caught: Caught, deadline_s: float, *texts: str) -> None:
