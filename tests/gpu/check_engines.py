@@ -261,6 +261,25 @@ def losses(run: Context, backend: str) -> dict[str, Any]:
     return facts
 
 
+def scaled_step(
+    model: nn.Module,
+    optimizer: Any,
+    scaler: torch.amp.GradScaler,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """One step in half precision, clipped: float [n, 12], targets int64 [n]."""
+    optimizer.zero_grad()
+    with torch.autocast(inputs.device.type, dtype):
+        loss = cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def grad_scaler(run: Context) -> dict[str, Any]:
     """Half precision with a scaler, and bfloat16: ours and torch's engine take the same steps."""
     world = run.init("nccl")
@@ -273,14 +292,7 @@ def grad_scaler(run: Context) -> dict[str, Any]:
             optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.1))
         for inputs, targets in batches(30, torch.float32, run.device):
             for model, scaler, optimizer in zip(models, scalers, optimizers, strict=True):
-                optimizer.zero_grad()
-                with torch.autocast(run.device.type, dtype):
-                    loss = cross_entropy(model(inputs), targets)
-                scaler.scale(loss).backward()
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
+                scaled_step(model, optimizer, scaler, inputs, targets, dtype)
         same(scalers[0].get_scale(), scalers[1].get_scale(), "scale")
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             close(one.detach(), other.detach(), 1e-5, f"weights after {dtype}")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from check_engines import batches, mine
+from check_engines import batches, mine, scaled_step
 from gpu_context import Context, close, make_model, same
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -66,14 +66,7 @@ def _scaled(run: Context) -> float:
     scalers = [torch.amp.GradScaler(run.device.type, init_scale=2.0**40) for _ in models]
     for inputs, targets in batches(30, torch.float32, run.device):
         for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
-            optimizer.zero_grad()
-            with torch.autocast(run.device.type, torch.float16):
-                loss = cross_entropy(model(mine(inputs)), mine(targets))
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(model, optimizer, scaler, mine(inputs), mine(targets), torch.float16)
     same(scalers[0].get_scale(), scalers[1].get_scale(), "scale")
     # Adam divides by its own moments: rounding of float16 activations is larger in the weights than in gradients.
     return _compare(models, 1e-3)

@@ -45,6 +45,9 @@ class Check:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+_PLACES = (("nccl", 1), ("lockstep", 2), ("gloo", 2))  # backends, and ranks that one GPU has room for
+
+
 def _engines() -> list[Check]:
     """Both engines against one process: over nccl alone, and with two ranks that share the GPU."""
     return [
@@ -55,7 +58,7 @@ def _engines() -> list[Check]:
             (engine, backend),
             nproc=nproc,
         )
-        for backend, nproc in (("nccl", 1), ("lockstep", 2), ("gloo", 2))
+        for backend, nproc in _PLACES
         for engine in ("lockstep", "torch")
     ]
 
@@ -189,7 +192,7 @@ TABLE: list[Check] = [
             (backend,),
             nproc=nproc,
         )
-        for backend, nproc in (("nccl", 1), ("lockstep", 2), ("gloo", 2))
+        for backend, nproc in _PLACES
     ),
     Check("loader", "the loader copies ahead on a stream of its own, and the data is right", "check_data:loader"),
     Check("loader-order", "batches of a prefetching loader under load, and kept", "check_data:loader_under_load"),
