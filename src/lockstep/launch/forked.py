@@ -65,6 +65,11 @@ def _become_rank(arguments: list[str], environment: Mapping[str, str], streams: 
     try:
         os.setsid()
         _take(environment, streams)
+        if "torch" in sys.modules:
+            # The fork has left its thread pool unusable, and torch replaces it at the first use: of two threads that
+            # come at once, one finds none ("Invalid thread pool!").
+            torch = sys.modules["torch"]
+            torch.set_num_threads(torch.get_num_threads())
         worker.main(arguments)
         code = 0
     except SystemExit as leaving:
