@@ -281,12 +281,15 @@ def troubles(folder: str) -> dict[str, Described]:
 
 def without_failures() -> dict[str, Any]:
     """All that ends well."""
+    import sharded_programs  # which needs the search path of the tests, and scripts run without
+
     return {
         "ways in": ways_in(),
         "bits": same_bits(),
         "numbers": numbers(),
         "threads": threads_and_groups(),
         "random programs": soak(range(4)),
+        "sharded": sharded_programs.train(backend="mpi"),
     }
 
 

@@ -71,6 +71,14 @@ def test_random_programs(well: list[dict[str, Any]]) -> None:
     assert [of_rank["random programs"] for of_rank in well] == ["no mismatch"] * 3
 
 
+def test_sharded_optimizer(well: list[dict[str, Any]]) -> None:
+    """Ranks of one host have the parameters once, over MPI, too."""
+    for of_rank in well:
+        found = of_rank["sharded"]
+        assert 0.3 < found["held"] < 0.4
+        assert found["sharded"] == found["plain"] == well[0]["sharded"]["plain"]
+
+
 def test_threads_and_groups(well: list[dict[str, Any]]) -> None:
     for of_rank in well:
         assert of_rank["threads"] == [True] * 120

@@ -124,6 +124,10 @@ class Team(Protocol):
         """Ranks in the group."""
 
     @property
+    def near(self) -> Sequence[int]:
+        """The ranks of this rank's host, itself included, in order."""
+
+    @property
     def shares_memory(self) -> bool:
         """Whether all ranks map the same memory, so that protocols over a region need no messages."""
 

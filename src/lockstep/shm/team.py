@@ -124,6 +124,7 @@ class SharedMemoryTeam:
         is_entering: this rank has entered a collective; the first step of it resets this.
         on_arrival: called after that step, before anybody reads a byte: the flight recorder compares there what the
             ranks came for.
+        near: the ranks of this rank's host: all of them.
         shares_memory: whether all ranks map the same memory: always.
         has_symmetric_memory: whether `allocate` works: always.
         interface: the network interface by which this rank reaches other hosts: none.
@@ -142,6 +143,7 @@ class SharedMemoryTeam:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.near = range(world_size)
         start = SharedControlBlocks.size_bytes(world_size)
         small = segment.tensor(start, world_size * 2 * SMALL_SLOT_BYTES)
         self._small_rows = small.view(world_size, 2 * SMALL_SLOT_BYTES)

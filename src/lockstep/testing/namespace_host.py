@@ -131,6 +131,7 @@ def _fork_ranks() -> None:
 def main() -> None:
     """Import what ranks need, then fork a process for each host, and wait for the end of all."""
     import torch
+    import torch._dynamo  # by an optimizer's first step
     import torch.nn.parallel
 
     import lockstep.comm.hosts.group

@@ -148,12 +148,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         identities = [member.identity for member in layout.members]
         here = layout.local_ranks(rank)
         near = {peer: identities[peer] for peer in here if peer != rank}
-        super().__init__(rank, identities, _FarWatch(near, links))
+        super().__init__(rank, identities, _FarWatch(near, links), here)
         self.layout = layout
         self.interface = layout.members[rank].interface
         self.forwardings = forwardings_of(rank, layout.hosts)
         self.wire = wire
-        self._here = here
         self.links = links
         self.gloo = gloo.connections
         self._gloo = gloo
@@ -270,7 +269,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         """
         self.poll()
         dead = self.watch.dead()
-        ranks = [self._here[local_rank] for local_rank in missing()]
+        ranks = [self.near[local_rank] for local_rank in missing()]
         if ranks:
             kinds = dict.fromkeys(dead.intersection(ranks), FailureKind.DEAD)
             # What a rank said before it died says more than its death.
@@ -499,4 +498,4 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     @property
     def local_rank_of(self) -> Mapping[int, int]:
         """For each rank of this host its rank in the local team."""
-        return {rank: local_rank for local_rank, rank in enumerate(self._here)}
+        return {rank: local_rank for local_rank, rank in enumerate(self.near)}

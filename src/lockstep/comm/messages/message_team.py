@@ -71,6 +71,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         rank: this rank in the group.
         identities: the process of each rank.
         watch: liveness of the peers, as far as it can be seen from here.
+        near: the ranks of this rank's host, itself included, in order; default itself alone.
 
     Attributes:
         rank: this rank in the group.
@@ -83,6 +84,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         is_entering: this rank has entered a collective, and not seen yet that all have come to it.
         attachment_bytes: how much a rank may attach to a notice. See [Note: attachments].
         on_arrival: called in each collective when all have come: the flight recorder compares there what for.
+        near: the ranks of this rank's host, itself included, in order.
         shares_memory: whether all ranks map the same memory: never.
         forwardings: what this rank forwards of the notices of others; nothing where each rank sends its own to all.
         longest_message_bytes: the longest message that `send_message` takes.
@@ -104,8 +106,9 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     failures_wake_waits = False
     num_alarms = 0
 
-    def __init__(self, rank: int, identities: Sequence[PeerIdentity], watch: Watch) -> None:
+    def __init__(self, rank: int, identities: Sequence[PeerIdentity], watch: Watch, near: Sequence[int] = ()) -> None:
         self.rank = rank
+        self.near = near or (rank,)
         self.world_size = len(identities)
         self.peers = [(rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self._others = tuple(sorted(self.peers))

@@ -39,7 +39,9 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         self._mpi = load()
         self._comm = comm
         rank = comm.Get_rank()
-        super().__init__(rank, identities, Watch({peer: identities[peer] for peer in local_peers}))
+        super().__init__(
+            rank, identities, Watch({peer: identities[peer] for peer in local_peers}), sorted({rank, *local_peers})
+        )
         self._waiter = MpiWaiter(len(local_peers) + 1)
         self._sending: list[MPI.Request] = []
         self._abandoned: list[object] = []  # requests that were given up, and the memory they may touch

@@ -19,7 +19,8 @@ save a copy, and keep all of the gradient until the step. When the backward pass
 all. `step()` then goes through this rank's share in pieces that fit a cache: the peers' elements are added to the own,
 the sum is divided, and the optimizer updates that piece of the parameters where all ranks of the host read them. At the
 end the ranks meet again. Nobody copies parameters back, and nobody writes a mean that nobody reads. Without shared
-memory the elements come in messages, from where autograd wrote them, and parameters go out after the step.
+memory the elements come in messages, from where autograd wrote them, and parameters go out after the step. On several
+hosts, and over MPI, gradients are averaged whole, and the ranks of each host share the step and the parameters.
 
 [Note: shared parameters of a host] The parameters of all ranks of the host are one memory. So nobody may write them
 but `step()`: a write of one rank would be one of all, in the middle of what they compute. `changing_parameters` says

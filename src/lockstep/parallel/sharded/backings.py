@@ -38,11 +38,14 @@ class Backing:
         models: the engines that leave the gradients of these parameters to owners of shares; none if gradients are
             whole, and averaged by somebody else.
         is_cut: whether parameters may be cut.
+
+    Attributes:
+        group: the ranks that share.
     """
 
     def __init__(self, owner: Optimizer, group: dist.ProcessGroup | None, models: _Models, is_cut: bool) -> None:
         self._owner = weakref.ref(owner)
-        self._group, self._models, self._is_cut = group, models, is_cut
+        self.group, self._models, self._is_cut = group, models, is_cut
         self._rank, self._loads = (0, [0]) if group is None else (group.rank(), [0] * group.size())
         self._shares: list[Share] = []
         self._gradients: list[ShardedGradient] = []  # of the same parameters, or none
@@ -65,8 +68,8 @@ class Backing:
 
     def _shard(self, shares: Sequence[Share]) -> None:
         """Have the engines give the gradients to those who own shares."""
-        assert self._group is not None
-        made = {id(each.parameter): ShardedGradient(each, self._gradients, self._group, self._owner) for each in shares}
+        assert self.group is not None
+        made = {id(each.parameter): ShardedGradient(each, self._gradients, self.group, self._owner) for each in shares}
         taking_back: list[Callable[[], None]] = []
         try:
             for model in self._models:
@@ -114,8 +117,8 @@ class Backing:
         self._update(update)
         self._note()
         if len(self._loads) > 1:
-            assert self._group is not None
-            exchange(self._shares, [self._flat(each) for each in self._shares], self._group)
+            assert self.group is not None
+            exchange(self._shares, [self._flat(each) for each in self._shares], self.group)
 
     def _check(self) -> None:
         for gradient in self._gradients:
@@ -158,13 +161,20 @@ class HostBacking(Backing):
     Args:
         engine: of the group, whose ranks share memory.
         owner, group, models, is_cut: as for `Backing`.
+        holders: the engines that hold the parameters.
     """
 
     def __init__(
-        self, engine: Engine, owner: Optimizer, group: dist.ProcessGroup, models: _Models, is_cut: bool
+        self,
+        engine: Engine,
+        owner: Optimizer,
+        group: dist.ProcessGroup,
+        models: _Models,
+        is_cut: bool,
+        holders: _Models,
     ) -> None:
         super().__init__(owner, group, models, is_cut)
-        self._engine = engine
+        self._engine, self._holders = engine, holders
         self._memories: list[HostMemory] = []
         self._expects_writes, self._num_steps = False, 0
 
@@ -177,7 +187,7 @@ class HostBacking(Backing):
             memory.leave()
             raise
         self._memories.append(memory)
-        for model in self._models:
+        for model in self._holders:
             self._listen(model.module, {id(each) for each in parameters})
         return members
 

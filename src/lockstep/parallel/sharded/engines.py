@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.backend import engine_of
+from lockstep.comm.engine import Engine
+from lockstep.comm.names import BACKEND_NAME
 from lockstep.drift.engines import engines
 from lockstep.errors import InputError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
 from lockstep.parallel.sharded.gradients import ShardedGradient
 
-__all__ = ["find_models", "shard"]
+__all__ = ["find_models", "group_of_host", "shard"]
 
 
 def find_models(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[DistributedDataParallel]:
@@ -74,3 +79,29 @@ def shard(engine: DistributedDataParallel, stand_ins: Mapping[int, ShardedGradie
         take_back()
         raise
     return take_back
+
+
+_of_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
+
+
+def group_of_host(group: dist.ProcessGroup, engine: Engine) -> dist.ProcessGroup | None:
+    """The ranks of a group on this host, as a group that shares memory, or of one rank. Collective over the group.
+
+    Args:
+        group: on several hosts.
+        engine: of that group.
+
+    Returns:
+        The group, made once for each; None where no host has several ranks, or some of one share no memory.
+    """
+    if group not in _of_hosts:
+        ranks = [dist.get_global_rank(group, each) for each in engine.team.near]
+        timeout = timedelta(seconds=engine.timeout_s)
+        made = dist.new_group(ranks, timeout, BACKEND_NAME, use_local_synchronization=True)
+        near = engine_of(made)
+        is_alone, is_shared = len(ranks) == 1, near is not None and near.team.shares_memory
+        facts = torch.tensor([is_alone, is_alone or is_shared], dtype=torch.uint8, device="cpu")
+        dist.all_reduce(facts, dist.ReduceOp.MIN, group=group)
+        all_alone, all_shared = facts.tolist()
+        _of_hosts[group] = made if all_shared and not all_alone else None
+    return _of_hosts[group]

@@ -18,7 +18,7 @@ from lockstep.errors import CheckpointError, InputError, ModelError
 from lockstep.parallel.checks import check_group
 from lockstep.parallel.rank_agreement import check_same_model
 from lockstep.parallel.sharded.backings import Backing, HostBacking
-from lockstep.parallel.sharded.engines import find_models
+from lockstep.parallel.sharded.engines import find_models, group_of_host
 from lockstep.parallel.sharded.gradients import JOIN_ADVICE
 from lockstep.parallel.sharded.inner import InnerOptimizer, check_class, is_elementwise
 from lockstep.parallel.sharded.states import collect_states, cut_state
@@ -34,7 +34,8 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     The training is that of the optimizer itself. Where the ranks share a host, and `DistributedDataParallel` averages
     over a lockstep group, the parameters are in memory once per host, a gradient is summed by the rank that steps it,
-    and a step costs little more than computing. Over gloo and nccl gradients are summed by that rank, too; after the
+    and a step costs little more than computing. On several hosts, and over MPI, the ranks of each host share so, and
+    gradients are averaged whole, over all. Over gloo and nccl gradients are summed by that rank, too; after the
     step each rank gets what the others have stepped. Over other groups, with other engines, and without one, gradients
     are whole and averaged when `step` comes, as with torch's optimizer of this name.
 
@@ -117,9 +118,15 @@ class ZeroRedundancyOptimizer(Optimizer):
             return Backing(self, group, [], is_cut)
         models, engine = find_models(self._parameters, group), engine_of(group)
         devices = {each.device for each in self._parameters}
-        is_on_cpu = all(each.type == "cpu" for each in devices)
-        if models and engine is not None and engine.team.shares_memory and is_on_cpu:
-            return HostBacking(engine, self, group, models, is_cut)
+        if models and engine is not None and all(each.type == "cpu" for each in devices):
+            if engine.team.shares_memory:
+                return HostBacking(engine, self, group, models, is_cut, models)
+            near = group_of_host(group, engine)
+            # The engines average whole gradients over all hosts, so that no host needs what another one steps.
+            if near is not None and near.size() == 1:
+                return Backing(self, near, [], is_cut)
+            if near is not None and (near_engine := engine_of(near)) is not None:
+                return HostBacking(near_engine, self, near, [], is_cut, models)
         return Backing(self, group, models if all(find_way(group, each) for each in devices) else [], is_cut)
 
     def _take_in(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -220,7 +227,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         Args:
             to: rank in the group.
         """
-        states = collect_states(self._inner, self.optim.state, self._parameters, self.process_group, only=to)
+        assert self._backing is not None
+        group, sharing = self.process_group, self._backing.group
+        only = to
+        if group is not None and sharing is not None and sharing is not group:
+            ranks = dist.get_process_group_ranks(sharing)
+            wanted = dist.get_global_rank(group, to)
+            only = ranks.index(wanted) if wanted in ranks else -1
+        states = collect_states(self._inner, self.optim.state, self._parameters, sharing, only)
         self._collected = (self._num_steps, to, states)
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,7 +246,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             CheckpointError: `consolidate_state_dict` brought it to another rank.
         """
         if self._collected is None:
-            states = collect_states(self._inner, self.optim.state, self._parameters, self.process_group)
+            assert self._backing is not None
+            states = collect_states(self._inner, self.optim.state, self._parameters, self._backing.group)
         else:
             _, to, states = self._collected
             if states is None:
