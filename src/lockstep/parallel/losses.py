@@ -137,8 +137,8 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     """A loss of which the plain mean over ranks is right already: this rank's share of the samples is left out of it.
 
     For losses that were divided by a global count and multiplied by the number of ranks by hand, as many programs do
-    for torch's engine. For losses over the features of all ranks there is `lockstep.all_gather`. Every rank calls it,
-    at the same places.
+    for torch's engine. Not for losses over features that were gathered with gradients: for these there is
+    `lockstep.all_gather`. Every rank calls it, at the same places.
 
     Args:
         loss: 0-dim, with a graph.
@@ -152,17 +152,10 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     """
     _check_scalar("global_loss", loss)
     origin = find_origin("global_loss", loss, process_group)
-    behind = list(batch.names_behind(loss))
-    if GATHERED in behind:
+    if "_GatherRowsBackward" in batch.names_behind(loss):  # torch's name of our node
         raise InputError(
             "global_loss: this loss was computed from what lockstep.all_gather has gathered, which gives the gradients "
             "of one process by itself: leave global_loss out"
-        )
-    if any(word in name for name in behind for word in COLLECTIVES):
-        raise InputError(
-            "global_loss: this loss was computed from what a collective of torch's has gathered with gradients, which "
-            "other ranks weight by their share of the samples. Gather with lockstep.all_gather, and leave global_loss "
-            "out"
         )
     if origin.is_filler:
         raise InputError(
@@ -170,16 +163,6 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
             "others. Leave fillers out of the count (lockstep.is_filler)"
         )
     return _Rescale.of(loss, loss.detach(), None, origin.factor / origin.world_size, False)
-
-
-# The names of graph nodes of ours, behind which a loss has the right divisor already: of `mean` and the like, and of
-# `all_gather`, behind which it is over the rows of all ranks.
-RESCALED, GATHERED = "_RescaleBackward", "_GatherRowsBackward"
-# What names of graph nodes of torch's differentiable collectives contain.
-COLLECTIVES = (
-    *("AllGather", "AllReduce", "AlltoAll", "AllToAll", "ReduceScatter", "Reduce_Scatter", "_Broadcast"),
-    *("_c10d_functional_all_", "_c10d_functional_reduce_"),
-)
 
 
 @dataclass(frozen=True)
