@@ -6,6 +6,7 @@ thirty interpreters, which import torch for seconds each. In a process that has 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import IO, NoReturn
 
@@ -22,6 +24,7 @@ from lockstep.launch import forked
 __all__ = ["fork_the_ways"]
 
 _PRELOADED = (
+    *("accelerate", "lightning_fabric"),
     "sklearn.datasets",
     "torch.distributed.optim",
     "torch.distributed.run",
@@ -55,6 +58,7 @@ class ForkedModule:
         streams = (subprocess.DEVNULL, *(stream and stream.fileno() for stream in (stdout, stderr)))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        gc.freeze()  # as forked ranks of `lockstep.launch.forked`
         self.pid = os.fork()
         if self.pid == 0:
             _become_module(args[args.index("-m") + 1 :], env, streams)
@@ -102,7 +106,8 @@ def fork_the_ways() -> None:
     `torch.multiprocessing.spawn` starts.
     """
     for name in _PRELOADED:
-        importlib.import_module(name)
+        if find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     jobs = importlib.import_module("lockstep.bench.strategies.jobs")
     jobs.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=ForkedModule, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired

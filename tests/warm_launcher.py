@@ -10,6 +10,7 @@ in the command's own pipe: its pid, and its exit code when it has ended. It ends
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -236,6 +237,7 @@ def _serve() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     assert "lockstep.compat.install" not in sys.modules
+    gc.freeze()  # a collection in a fork then leaves the shared pages alone: it would copy them all
     running: dict[int, tuple[int, int]] = {}  # by pidfd: the pid, and the pipe for answers
     while True:
         for descriptor in select.select([0, *running], [], [])[0]:

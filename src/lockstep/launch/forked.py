@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -46,6 +47,7 @@ class ForkedProcess:
     def __init__(self, arguments: list[str], environment: Mapping[str, str], streams: tuple[int | None, ...]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        gc.freeze()  # a collection in the child then leaves the shared pages alone: it would copy them all
         self.pid = os.fork()
         if self.pid == 0:
             _become_rank(arguments, environment, streams)

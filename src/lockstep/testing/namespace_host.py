@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import select
@@ -141,6 +142,7 @@ def main() -> None:
     import lockstep.train  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.freeze()  # a collection in a rank then leaves the shared pages alone
     places = [tuple(map(int, place.split(","))) for place in sys.argv[1:]]
     children = []
     for place in places:
