@@ -5,7 +5,7 @@ ranks; `test_another_answers.py` has all of them verified, and once more with wh
 to write (`site.heeds`), which gives the answer of one process. tests/parity/test_another_answer.py compares the
 parameters of that form with those of a plain model on one process (`site.alone`), to 1e-12.
 
-To add a row: a function, and a line in `ANOTHER_ANSWERS` with the stage: one of `lockstep.tools.verify.causes.STAGES`.
+To add a row: a function, and a line in `ANOTHER_ANSWERS` with the stage and cause, as in the table of docs/verify.md.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,7 +41,10 @@ class Net(nn.Module):
         self.last = nn.Linear(8, CLASSES)
         self.penalty = torch.zeros(())
         self.center: Tensor
+        self.queue: Tensor
         self.register_buffer("center", torch.zeros(8))
+        self.register_buffer("queue", torch.zeros(60 if kind == "queue" else 3 * BATCH, 8))
+        self.place = 0
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.drop(self.norm(self.first(x)).tanh())
@@ -47,7 +52,17 @@ class Net(nn.Module):
             hidden = hidden + 0.1 * hidden.roll(1, 0)
         if kind == "buffers":
             self.center.lerp_(hidden.detach().mean(0), 0.1)
+        if kind in ("queue", "queue_of_rank"):
+            self.enqueue(hidden.detach())
         return self.last(hidden)
+
+    def enqueue(self, keys: Tensor) -> None:
+        if kind == "queue":
+            parts = [torch.zeros_like(keys) for _ in range(world)]
+            dist.all_gather(parts, keys)
+            keys = torch.cat(parts)
+        self.queue[self.place : self.place + len(keys)] = keys
+        self.place = (self.place + len(keys)) % len(self.queue)
 
 
 class Noisy(Dataset[Any]):
@@ -66,7 +81,13 @@ def data() -> Any:
     draws = torch.Generator().manual_seed(1)
     x = torch.randn(COUNT, 6, generator=draws)
     x += 0.02 * x.sum(1, keepdim=True)  # a sum outside of the steps, which no run adds up otherwise
+    x += 0.1 * rank if kind == "own_rollouts" else 0.0
     found = TensorDataset(x, torch.randint(CLASSES, (COUNT,), generator=draws))
+    if kind == "nodes":
+        return [
+            (x.expand(1 + place % 3, 6) + torch.arange(1.0 + place % 3)[:, None], y.expand(1 + place % 3))
+            for place, (x, y) in enumerate(found)
+        ]
     if kind == "own_part":
         return Subset(found, range(rank * COUNT // world, (rank + 1) * COUNT // world))
     return Noisy(found) if kind == "augmentation" else found
@@ -77,8 +98,16 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         x = (x - x.mean(0)) / x.std(0)
     if kind == "constant_size":
         x = x + torch.zeros(2 * BATCH, 6)
+    if kind == "dropout":
+        x = x + 0.1 * torch.from_numpy(np.random.standard_normal(x.shape))
+    if kind == "flips" and random.random() < 0.5:
+        x = x.flip(1)
+    if kind == "rounded":
+        x, y = torch.cat([x, (x + x.mean()) - x.mean()]), torch.cat([y, y])
     output = model.module(x) if kind == "inner" else model(x)
-    if kind == "sum":
+    if kind == "twice":
+        model.module.penalty = output.square().mean()
+    if kind in ("sum", "rounded"):
         return cross_entropy(output, y, reduction="sum")
     if kind == "mask":
         return cross_entropy(output[x[:, 0] > -0.9], y[x[:, 0] > -0.9])
@@ -94,6 +123,11 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if kind in ("threshold", "divided_by_itself"):
         loss = cross_entropy(output, y)
         return loss * (loss < 1.5) if kind == "threshold" else loss / loss.detach()
+    if kind == "whole":
+        mean = cross_entropy(output, y) / world
+        whole = mean.detach().clone()
+        dist.all_reduce(whole)
+        return (mean + whole - mean.detach()).square()
     if kind == "maximum":
         return cross_entropy(output, y, reduction="none").max()
     return cross_entropy(output, y)
@@ -120,8 +154,6 @@ def average(model: nn.Module) -> None:
     if kind == "clipped_by_norm":
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     for parameter in model.parameters():
-        if kind == "clipped_before":
-            parameter.grad.clamp_(-0.02, 0.02)
         dist.all_reduce(parameter.grad)
         if kind != "added_up":
             parameter.grad /= world
@@ -166,17 +198,26 @@ def loader_of(dataset: Any) -> tuple[Any, Any]:
         return [(torch.randn(4, 6, generator=draws), torch.arange(4)) for _ in range(4)], None
     seed = {"own_order": world, "own_seeds": rank}.get(kind, 0)
     sampler: Any = DistributedSampler(dataset, shuffle=kind != "order", seed=seed, drop_last=kind != "padded")
-    if kind in ("no_sampler", "own_part"):
+    if kind in ("no_sampler", "own_part", "own_rollouts"):
         sampler = None
+    if kind == "episodes":
+        episodes = [dataset[place : place + 6] for place in range(0, COUNT - 6, 6)]
+        return DataLoader(episodes, batch_size=None, sampler=DistributedSampler(episodes, seed=seed)), None
     if kind == "batch_sampler":
         return DataLoader(dataset, batch_sampler=BatchSampler(sampler, BATCH, drop_last=True)), sampler
+    if kind == "nodes":
+        return DataLoader(
+            dataset, BATCH, sampler=sampler, collate_fn=lambda rows: tuple(map(torch.cat, zip(*rows, strict=True)))
+        ), sampler
     size = 12 // world if kind == "per_rank_batch" else BATCH
     return DataLoader(dataset, size, sampler=sampler, shuffle=sampler is None, drop_last=kind != "padded"), sampler
 
 
 def main() -> None:
     dataset, net = data(), Net()
-    by_hand = kind in ("by_hand", "clipped_before", "clipped_by_norm", "added_up", "unwrapped", "passes")
+    for parameter in net.parameters() if kind == "hook" else ():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    by_hand = kind in ("by_hand", "clipped_by_norm", "added_up", "unwrapped", "passes")
     model: Any = net if by_hand else DistributedDataParallel(net)
     scale = nn.Parameter(torch.ones(CLASSES))
     twin = Net()  # its parameters have the names of those that an engine holds
@@ -196,7 +237,7 @@ def main() -> None:
     loader, sampler = loader_of(dataset)
     if kind == "resumes" and os.path.exists(f"{folder}/model.pt"):
         net.load_state_dict(torch.load(f"{folder}/model.pt"))
-    loss, weight, losses = torch.zeros(()), 1.0, []
+    loss, weight, losses, begun = torch.zeros(()), 1.0, [], False
     for epoch in range(1 if kind == "one_epoch" else 4):
         if kind == "weight_by_epoch" and epoch > 1:
             weight = losses[-1] / losses[-2]
@@ -204,8 +245,9 @@ def main() -> None:
             sampler.set_epoch(epoch)
         for x, y in loader:
 
-            def step(x: Tensor = x, y: Tensor = y, weight: float = weight) -> Tensor:
-                optimizer.zero_grad()
+            def step(x: Tensor = x, y: Tensor = y, weight: float = weight, begun: bool = begun) -> Tensor:
+                if not begun:
+                    optimizer.zero_grad()
                 quiet = model.no_sync() if kind == "never_averaged" else contextlib.nullcontext()
                 with quiet:
                     loss = loss_of(model, x, y) * weight
@@ -213,7 +255,9 @@ def main() -> None:
                     loss = loss + (scale * model(x).mean(0)).sum()
                 if kind == "twin":
                     loss = loss + cross_entropy(twin(x), y)
-                loss.backward()
+                loss.backward(retain_graph=kind == "twice")
+                if kind == "twice":
+                    net.penalty.backward()
                 if kind == "passes" and x.mean() > 0:
                     net.last.weight.square().sum().backward()
                 if kind == "past_engine":
@@ -245,6 +289,12 @@ def main() -> None:
                 average(model)
             if kind == "sharpness":
                 torch._foreach_sub_([each.detach() for each in parameters], moves)
+            if kind == "noisy_gradients":
+                for parameter in parameters:
+                    parameter.grad += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rank))
+            begun = kind == "queue" and not begun
+            if begun:
+                continue
             optimizer.step()
             if kind == "plateau":
                 schedule.step(x.sum().item())
@@ -256,6 +306,7 @@ def main() -> None:
             if rank == 0:
                 print(f"epoch {epoch} loss {loss.item():.5f}")
         losses.append(loss.item())
+        assert not begun, "six batches of a rank are three windows, and nothing is left over"
         if kind == "stops" and losses[-1] < 5 * rank:
             return
         if kind in ("plain", "padded_evaluation", "mean_of_means", "mean_over_ranks", "summed_metric", "logs"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from another_answers import ANOTHER_ANSWERS
+from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.causes import Difference
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.verdict import Verdict
@@ -43,13 +45,20 @@ CAUSES = {
     "past_engine": ("gradients", "past-engine"),
     "never_averaged": ("gradients", "not-averaged"),
     "compressed": ("gradients", "before-averaging"),
-    "clipped_before": ("gradients", "before-averaging"),
+    "whole": ("gradients", "whole-batch"),
     "lr": ("parameters", "settings"),
     "plateau": ("parameters", "settings"),
     "noise": ("parameters", "ranks-differ"),
     "own_rate": ("parameters", "optimizer"),
     "sharpness": ("parameters", "moved"),
     "buffers": ("buffers", "buffers"),
+    "queue_of_rank": ("buffers", "buffers"),
+    "rounded": ("gradients", "sum"),
+    "nodes": ("loss", "count"),
+    "hook": ("gradients", "before-averaging"),
+    "noisy_gradients": ("gradients", "changed"),
+    "twice": ("gradients", "past-engine"),
+    "flips": ("inputs", "drawn"),
     "skips": ("samples", "skips"),
     "constant_size": ("steps", "fails"),
     "stops": ("steps", "number-of-steps"),
@@ -89,6 +98,7 @@ RIGHT = {
     "batch_sampler": "the answer of one process in 6 steps",
     "sharded_state": "the answer of one process in 6 steps",
     "own_order": "it was given theirs",
+    "queue": "the answer of one process in 6 steps",
     "pieces": "cuts its batches into pieces",
     "logs": "note: logged",
     "resumes": "note: files: nothing of yours was changed; the runs wrote",
@@ -165,6 +175,30 @@ def test_samples_that_ranks_make_themselves_are_no_finding(tmp_path: Path) -> No
     assert "no loader gives the samples" in text
 
 
+def test_datasets_that_ranks_make_themselves_are_no_finding(tmp_path: Path) -> None:
+    verdict, text = verdict_on("own_rollouts", tmp_path)
+    assert verdict.code == 2, text
+    assert "each rank makes a dataset of its own" in text
+
+
+def test_batches_that_one_process_cannot_have_n_times_are_no_finding(tmp_path: Path) -> None:
+    verdict, text = verdict_on("episodes", tmp_path)
+    assert verdict.code == 2, text
+    assert "has no batch size that one process could have N times" in text
+
+
+@pytest.mark.parametrize("moved", ["1.41213", "1.41257"])
+def test_a_number_is_of_the_evaluation_if_it_moves_with_that_at_all(moved: str) -> None:
+    def facts(loss: str, count: int) -> dict[str, Any]:
+        one = {"loader": 0, "trains": False, "finished": True, "keys": [[(number, number) for number in range(count)]]}
+        return {"loaders": [], "saves": [], "passes": [one], "texts": [(True, f"epoch 0: val loss {loss}")]}
+
+    ranks, one = [facts("1.40817", 16), facts("1.42", 16)], facts("1.41257", 31)
+    found, notes = judge_aftermath(ranks, one, one, facts(moved, 16))
+    assert [each.stage for each in found] == (["evaluated"] if moved != "1.41257" else [])
+    assert len(notes) == (moved == "1.41257")
+
+
 OF_TOKENS = """
 import torch
 import torch.distributed as dist
@@ -189,9 +223,15 @@ for rows in loader:
 """
 
 
-def test_outputs_of_tokens_that_are_padding_are_not_compared(tmp_path: Path) -> None:
+TIME_FIRST = (
+    OF_TOKENS.replace(", batch_first=True", "").replace("rows[:, :-1]", "rows[:-1]").replace("rows[:, 1:]", "rows[1:]")
+)
+
+
+@pytest.mark.parametrize("text", [OF_TOKENS, TIME_FIRST], ids=["batch-first", "time-first"])
+def test_outputs_of_tokens_that_are_padding_are_not_compared(text: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(OF_TOKENS)
+    script.write_text(text)
     (verdict,) = verify(Verification(str(script), steps=2))
     assert verdict.first == ("loss", "count"), format_text("train.py", [verdict])
 

@@ -115,7 +115,7 @@ def _printed(
         measured = f"rank 0 prints {line.strip()[:100]!r}, one process {own[key][2].strip()[:100]!r}"
         # A number of an evaluation moves with the samples that are evaluated; a loss of the training does not.
         tried = theirs if evaluates_all else _numbers_of(third, key, [])
-        stays = tried and all(_is_close(tried[place], theirs[place]) for place in wrong)
+        stays = tried and all(tried[place] == theirs[place] for place in wrong)
         if is_evaluation and (not stays or any(_is_times(numbers[each], theirs[each], len(ranks)) for each in wrong)):
             return [_evaluated(ranks, one, measured)], notes
         if not notes:

@@ -15,13 +15,12 @@ from lockstep.tools.verify.compare import (
     Gradients,
     Losses,
     Samples,
-    Values,
+    distances,
     far,
     measure_values,
 )
 
 __all__ = [
-    "STAGES",
     "Difference",
     "StepOfJob",
     "VerifiedJob",
@@ -37,21 +36,6 @@ __all__ = [
     "read_unaveraged",
 ]
 
-# In the order of a step.
-STAGES = (
-    "steps",
-    "samples",
-    "inputs",
-    "outputs",
-    "loss",
-    "gradients",
-    "parameters",
-    "buffers",
-    "evaluated",
-    "logged",
-    "saved",
-)
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -59,7 +43,7 @@ class Difference:
 
     Attributes:
         step: number of the optimizer step, from 1; 0 for what belongs to none.
-        stage: one of `STAGES`.
+        stage: as in the table of docs/verify.md.
         cause: a short name, the same in every report.
         measured: what was measured, with numbers.
         meaning: what follows from it.
@@ -79,12 +63,10 @@ class VerifiedJob:
     """What is known of the whole run.
 
     Attributes:
-        world_size: N.
         facts: of each rank's run.
         one: of the one process.
     """
 
-    world_size: int
     facts: tuple[Mapping[str, Any], ...]
     one: Mapping[str, Any]
 
@@ -123,10 +105,6 @@ class StepOfJob:
         """A difference of this step."""
         return Difference(self.number, stage, cause, measured, meaning, advice)
 
-    def differs(self, a: Any, b: Any, scale: float) -> bool:
-        """Whether two numbers are further apart than rounding."""
-        return far(abs(a - b) / scale if scale else 0.0, self.noise, self.precision)
-
 
 def _indices(step: Mapping[str, Any]) -> list[int]:
     return sorted(index for batch in step["batches"] if not batch["filler"] for index in batch["indices"] or ())
@@ -153,6 +131,7 @@ def _of(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
+_DECIDE = "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum)"
 _WRAP = "wrap the model that holds them in DistributedDataParallel, and call that"
 
 
@@ -262,7 +241,7 @@ def _skipped(step: StepOfJob, batches: Sequence[int], measured: str) -> Differen
         "skips",
         f"{measured}; batches before this step: one process {own}, the ranks {', '.join(map(str, ranks))}",
         "ranks skip batches, or accumulate over another number of them, by what they have themselves",
-        "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum)",
+        _DECIDE,
     )
 
 
@@ -297,8 +276,7 @@ def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
         f"backward passes in this step: one process {len(losses.one)}, the ranks "
         f"{_each([float(each) for each in counts])}",
         "ranks skip batches, or accumulate over another number of them, than one process",
-        "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum), not by "
-        "a rank's own rows",
+        _DECIDE,
     )
 
 
@@ -421,6 +399,16 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
     )
     held = step.ranks[0]["held"]
     outside = [name for name in between.names if not held[int(name.split(":", 1)[0])]]
+    after = [each.get("after", {}) for each in step.ranks]
+    if after[0] and not any(measure_values(after[0], each, step.precision).names for each in after[1:]):
+        drawn = f"; {_draws(step.one['unlike_draws'])}" if step.one["unlike_draws"] else ""
+        return step.found(
+            "gradients",
+            "changed",
+            f"{measured}, and did not after backward(){drawn}",
+            "gradients were averaged, and then each rank changed its own (noise, a limit or a factor of its own)",
+            "change them by what all ranks have (lockstep.mean), and draw from a generator that all ranks seed alike",
+        )
     if not facts["engines"]:
         return step.found("gradients", "unwrapped", measured, "gradients are not averaged: no engine was made", _WRAP)
     if outside and len(outside) == len(between.names):
@@ -429,14 +417,13 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
             "unwrapped",
             measured,
             f"no engine holds {_names(outside)}, and so nobody averages their gradients",
-            "let one module hold the model and the criterion, and wrap that",
+            "let one module hold the model and the criterion, and wrap that once requires_grad is set",
         )
-    return step.found("gradients", *_past_engine(step, between, measured))
+    return step.found("gradients", *_past_engine(step, gradients, measured))
 
 
-def _past_engine(step: StepOfJob, between: Values, measured: str) -> tuple[str, str, str, str]:
-    before, now = _calls_before(step), step.ranks[0]["engine_calls"]
-    if all(a == b for a, b in zip(before, now, strict=False)):
+def _past_engine(step: StepOfJob, gradients: Gradients, measured: str) -> tuple[str, str, str, str]:
+    if not any(step.ranks[0]["engine_calls"]):
         return (
             "inner-model",
             measured,
@@ -444,12 +431,14 @@ def _past_engine(step: StepOfJob, between: Values, measured: str) -> tuple[str, 
             "to",
             "call the wrapped model, not model.module",
         )
-    if len(between.names) < between.count:
+    factors, passes = gradients.taken.factors, len(step.ranks[0]["backwards"])
+    averaged = {any(abs(each) > 1e-3 for each in factors[passes + number :: passes]) for number in range(passes)}
+    if len(gradients.between.names) < gradients.between.count or (gradients.taken.is_good and len(averaged) > 1):
         return (
             "past-engine",
             measured,
             "a part of these gradients came past the engine: by another backward pass, by hand, or under no_sync",
-            "compute it with the wrapped model, in a backward pass that averages",
+            "compute it with the wrapped model, and add up all losses before one backward() that averages",
         )
     return (
         "not-averaged",
@@ -458,11 +447,6 @@ def _past_engine(step: StepOfJob, between: Values, measured: str) -> tuple[str, 
         "(torch.autograd.grad), or in a group of one rank",
         "let the last backward pass before each step average (outside of no_sync), and take gradients by backward()",
     )
-
-
-def _calls_before(step: StepOfJob) -> list[int]:
-    steps = step.job.facts[0]["steps"]
-    return list(steps[step.number - 2]["engine_calls"]) if step.number > 1 else [0] * len(step.ranks[0]["engine_calls"])
 
 
 # ---- after the gradients -----------------------------------------------------------------------------
@@ -474,7 +458,7 @@ def read_settings(step: StepOfJob) -> Difference | None:
     for rank, other in enumerate(step.ranks):
         for number, (mine, theirs) in enumerate(zip(own, other["settings"], strict=False)):
             for name in mine:
-                if name in theirs and mine[name] != theirs[name] and not _close(mine[name], theirs[name]):
+                if name in theirs and _is_far(step, mine[name], theirs[name]):
                     return step.found(
                         "parameters",
                         "settings",
@@ -488,10 +472,10 @@ def read_settings(step: StepOfJob) -> Difference | None:
     return None
 
 
-def _close(a: Any, b: Any) -> bool:
-    if isinstance(a, int | float) and isinstance(b, int | float):
-        return abs(a - b) <= 1e-9 * max(abs(a), abs(b))
-    return bool(a == b)
+def _is_far(step: StepOfJob, a: Any, b: Any) -> bool:
+    if not isinstance(a, int | float) or not isinstance(b, int | float):
+        return bool(a != b)
+    return far(abs(a - b) / max(abs(a), abs(b), 1e-30), step.noise, step.precision)  # a loss's rounding may be in it
 
 
 def read_parameters(step: StepOfJob) -> Difference | None:
@@ -526,7 +510,7 @@ def read_parameters(step: StepOfJob) -> Difference | None:
 def read_buffers(step: StepOfJob) -> Difference | None:
     """Buffers that differ after the step."""
     own, theirs = step.one["buffers"], step.ranks[0]["buffers"]
-    noise = {} if step.again is None else _noise_of(own, step.again["buffers"])
+    noise = {} if step.again is None else distances(own, step.again["buffers"])
     found = measure_values(
         theirs, {name: value for name, value in own.items() if name in theirs}, step.precision, noise
     )
@@ -541,7 +525,3 @@ def read_buffers(step: StepOfJob) -> Difference | None:
         "update them by the samples of all ranks (lockstep.all_gather within forward()); for BatchNorm "
         "lockstep.convert_sync_batchnorm",
     )
-
-
-def _noise_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, float]:
-    return {name: measure_values({name: value}, {name: b[name]}, 0.0).worst for name, value in a.items() if name in b}

@@ -25,6 +25,7 @@ __all__ = [
     "Samples",
     "Values",
     "distance_of_gradients",
+    "distances",
     "far",
     "fit_ranks",
     "measure_calls",
@@ -49,13 +50,7 @@ def far(difference: float, noise: float, precision: float) -> bool:
 
 
 def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """Largest difference over the largest number; infinity for other shapes and where only one is finite.
-
-    Args:
-        a: some numbers.
-        b: others.
-        least: differences up to this are none.
-    """
+    """Largest difference, if above `least`, over the largest number; infinity for other shapes and if one is finite."""
     if a.shape != b.shape:
         return float("inf")
     finite = torch.isfinite(a)
@@ -102,7 +97,7 @@ class Samples:
 def rows_of(step: _Step) -> int:
     """Samples of a step, without fillers; those that went into its models where no loader gave them."""
     if step["batches"]:
-        return sum(len(batch["keys"]) for batch in step["batches"] if not batch["filler"])
+        return sum(batch["rows"] for batch in step["batches"] if not batch["filler"])
     return sum(call["count"] for call in step["calls"] if not call["filler"])
 
 
@@ -141,7 +136,6 @@ class Calls:
         inputs: largest difference between inputs of the same samples.
         outputs: largest difference between outputs for the same inputs.
         culprit: name and class of the first module inside whose output differs though its input does not.
-        counts: forward passes of one process and of each rank.
         kind: class of the model in question.
         foreign: those of `unknown` that a rank had.
         parameters: largest difference between the parameters that the model has when it is called.
@@ -152,7 +146,6 @@ class Calls:
     inputs: float = 0.0
     outputs: float = 0.0
     culprit: tuple[str, str] = ("", "")
-    counts: tuple[int, ...] = ()
     kind: str = ""
     foreign: int = 0
     parameters: float = 0.0
@@ -168,7 +161,7 @@ class _Pairs:
     foreign: int = 0
 
 
-def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> _Pairs:
+def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], precision: float) -> _Pairs:
     places: dict[int, list[tuple[int, int]]] = {}
     samples: dict[int, list[tuple[int, int]]] = {}
     for rank, call in enumerate(ranks):
@@ -176,7 +169,7 @@ def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> _Pairs
             places.setdefault(key, []).append((rank, row))
         for row, key in enumerate(call["samples"] or ()):
             samples.setdefault(key, []).append((rank, row))
-    pairs = _Pairs()
+    pairs, rest = _Pairs(), list[int]()
     for row, key in enumerate(one["keys"]):
         found = places.get(key)
         if found:
@@ -186,18 +179,34 @@ def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> _Pairs
         if by_sample:
             pairs.by_sample.append((row, *by_sample[0]))
         else:
-            pairs.unknown += 1
-    pairs.foreign = _foreign(one, ranks)
+            rest.append(row)
+    near = _near(one, ranks, rest, precision)
+    pairs.exact += near
+    pairs.unknown = len(rest) - len(near)
+    known = {*one["keys"], *(one["samples"] or ())}
+    theirs = [
+        (key, sample)
+        for call in ranks
+        for key, sample in zip(call["keys"], call["samples"] or call["keys"], strict=True)
+    ]
+    pairs.foreign = max(0, sum(known.isdisjoint(each) for each in theirs) - len(near))
     return pairs
 
 
-def _foreign(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> int:
-    """Rows of ranks whose inputs and samples one process had not."""
-    keys, samples, count = set(one["keys"]), set(one["samples"] or ()), 0
-    for call in ranks:
-        known = call["samples"] or [None] * len(call["keys"])
-        count += sum(key not in keys and sample not in samples for key, sample in zip(call["keys"], known, strict=True))
-    return count
+def _near(
+    one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rows: Sequence[int], precision: float
+) -> list[tuple[int, int, int]]:
+    """Rows that a rank has but for rounding, as a product over a batch of another size leaves them."""
+    found: dict[int, tuple[int, int, int]] = {}
+    for rank, call in enumerate(ranks):
+        own, theirs = one["inputs"], call["inputs"]
+        if own is None or theirs is None or own.shape[1:] != theirs.shape[1:]:
+            continue
+        for row in rows:
+            place = int((theirs - own[row]).abs().amax(1).argmin())
+            if not far(_relative(own[row], theirs[place]), 0.0, precision):
+                found.setdefault(row, (row, rank, place))
+    return list(found.values())
 
 
 def _rows_differ(one: Tensor | None, ranks: Sequence[Tensor | None], pairs: Sequence[tuple[int, int, int]]) -> float:
@@ -232,13 +241,12 @@ def measure_calls(
         padded: samples are padded to other lengths, so that inputs differ, and outputs of one shape should not.
     """
     each, own = [_calls_of(step) for step in ranks], _calls_of(one)
-    counts = (len(own), *map(len, each))
-    told = Calls(counts=counts)
+    told = Calls()
     for number, call in enumerate(own):
         others = [calls[number] for calls in each if number < len(calls)]
         if not (others and call["count"]):
             continue
-        pairs = _match(call, others)
+        pairs = _match(call, others, precision)
         inputs = _rows_differ(call["inputs"], [other["inputs"] for other in others], pairs.by_sample)
         inputs = 0.0 if padded else inputs
         known = pairs.exact + ([] if far(inputs, noise, precision) else pairs.by_sample)
@@ -249,7 +257,7 @@ def measure_calls(
         unknown = pairs.unknown + pairs.foreign
         held = [other["parameters"] for other in others if other["parameters"].shape == call["parameters"].shape]
         parameters = max((_relative(call["parameters"], each) for each in held), default=0.0)
-        told = Calls(call["count"], unknown, inputs, outputs, culprit, counts, call["name"], pairs.foreign, parameters)
+        told = Calls(call["count"], unknown, inputs, outputs, culprit, call["name"], pairs.foreign, parameters)
         if unknown or any(far(each, noise, precision) for each in (inputs, outputs, parameters)):
             break
     return told
@@ -322,7 +330,7 @@ class Losses:
         """(one process's loss, what the ranks' make) over all backward passes.
 
         Args:
-            how: "weighted" by samples, "mean" of the ranks, or "sum".
+            how: "weighted" by samples, or "sum".
         """
         if any(len(each) != len(self.one) for each in self.ranks):
             return None
@@ -333,12 +341,8 @@ class Losses:
                 return None
             rows = [each[place] for each in self.rows]
             count = sum(rows) or 1
-            weights = {
-                "weighted": [row / count for row in rows],
-                "mean": [1 / len(rows)] * len(rows),
-                "sum": [float(row > 0) for row in rows],
-            }
-            total += sum(weight * float(value or 0) for weight, value in zip(weights[how], values, strict=True))
+            weights = [row / count if how == "weighted" else float(row > 0) for row in rows]
+            total += sum(weight * float(value or 0) for weight, value in zip(weights, values, strict=True))
             mine += own
         return mine, total
 
@@ -353,7 +357,7 @@ def _rows_at(step: _Step, number: int) -> int:
     batch = step["backwards"][number]["batch"]
     if 0 <= batch < len(step["batches"]):
         one = step["batches"][batch]
-        return 0 if one["filler"] else len(one["keys"])
+        return 0 if one["filler"] else int(one["rows"])
     return sum(call["count"] for call in _calls_of(step)) or 1
 
 
@@ -411,13 +415,10 @@ def measure_values(
     found = {}
     for name in {**a, **b}:
         one, other = a.get(name), b.get(name)
-        if one is None and other is None:
-            continue
-        one = torch.zeros_like(other) if one is None and other is not None else one
-        other = torch.zeros_like(one) if other is None and one is not None else other
-        assert one is not None
-        assert other is not None
-        found[name] = _relative(one, other, least)
+        some = other if one is None else one
+        if some is not None:
+            zeros = torch.zeros_like(some)
+            found[name] = _relative(zeros if one is None else one, zeros if other is None else other, least)
     wrong = [name for name, value in found.items() if far(value, (noise or {}).get(name, 0.0), precision)]
     wrong.sort(key=lambda name: -found[name])
     return Values(
@@ -425,7 +426,7 @@ def measure_values(
     )
 
 
-def _distances(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None], least: float = 0.0) -> dict[str, float]:
+def distances(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None], least: float = 0.0) -> dict[str, float]:
     """Relative difference of each tensor."""
     return {
         name: _relative(one, other, least)
@@ -477,7 +478,6 @@ class Gradients:
     Attributes:
         between: those that the optimizer took, rank by rank against rank 0.
         used: those that the optimizer took, against one process.
-        after: those that backward() left, against one process.
         factor: the ranks' gradients are one process's times this; None for no common factor.
         needed: one process's gradient out of what the ranks computed.
         taken: the gradient that rank 0's optimizer took out of the same.
@@ -487,7 +487,6 @@ class Gradients:
 
     between: Values
     used: Values
-    after: Values
     factor: float | None
     needed: Fit
     taken: Fit
@@ -499,13 +498,6 @@ def _used(step: _Step) -> dict[str, Tensor | None]:
     return {
         f"{place}:{name}": value for place, (name, value) in enumerate(zip(step["names"], step["used"], strict=True))
     }
-
-
-def _largest(values: Mapping[str, Tensor | None]) -> float:
-    return max(
-        (float(value[:-1].abs().max()) for value in values.values() if value is not None and value.numel() > 1),
-        default=0.0,
-    )
 
 
 def _flat(names: Sequence[str], values: Mapping[str, Tensor | None], like: Mapping[str, Tensor | None]) -> Tensor:
@@ -530,14 +522,13 @@ def _total(step: _Step) -> dict[str, Tensor | None]:
 def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, precision: float) -> Gradients:
     """Compare the gradients of a step."""
     own, theirs = _used(one), [_used(step) for step in ranks]
-    least = 100 * precision * _largest(own)
-    noise = _distances(own, _used(again), least) if again is not None else {}
+    numbers = (value[:-1].abs().max() for value in own.values() if value is not None and value.numel() > 1)
+    least = 100 * precision * max(map(float, numbers), default=0.0)
+    noise = distances(own, _used(again), least) if again is not None else {}
     between = [measure_values(theirs[0], other, precision, noise, least) for other in theirs[1:]]
     used = measure_values(theirs[0], own, precision, noise, least)
-    after = measure_values(ranks[0].get("after", {}), one.get("after", {}), precision, {}, least)
-    pairs = [
-        (theirs[0][name], value) for name, value in own.items() if value is not None and theirs[0].get(name) is not None
-    ]
+    both = [name for name, value in own.items() if value is not None and theirs[0].get(name) is not None]
+    common = fit_ranks(_flat(both, theirs[0], own), [_flat(both, own, own)], 1e4 * max(precision, 1e-12))
     total = _total(one)
     names = [name for name, value in total.items() if value is not None]
     parts = [_flat(names, each["local"], total) for step in ranks for each in step["backwards"]]
@@ -549,13 +540,16 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
     return Gradients(
         between=max(between, key=lambda each: (len(each.names), each.worst), default=Values(0.0, (), 0)),
         used=used,
-        after=after,
-        factor=_factor(pairs, precision),
+        factor=_only(common),
         needed=fit_ranks(whole, parts, rounding),
         taken=fit_ranks(_flat(names, took, total), parts, rounding),
-        scale=scale.factors[0] if scale.is_good and scale.factors else None,
+        scale=_only(scale),
         zeros=tuple(not bool(each.any()) for each in (*parts, whole)),
     )
+
+
+def _only(fit: Fit) -> float | None:
+    return fit.factors[0] if fit.is_good and fit.factors else None
 
 
 def distance_of_gradients(one: _Step, again: _Step) -> float:
@@ -566,19 +560,3 @@ def distance_of_gradients(one: _Step, again: _Step) -> float:
     own, theirs = _used(one), _used(again)
     names = [name for name, value in own.items() if value is not None]
     return fit_ranks(_flat(names, own, own), [_flat(names, theirs, own)]).rest
-
-
-def _factor(pairs: Sequence[tuple[Any, Any]], precision: float) -> float | None:
-    if not pairs:
-        return None
-    a = torch.cat([each[:-1] for each, other in pairs if each.shape == other.shape] or [torch.zeros(0)])
-    b = torch.cat([other[:-1] for each, other in pairs if each.shape == other.shape] or [torch.zeros(0)])
-    size = float(b.square().sum())
-    if size == 0.0:
-        return None
-    factor = float((a * b).sum()) / size
-    return (
-        factor
-        if float((a - factor * b).norm()) <= 1e4 * max(precision, 1e-12) * max(abs(factor), 1e-9) * size**0.5
-        else None
-    )

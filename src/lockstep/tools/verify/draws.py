@@ -12,17 +12,23 @@ is computed outside of a step, such as the data, stays as it is: samples are kno
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OperatorWatch", "join_draws"]
+from lockstep.tools.rehearse.patching import wrap
+
+__all__ = ["OperatorWatch", "join_draws", "watch_numpy_and_random"]
 
 _ATEN = torch.ops.aten
+_NUMPY = ("random", "rand", "randn", "randint", "uniform", "normal", "standard_normal", "beta", "integers")
+_RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate")
 # Numbers kept of all draws of a step; more are not given to the one process.
 _MOST_NUMBERS = 1 << 26
 
@@ -52,10 +58,6 @@ def join_draws(name: str, own: Tensor, drawn: list[Tensor], order: list[int] | N
     return joined
 
 
-def _is_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of this thread.
 
@@ -80,7 +82,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
         draws = self._draws.get(func)
         if draws is None:
-            draws = self._draws[func] = _is_draw(func)
+            draws = self._draws[func] = torch.Tag.nondeterministic_seeded in func.tags
         return self._noted(func, args, result) if draws and threading.get_ident() == self._thread else result
 
     def _noted(self, func: Any, args: Any, result: Any) -> Any:
@@ -94,6 +96,33 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         other = self._on_draw(name, result)
         return result if other is None else result.copy_(other)
+
+
+def watch_numpy_and_random(on_draw: Callable[[str, Tensor], Tensor | None]) -> None:
+    """See what numpy and `random` draw in this thread, from now on; `on_draw` as that of `OperatorWatch`."""
+    thread = threading.get_ident()
+
+    def make(place: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def drawing(original: Callable[..., Any]) -> Callable[..., Any]:
+            def draw(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                values = np.asarray(result)
+                if threading.get_ident() != thread or values.dtype.kind not in "iuf":
+                    return result
+                other = on_draw(place, torch.from_numpy(values))
+                if other is None:
+                    return result
+                return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
+
+            return draw
+
+        return drawing
+
+    watched: Any = type("Generator", (np.random.Generator,), {})
+    for owner, names in ((random, _RANDOM), (np.random, _NUMPY), (watched, _NUMPY)):
+        for name in names:
+            wrap(owner, name, make(f"{owner.__name__}.{name}"))
+    wrap(np.random, "default_rng", lambda original: lambda seed=None: watched(original(seed).bit_generator))
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor | None:

@@ -1,11 +1,10 @@
 """Forward passes that train: what enters the outermost module and comes out of it, sample by sample, and what is
 inside.
 
-Writes `calls` of a step: `root`, `kind` (its class), `keys` (of its inputs), `count` of rows, `inputs` and `outputs`
-(sketches of each row, or None), `widths` (numbers in a row of each output), `parameters` (two
-numbers of each), `inner` (name, class and sketches of what
-the modules inside return, in order), `filler`, `samples` (keys of the batch that it was computed from, if that has as
-many rows) and `engine` (the number of the engine that it is, or None).
+Writes `calls` of a step: `name` (its class), `keys` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches
+of each row, or None), `widths` (numbers in a row of each output), `parameters` (two numbers of each), `inner` (name,
+class and sketches of what the modules inside return, in order), `filler` and `samples` (keys of the batch that it was
+computed from, if that has as many rows).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.tools.verify.recorder import StepRecorder
-from lockstep.tools.verify.rows import row_sketch, sample_keys, value_sample
+from lockstep.tools.verify.rows import row_sketch, sample_keys, samples_first, value_sample
 from lockstep.tools.verify.state import plain_name
 from lockstep.tree import tensors_in
 
@@ -108,18 +107,19 @@ class ForwardWatch:
         )
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = tensors_in((args, kwargs))
-        count = next((each.size(0) for each in inputs if each.ndim), 0)
-        outputs = tensors_in(result)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         batches = self._recorder.step["batches"]
         last = batches[-1] if batches else None
+        given: Any = (args, kwargs)
+        if last and last["time_first"]:
+            given = inputs = samples_first(inputs, last["rows"])
+            outputs = samples_first(outputs, last["rows"])
+        count = next((each.size(0) for each in inputs if each.ndim), 0)
         self._recorder.step["calls"].append(
             {
-                "root": next(number for number, each in enumerate(self._recorder.roots) if each is module),
-                "kind": type(module).__name__,
                 "name": type(getattr(module, "module", module)).__name__,
                 "count": count,
-                "keys": [key for key, _ in sample_keys((args, kwargs), count)] if count else [],
+                "keys": [key for key, _ in sample_keys(given, count)] if count else [],
                 "inputs": _joined([row_sketch(each, count) for each in inputs]),
                 "outputs": _joined([row_sketch(each, count) for each in outputs]),
                 "widths": [each.numel() // count for each in outputs] if count else [],
@@ -127,7 +127,6 @@ class ForwardWatch:
                 "inner": [_sketched(each, count) for each in self._inner],
                 "filler": bool(last and last["filler"]),
                 "samples": [key for _, key in last["keys"]] if last and len(last["keys"]) == count else None,
-                "batch": len(batches) - 1,
             }
         )
         self._inner = []

@@ -5,7 +5,7 @@ Writes `backwards` of a step (`losses`: the numbers that backward() was called o
 them had returned), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
 `closure` (it made backward passes itself), `names` (of its parameters), `held` (whether an engine holds each),
 `settings` (of its groups), `used` (the gradients that it took), `begin`, `end` (the parameters before and after it),
-`buffers`, `engine_calls` (how often each engine's forward() was called). All values are `rows.value_sample`s.
+and `buffers`. All values are `rows.value_sample`s.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
@@ -46,6 +47,7 @@ class GradientWatch:
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
         self._engines: list[nn.Module] = []
         self._held: set[int] = set()
+        self._heard: set[int] = set()
         self._local: dict[int, Tensor] | None = None
         self._begin: list[Tensor] = []
         self._used: list[Tensor | None] = []
@@ -61,6 +63,8 @@ class GradientWatch:
         wrap(Optimizer, "__init__", self._make_optimizer)
         wrap(nn.parallel.DistributedDataParallel, "__init__", self._make_engine)
         wrap(OwnDistributedDataParallel, "__init__", self._make_engine)
+        # Before hooks of the script's own, which may change what reaches a parameter.
+        register_module_parameter_registration_hook(lambda module, name, parameter: self._see(parameter, ""))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -71,15 +75,16 @@ class GradientWatch:
         for name, parameter in module.named_parameters():
             self._see(parameter, plain_name(name))
 
-    def _see(self, parameter: Tensor, name: str) -> None:
-        known = self._names.get(id(parameter))
-        if known is not None or not parameter.is_leaf:
-            if known is not None and known.startswith("group"):
-                self._names[id(parameter)] = name
+    def _see(self, parameter: Tensor | None, name: str) -> None:
+        if parameter is None or not parameter.is_leaf:
             return
-        self._names[id(parameter)] = name
-        self._kept.append(parameter)
-        if parameter.requires_grad:
+        known = self._names.get(id(parameter))
+        if known is None:
+            self._kept.append(parameter)
+        if not known or known.startswith("group"):
+            self._names[id(parameter)] = name
+        if parameter.requires_grad and id(parameter) not in self._heard:
+            self._heard.add(id(parameter))
             parameter.register_hook(lambda gradient: self._reach(parameter, gradient))  # type: ignore[no-untyped-call]
 
     def _reach(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -108,14 +113,10 @@ class GradientWatch:
             self._engines.append(engine)
             self._held.update(id(each) for each in engine.parameters() if each.requires_grad)
             own = isinstance(engine, OwnDistributedDataParallel)
-            self._recorder.facts["engines"].append({"own": own, "calls": 0})
-            number = len(self._engines) - 1
-            engine.register_forward_pre_hook(lambda *_: self._count(number))
+            self._recorder.facts["engines"].append({"own": own})
+            engine.register_forward_pre_hook(lambda *_: self._recorder.step["engine_calls"].append(1))
 
         return init
-
-    def _count(self, number: int) -> None:
-        self._recorder.facts["engines"][number]["calls"] += 1
 
     # ---- backward passes -----------------------------------------------------------------------------
 
@@ -193,7 +194,6 @@ class GradientWatch:
                 begin=self._begin,
                 end=[value_sample(each) for each in self._parameters(optimizer)],
                 buffers=self._buffers(),
-                engine_calls=[each["calls"] for each in recorder.facts["engines"]],
             )
             self._on_step()
             recorder.end_step()
@@ -203,7 +203,7 @@ class GradientWatch:
         for number, root in enumerate(self._recorder.roots):
             for name, buffer in root.named_buffers():
                 if buffer.numel():
-                    found[f"{number}:{plain_name(name)}"] = value_sample(buffer)
+                    found[f"{number}:{plain_name(name)}"] = value_sample(buffer, in_order=True)
         return found
 
 

@@ -23,14 +23,31 @@ _SUM = (
     "lockstep.sum(loss), or divide by the number of samples; lockstep.global_loss(loss) where gradients are divided "
     "later",
 )
+_WHOLE = (
+    "whole-batch",
+    "each rank's loss is that of the whole batch, by collectives of torch, and the averaging takes it for that of the "
+    "rank's own samples",
+    "lockstep.all_gather(output) in place of torch's collectives",
+)
+_KEPT = (
+    "kept-state",
+    "the steps before were those of one process, and no mean of the ranks makes its gradient now: something that is "
+    "kept from step to step (a centre, a queue, weights by earlier losses) follows one rank's rows; or the loss "
+    "compares samples, is cut off, or adds terms that are divided by different counts",
+    "update what is kept by the samples of all ranks (lockstep.all_gather, lockstep.mean)",
+)
+_NOT_LINEAR = (
+    "not-linear",
+    "no weights of the ranks make one process's gradient: the loss compares samples with each other, takes a "
+    "statistic of the rank's rows (a mean, a deviation, a maximum, advantages, weights), or mixes terms that are "
+    "divided by different things",
+    "lockstep.all_gather(output) before samples are compared, lockstep.mean(total, count) for each mean that "
+    "something else than a sum is made of, lockstep.sum for terms that are sums",
+)
 
 
 def _close(a: float, b: float, tolerance: float = _CLOSE) -> bool:
     return abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-12)
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)
 
 
 def _numbers(values: list[float]) -> str:
@@ -39,7 +56,8 @@ def _numbers(values: list[float]) -> str:
 
 def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded: int) -> Difference:
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
-    stage = "gradients" if losses.are("weighted", 1e-4) or losses.are("sum", 1e-4) else "loss"
+    least = max(1e-9, 100 * step.precision, 50 * step.noise)
+    stage = "gradients" if losses.are("weighted", least) or losses.are("sum", least) else "loss"
     measured = _measured(gradients, losses)
     given = _given(step, losses)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
@@ -84,10 +102,8 @@ def _given(step: StepOfJob, losses: Losses) -> list[float]:
 def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] | None:
     """How much each rank's loss counts in a gradient; None if that is no sum of the ranks'.
 
-    Args:
-        fit: the gradient, out of what reached the ranks' parameters: Lockstep's engine has weighted that.
-        given: how much averaging makes each count.
-        scale: what a process takes of the gradient that it computed.
+    What reached their parameters, and `fit` is made of, was weighted by Lockstep's engine as averaging makes it count
+    (`given`); a process takes `scale` of what it computed.
     """
     if not fit.is_good or not scale or len(given) != len(fit.factors):
         return None
@@ -141,19 +157,15 @@ def _meaning(
     if needed is None and any(zeros):
         return _threshold(zeros)
     if needed is None:
-        return _kept() if step.number > 1 and _is_first_odd(step) else _not_linear()
-    if len(set(losses.shares)) > 1 and all(_close(loss, one) for loss, one in _pairs(losses)):
-        return (
-            "whole-batch",
-            "each rank's loss is that of the whole batch, by collectives of torch, and the averaging takes it for that "
-            "of the rank's own samples",
-            "lockstep.all_gather(output) in place of torch's collectives",
-        )
-    counted = taken if taken is not None else [1 / step.job.world_size] * len(needed)
+        return _KEPT if step.number > 1 and _is_first_odd(step) else _NOT_LINEAR
+    is_whole = all(_close(loss, one) for loss, one in _pairs(losses))
+    if is_whole and len(set(losses.shares)) > 1:
+        return _WHOLE
+    counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
     if all(counted) and _has_one_ratio(needed, counted):
         factor = counted[0] / needed[0]
-        if _close(factor * step.job.world_size, 1.0):
-            return _SUM
+        if _close(factor * len(step.ranks), 1.0):
+            return _WHOLE if is_whole else _SUM
         return (
             "factor",
             f"every rank's part counts {factor:.4g} times what it does in one process: the loss is multiplied or "
@@ -182,31 +194,9 @@ def _pairs(losses: Losses) -> list[tuple[float, float]]:
 
 def _is_first_odd(step: StepOfJob) -> bool:
     """Whether the steps before, which were one process's, were divided among the ranks as this one is."""
-    sizes = [[len(batch["keys"]) for each in step.ranks for batch in each["batches"]]]
-    before = step.job.facts
-    sizes.append([len(batch["keys"]) for each in before for batch in each["steps"][step.number - 2]["batches"]])
-    return bool(sizes[0]) and sizes[0] == sizes[1]
-
-
-def _kept() -> tuple[str, str, str]:
-    return (
-        "kept-state",
-        "the steps before were those of one process, and no mean of the ranks makes its gradient now: something that "
-        "is kept from step to step (a centre, a queue, weights by earlier losses) follows one rank's rows; or the loss "
-        "compares samples, is cut off, or adds terms that are divided by different counts",
-        "update what is kept by the samples of all ranks (lockstep.all_gather, lockstep.mean)",
-    )
-
-
-def _not_linear() -> tuple[str, str, str]:
-    return (
-        "not-linear",
-        "no weights of the ranks make one process's gradient: the loss compares samples with each other, takes a "
-        "statistic of the rank's rows (a mean, a deviation, a maximum, advantages, weights), or mixes terms that are "
-        "divided by different things",
-        "lockstep.all_gather(output) before samples are compared, lockstep.mean(total, count) for each mean that "
-        "something else than a sum is made of, lockstep.sum for terms that are sums",
-    )
+    steps = step.ranks, [each["steps"][step.number - 2] for each in step.job.facts]
+    now, before = ([batch["rows"] for each in ranks for batch in each["batches"]] for ranks in steps)
+    return bool(now) and now == before
 
 
 def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool:
@@ -222,7 +212,7 @@ def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool
 def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weights: list[float]) -> tuple[str, str, str]:
     whole, passes = sum(weights), sum(losses.shares)
     shown = _numbers(weights)
-    empty = [rank for rank, each in enumerate(losses.ranks) if not all(map(_is_finite, each))]
+    empty = [rank for rank, each in enumerate(losses.ranks) if not all(map(math.isfinite, filter(None, each)))]
     if empty:
         return (
             "count",
@@ -239,7 +229,7 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
     tolerance = max(1e-9, 100 * step.precision)
     is_mean = _close(whole, passes, tolerance) and all(each >= -1e-6 for each in weights)
     if all(_close(loss, one) for loss, one in _pairs(losses)):
-        return _not_linear()  # it is divided by itself
+        return _NOT_LINEAR  # it is divided by itself
     if is_mean and _is_weighted(losses, weights, 100 * tolerance):
         return (
             "count",
@@ -248,7 +238,7 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
             "lockstep.mean(total, count)",
         )
     if step.number > 1 and _is_first_odd(step):
-        return _kept()
+        return _KEPT
     return (
         "function-of-mean",
         f"the ranks' losses would have to weigh {shown}, which do not add up to {passes:.4g}: the loss is a "

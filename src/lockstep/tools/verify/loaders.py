@@ -1,9 +1,9 @@
 """What loaders hand out: the samples of every batch, and the batches of all ranks for the one process.
 
-Writes `batches` of a step (`loader`, `keys`, `filler`, `weight`: how much of the step its loader takes it for, or None;
-`indices` of the dataset or None), and the facts `loaders`
-(see `_describe`) and `passes` (`loader`, `keys`, `trains`, `finished`, `asked`: the indices of each batch, None where
-they are no numbers).
+Writes `batches` of a step (`loader`, `keys`, `rows`: how many samples, `time_first`, `filler`, `weight`: how much of
+the step its loader takes it for, or None; `indices` of the dataset or None), the fact `made` (batch sizes of torch's
+loaders, in the order in which they were made), and the facts `loaders` (see `_describe`) and `passes`
+(`loader`, `keys`, `trains`, `finished`, `asked`: the indices of each batch, None where they are no numbers).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lockstep.data.iteration import EpochIterator
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.recorder import StepRecorder
-from lockstep.tools.verify.rows import sample_keys
+from lockstep.tools.verify.rows import is_time_first, sample_keys, samples_first
+from lockstep.tree import tensors_in
 
 __all__ = ["LoaderWatch", "install"]
 
@@ -44,14 +45,6 @@ class LoaderWatch:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trains: set[int] = set()
         self._depth = 0
-
-    def aside(self) -> Any:
-        """A context: what happens inside is none of the script's."""
-        return self._recorder.aside()
-
-    def note_made(self, batch_size: int | None) -> None:
-        """A loader of torch was made."""
-        self._recorder.facts["made"].append(batch_size)
 
     def number_of(self, loader: Any) -> int:
         """Of a loader, in the order in which they were made; adds it to the facts."""
@@ -98,7 +91,7 @@ class LoaderWatch:
         try:
             batch = self._fetch(take)
             if trains and not recorder.is_cut and self._is_time_for_last(iterator):
-                batch = self._last(iterator, batch, take)
+                batch = self._last(iterator, one, batch, take)
         except StopIteration:
             one["finished"] = True
             raise
@@ -123,11 +116,17 @@ class LoaderWatch:
         length = _length_of(iterator)
         return length is None or 1 < length <= _MOST_SKIPPED
 
-    def _last(self, iterator: Any, batch: Any, take: Callable[[], Any]) -> Any:
+    def _last(self, iterator: Any, one: dict[str, Any], batch: Any, take: Callable[[], Any]) -> Any:
         self._recorder.is_last_batch = True
         self._recorder.until += 1
+        length, skipped = _length_of(iterator), _MOST_OF_STREAM
+        if length is not None:
+            # Whole windows of accumulation, so that as many batches are left over as there really are.
+            last = self._recorder.steps[-1]["batches"] if self._recorder.steps else []
+            window = max(1, sum(each["loader"] == one["loader"] for each in last))
+            skipped = (length - len(one["keys"]) - 1) // window * window
         with contextlib.suppress(StopIteration):
-            for _ in range(_length_of(iterator) or _MOST_OF_STREAM):
+            for _ in range(skipped):
                 batch = self._fetch(take)
                 counts = vars(iterator).get(_COUNTS)
                 if counts:
@@ -138,11 +137,12 @@ class LoaderWatch:
         recorder = self._recorder
         counts = vars(iterator).get(_COUNTS)
         indices = counts.popleft() if counts else None
-        count = None if indices is None else len(indices)
+        share = getattr(iterator, "share", None)
+        count = share.rows if share is not None and share.rows else len(indices or ())
         with recorder.aside():
             is_filler = lockstep.is_filler(batch)
-            share = getattr(iterator, "share", None)
-            keys = sample_keys(batch, share.rows if share is not None and share.rows else count)
+            time_first = is_time_first(batch, count)
+            keys = sample_keys(samples_first(tensors_in(batch), count) if time_first else batch, count)
         if not is_filler:
             one["keys"].append(keys)
         if not recorder.is_cut:
@@ -151,6 +151,8 @@ class LoaderWatch:
                 {
                     "loader": one["loader"],
                     "keys": keys,
+                    "rows": count or len(keys),
+                    "time_first": time_first,
                     "filler": is_filler,
                     "weight": None if share is None else share.local_samples / share.global_samples,
                     "indices": _numbers(indices),
@@ -161,8 +163,10 @@ class LoaderWatch:
         """A step was taken: its batches were to train on."""
         for batch in self._recorder.step["batches"]:
             self._trains.add(batch["loader"])
-        for one in self._recorder.facts["passes"]:
-            if one["loader"] in self._trains and not one["finished"]:
+        passes = self._recorder.facts["passes"]
+        latest = {one["loader"]: one for one in passes}  # its last batch may have been fetched ahead of this step
+        for one in passes:
+            if one["loader"] in self._trains and (one is latest[one["loader"]] or not one["finished"]):
                 one["trains"] = True
 
 
@@ -192,18 +196,15 @@ def _describe(loader: Any) -> dict[str, Any]:
     }
 
 
-def _init(watch: LoaderWatch, sizes: Sequence[int | None]) -> Callable[..., Any]:
-    made = [0]
-
+def _init(sizes: Sequence[int | None], made: list[int | None]) -> Callable[..., Any]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
             if not isinstance(self, lockstep.DataLoader) and "_lockstep_made" not in vars(self):
-                object.__setattr__(self, "_lockstep_made", made[0])
-                asked = sizes[made[0]] if made[0] < len(sizes) else None
-                made[0] += 1
+                object.__setattr__(self, "_lockstep_made", len(made))
+                asked = sizes[len(made)] if len(made) < len(sizes) else None
                 own = kwargs.get("batch_sampler", args[2] if len(args) > 2 else None)
                 size = batch_size if own is None else getattr(own, "batch_size", None)
-                watch.note_made(size if isinstance(size, int) else None)
+                made.append(size if isinstance(size, int) else None)
                 if asked is not None and own is not None:
                     with contextlib.suppress(AttributeError):
                         own.batch_size = asked
@@ -216,12 +217,12 @@ def _init(watch: LoaderWatch, sizes: Sequence[int | None]) -> Callable[..., Any]
     return make
 
 
-def _iterate(watch: LoaderWatch) -> Callable[..., Any]:
+def _iterate(watch: LoaderWatch, aside: Callable[[], Any]) -> Callable[..., Any]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def iterate(self: Any) -> Any:
             for name in (_PASS, _COUNTS, _ASKED, _NUMBER):  # workers that persist keep their iterator
                 vars(getattr(self, "_iterator", None) or watch).pop(name, None)
-            with watch.aside():
+            with aside():
                 iterator = original(self)
             if isinstance(iterator, EpochIterator | _BaseDataLoaderIter):
                 is_inner = isinstance(self, lockstep.DataLoader) and not isinstance(iterator, EpochIterator)
@@ -234,33 +235,17 @@ def _iterate(watch: LoaderWatch) -> Callable[..., Any]:
     return make
 
 
-def _next(watch: LoaderWatch) -> Callable[..., Any]:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def take_next(self: Any) -> Any:
-            return watch.take_next(self, lambda: original(self))
-
-        return take_next
-
-    return make
-
-
-def _next_index(watch: LoaderWatch) -> Callable[..., Any]:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def take_index(self: Any) -> Any:
-            return watch.take_index(self, original(self))
-
-        return take_index
-
-    return make
-
-
 def install(recorder: StepRecorder) -> LoaderWatch:
     """Watch all loaders of this process from now on."""
     watch = LoaderWatch(recorder)
-    wrap(DataLoader, "__init__", _init(watch, recorder.settings.batch_sizes))
-    wrap(DataLoader, "__iter__", _iterate(watch))
-    wrap(lockstep.DataLoader, "__iter__", _iterate(watch))
-    wrap(_BaseDataLoaderIter, "__next__", _next(watch))
-    wrap(_BaseDataLoaderIter, "_next_index", _next_index(watch))
-    wrap(EpochIterator, "__next__", _next(watch))
+
+    def take_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda iterator: watch.take_next(iterator, lambda: original(iterator))
+
+    wrap(DataLoader, "__init__", _init(recorder.settings.batch_sizes, recorder.facts["made"]))
+    wrap(DataLoader, "__iter__", _iterate(watch, recorder.aside))
+    wrap(lockstep.DataLoader, "__iter__", _iterate(watch, recorder.aside))
+    wrap(_BaseDataLoaderIter, "__next__", take_next)
+    wrap(_BaseDataLoaderIter, "_next_index", lambda original: lambda one: watch.take_index(one, original(one)))
+    wrap(EpochIterator, "__next__", take_next)
     return watch

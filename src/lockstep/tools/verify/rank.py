@@ -30,7 +30,7 @@ def install(settings: VerifySettings) -> StepRecorder:
     import torch
 
     from lockstep.tools.verify import loaders, outputs
-    from lockstep.tools.verify.draws import OperatorWatch
+    from lockstep.tools.verify.draws import OperatorWatch, watch_numpy_and_random
     from lockstep.tools.verify.gradients import GradientWatch
     from lockstep.tools.verify.recorder import StepRecorder
 
@@ -54,6 +54,7 @@ def install(settings: VerifySettings) -> StepRecorder:
     watch = loaders.install(recorder)
     GradientWatch(recorder, watch.note_step).install()
     outputs.install(recorder)
+    watch_numpy_and_random(recorder.on_draw)
     cuts = settings.role == HALVES
     OperatorWatch(recorder.on_draw, lambda: cuts and recorder.is_recording).__enter__()  # type: ignore[no-untyped-call]
     if settings.role == RANKS:

@@ -35,7 +35,8 @@ _LONGEST_ROUND = 8
 
 
 def _empty_step() -> dict[str, Any]:
-    return {"batches": [], "calls": [], "backwards": [], "draws": [], "own_draws": [], "unlike_draws": []}
+    parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws")
+    return {part: [] for part in parts}
 
 
 class StepRecorder:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
-__all__ = ["row_sketch", "sample_keys", "value_sample"]
+__all__ = ["is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample"]
 
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
@@ -83,6 +83,18 @@ def _columns(value: Any, count: int) -> list[Any]:
     return [_array(tensor) for tensor in tensors_in(value) if _length(tensor) == count]
 
 
+def is_time_first(batch: Any, count: int) -> bool:
+    """Whether samples are columns of the tensors of a batch, as recurrent networks have them."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+    columns = [each for each in tensors if each.ndim > 1 and each.size(0) != count == each.size(1)]
+    return bool(columns) and all(each.size(0) == count for each in tensors if not any(each is one for one in columns))
+
+
+def samples_first(tensors: Iterable[Tensor], count: int) -> list[Tensor]:
+    """Tensors of which `is_time_first` holds, with samples as rows."""
+    return [each.transpose(0, 1) if each.ndim > 1 and each.size(1) == count else each for each in tensors]
+
+
 def sample_keys(batch: Any, count: int | None = None) -> list[tuple[int, int]]:
     """A key for each sample of a batch, and one without padding. See [Note: samples by content].
 
@@ -129,9 +141,15 @@ def row_sketch(tensor: Tensor, count: int) -> Tensor | None:
     return torch.from_numpy(np.concatenate([rows[:, places], whole], 1))
 
 
-def value_sample(tensor: Tensor) -> Tensor:
-    """Some numbers of a parameter, gradient or state, float64: values at fixed places, then the norm."""
+def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
+    """Some numbers of a parameter, gradient or state, float64: values at fixed places, then the norm.
+
+    Args:
+        tensor: the whole.
+        in_order: sort them first, for what ranks fill in another order than one process, such as a queue.
+    """
     flat = _array(tensor).reshape(-1)
+    flat = np.sort(flat) if in_order else flat
     step = max(1, -(-flat.size // _MOST_VALUES))
     with np.errstate(all="ignore"):
         norm = np.sqrt(np.square(_real(flat)).sum())

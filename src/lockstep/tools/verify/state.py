@@ -70,10 +70,10 @@ def _copy(target: Tensor, source: Any) -> None:
         target.copy_(source)
 
 
-def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> bool:
-    """Begin a step with what rank 0 had; False where it has written nothing. What it had not is left as it is."""
+def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+    """Begin a step with what rank 0 had, if it has written that. What it had not is left as it is."""
     if not path.exists():
-        return False
+        return
     content = torch.load(path, weights_only=True)
     with torch.no_grad():
         for root, values in zip(roots, content["roots"], strict=False):
@@ -91,4 +91,3 @@ def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]
                         optimizer.state[parameter][key] = value[key]
     with contextlib.suppress(RuntimeError):
         torch.set_rng_state(content["rng"])
-    return True

@@ -37,10 +37,11 @@ from lockstep.tools.verify.compare import (
 from lockstep.tools.verify.linear import read_gradients
 from lockstep.tools.verify.settings import VerifySettings
 
-__all__ = ["Verdict", "judge", "judge_step", "needed_batch_sizes", "read_records"]
+__all__ = ["Verdict", "judge", "judge_step", "lacks_batch_size", "needed_batch_sizes", "read_records"]
 
 # What rounding may do before a script counts as one that does not determine its own steps.
 _MOST_NOISE = 1e-2
+_OF_ALL = "Make the samples of all ranks on each, and let each take its part"
 _PIECES = (
     "pieces: the script cuts its batches into pieces of a fixed size, of which one process with the batch of all ranks "
     "has N times as many; the gradients are the same but for that factor, and parameters and buffers after the steps "
@@ -103,6 +104,12 @@ def needed_batch_sizes(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any
     return tuple(None if size is None else max(1, round(size * factor)) for size in made)
 
 
+def lacks_batch_size(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> bool:
+    """Whether one process had fewer samples in its first step than the ranks, of a loader without a batch size."""
+    rows = sum(rows_of(each["steps"][0]) for each in ranks)
+    return None in ranks[0]["facts"]["made"] and rows_of(one["steps"][0]) < rows
+
+
 def _reads_alike(ranks: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all ranks walk the same samples in the order of the data, as one process would."""
     loaders = ranks[0]["facts"]["loaders"]
@@ -117,17 +124,13 @@ def judge_step(step: StepOfJob) -> Difference | None:
     apart, settings = read_ranks(step), read_settings(step)
     parameters, buffers = read_parameters(step), read_buffers(step)
     wrong = gradients.used.names or gradients.between.names
-    if not (wrong or apart or buffers or settings or parameters):
-        return None
-    return _first_stage(step, gradients) or apart or settings or parameters or buffers
+    if apart or not (wrong or buffers or settings or parameters):
+        return apart
+    return _first_stage(step, gradients) or settings or parameters or buffers
 
 
 def _first_stage(step: StepOfJob, gradients: Gradients) -> Difference | None:
-    """Where a step parted that ends in other parameters or buffers; None where nothing before the optimizer "
-    "differs."""
-    apart = read_ranks(step)
-    if apart is not None:
-        return apart
+    """Where a step parted that ends in other parameters or buffers; None where nothing before the optimizer does."""
     samples = measure_samples(step.ranks, step.one)
     calls = measure_calls(step.ranks, step.one, step.precision, step.noise, samples.padded > 0)
     losses = measure_losses(step.ranks, step.one)
@@ -160,7 +163,7 @@ def judge(
     """
     verdict = Verdict(len(ranks))
     facts = tuple({**each["facts"], "steps": each["steps"]} for each in ranks)
-    job = VerifiedJob(len(ranks), facts, {**one["facts"], "steps": one["steps"]})
+    job = VerifiedJob(facts, {**one["facts"], "steps": one["steps"]})
     count = min([len(one["steps"]), *(len(each["steps"]) for each in ranks)])
     for number in range(count):
         again_then = None if again is None or number >= len(again["steps"]) else again["steps"][number]
@@ -185,24 +188,12 @@ def judge(
             verdict.differences.append(_failed(count + 1, ranks, failure))
         else:
             _judge_counts(verdict, ranks, one)
-            _judge_aftermath(verdict, ranks, one, again, moved)
+            if verdict.code == 0:
+                others = (None if each is None else each["facts"] for each in (again, moved))
+                verdict.differences, notes = judge_aftermath([each["facts"] for each in ranks], one["facts"], *others)
+                verdict.notes.extend(notes)
     _note(verdict, ranks, one)
     return verdict
-
-
-def _judge_aftermath(
-    verdict: Verdict,
-    ranks: Sequence[Mapping[str, Any]],
-    one: Mapping[str, Any],
-    again: Mapping[str, Any] | None,
-    moved: Mapping[str, Any] | None,
-) -> None:
-    if verdict.differences or verdict.unknown:
-        return
-    others = (None if each is None else each["facts"] for each in (again, moved))
-    found, notes = judge_aftermath([each["facts"] for each in ranks], one["facts"], *others)
-    verdict.differences.extend(found)
-    verdict.notes.extend(notes)
 
 
 def _failed(step: int, ranks: Sequence[Mapping[str, Any]], failure: str) -> Difference:
@@ -260,17 +251,38 @@ def _is_undetermined(step: StepOfJob) -> str:
     return ""
 
 
+def _has_own_data(step: StepOfJob) -> bool:
+    """Whether an index of the dataset gives one process the sample of rank 0, and never that of another rank."""
+    one, *ranks = (
+        {
+            (batch["loader"], index): key
+            for each in facts["steps"]
+            for batch in each["batches"]
+            for index, key in _indexed(batch)
+        }
+        for facts in (step.job.one, *step.job.facts)
+    )
+    sizes = {tuple(loader["samples"] for loader in facts["loaders"]) for facts in (step.job.one, *step.job.facts)}
+    alike = [{found[index] == one[index] for index in found.keys() & one.keys()} for found in ranks]
+    return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:]
+
+
+def _indexed(batch: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Index in the dataset, and content, of each sample of a batch."""
+    return list(zip(batch["indices"] or (), (key for key, _ in batch["keys"]), strict=False))
+
+
 def _is_made_by_ranks(step: StepOfJob) -> str:
-    """Why one process has a part of the ranks' samples, where no loader gives any; empty if it has them all."""
+    """Why one process has a part of the ranks' samples, where each rank makes its own; empty if it has them all."""
     if step.job.one["loaders"]:
-        return ""
+        is_theirs = measure_samples(step.ranks, step.one).differ and _has_own_data(step)
+        return f"step {step.number}: each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
     calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
     if not calls.foreign or calls.foreign < calls.unknown:
         return ""
     return (
         f"step {step.number}: no loader gives the samples, and each rank makes its own: one process makes {calls.rows} "
-        f"of them, and cannot be given the ranks' {calls.foreign} others. Make those of all ranks, and let each take "
-        "its part"
+        f"of them, and cannot be given the ranks' {calls.foreign} others. {_OF_ALL}"
     )
 
 

@@ -42,6 +42,10 @@ _STARTS_RANKS = (
 )
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
+_NO_SIZE = (
+    "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
+    "batch_size), so it cannot be given the batches of all ranks"
+)
 _GIVEN = (
     "order: one process by itself draws another order of samples than the ranks, among whom no sample came twice; it "
     "was given theirs"
@@ -212,9 +216,10 @@ def _compared(session: _Session, world_size: int) -> Any:
     _write_keys(settings, ranks)
     failure = session.failure(RANKS) if code else ""
     code, one, sizes = _reference(session, ranks)
-    if code or one is None:
-        return Verdict(world_size, unknown=_ended(session.output(ONE), code, "one process"))
-    return _judged(session, ranks, one, sizes, failure)
+    words = _ended(session.output(ONE), code, "one process")
+    verdict = Verdict(world_size, unknown=words) if one is None else _judged(session, ranks, one, sizes, failure)
+    is_found = one is not None and any(0 < each.step <= len(one["steps"]) for each in verdict.differences)
+    return Verdict(world_size, unknown=words) if code and not is_found else verdict
 
 
 def _ended(output: str, code: int, where: str) -> str:
@@ -235,7 +240,7 @@ def _reference(session: _Session, ranks: Sequence[Any]) -> tuple[int, Any, tuple
 
 
 def _judged(session: _Session, ranks: Sequence[Any], one: Any, sizes: tuple[int | None, ...], failure: str) -> Any:
-    from lockstep.tools.verify.verdict import judge
+    from lockstep.tools.verify.verdict import Verdict, judge, lacks_batch_size
 
     verdict = judge(ranks, one, None, failure)
     facts = [each["facts"] for each in ranks]
@@ -250,6 +255,8 @@ def _judged(session: _Session, ranks: Sequence[Any], one: Any, sizes: tuple[int 
         if verdict.first[0] == "evaluated":
             _, moved = session.reference(ONE, sizes, {**orders, **evaluation_of_first(facts, one["facts"])})
         verdict = judge(ranks, one, again, failure, moved)
+    if verdict.first == ("samples", "order") and lacks_batch_size(ranks, one):
+        return Verdict(len(ranks), unknown=_NO_SIZE)
     if orders and verdict.first not in _OTHER_ORDER:
         verdict.notes.append(_GIVEN)
     return verdict
