@@ -87,11 +87,6 @@ class Feed:
     is_certain: bool = False
     question: Question | Deferred | None = None
 
-    @property
-    def is_uneven(self) -> bool:
-        """The ranks do not divide the batch, as far as this rank knows without asking."""
-        return self.weight != 1.0 or (self.share is not None and self.share.weight != 1.0)
-
     def settled(self) -> Feed:
         """The same with its weight. Collective where there is a question."""
         return self if self.question is None else self.question.ask()
