@@ -46,6 +46,7 @@ def train(**options: Any) -> dict[str, Any]:
         **options: of `lockstep.init`.
     """
     with world(**options) as opened:
+        dist.new_group([0])  # ranks have different numbers of groups, of which torch makes names
         found: dict[str, Any] = {}
         for kind in ("plain", "sharded"):
             model = lockstep.DistributedDataParallel(_network())

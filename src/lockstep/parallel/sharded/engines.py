@@ -85,23 +85,33 @@ _of_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None
 
 
 def group_of_host(group: dist.ProcessGroup, engine: Engine) -> dist.ProcessGroup | None:
-    """The ranks of a group on this host, as a group that shares memory, or of one rank. Collective over the group.
+    """The ranks of the default group on this host, as a group that shares memory, or of one rank. Collective.
 
     Args:
         group: on several hosts.
         engine: of that group.
 
     Returns:
-        The group, made once for each; None where no host has several ranks, or some of one share no memory.
+        The group, made once; None where no host has several ranks, or some of one share no memory. None of another
+        than the default group, too: torch has all ranks of that take part in making a group.
     """
+    if group is not dist.group.WORLD:
+        return None
     if group not in _of_hosts:
-        ranks = [dist.get_global_rank(group, each) for each in engine.team.near]
-        timeout = timedelta(seconds=engine.timeout_s)
-        made = dist.new_group(ranks, timeout, BACKEND_NAME, use_local_synchronization=True)
-        near = engine_of(made)
-        is_alone, is_shared = len(ranks) == 1, near is not None and near.team.shares_memory
-        facts = torch.tensor([is_alone, is_alone or is_shared], dtype=torch.uint8, device="cpu")
-        dist.all_reduce(facts, dist.ReduceOp.MIN, group=group)
-        all_alone, all_shared = facts.tolist()
-        _of_hosts[group] = made if all_shared and not all_alone else None
+        rows = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(group.size())]
+        dist.all_gather(rows, torch.tensor([engine.team.near[0]], device="cpu"), group=group)
+        first: list[int] = torch.cat(rows).tolist()  # of each rank's host
+        hosts = [[rank for rank, each in enumerate(first) if each == host] for host in sorted(set(first))]
+        _of_hosts[group] = _make_groups(hosts, group, engine) if len(hosts) < group.size() else None
     return _of_hosts[group]
+
+
+def _make_groups(hosts: Sequence[list[int]], group: dist.ProcessGroup, engine: Engine) -> dist.ProcessGroup | None:
+    timeout = timedelta(seconds=engine.timeout_s)
+    made = [dist.new_group(ranks, timeout, BACKEND_NAME) for ranks in hosts]
+    (own,) = (each for each, ranks in zip(made, hosts, strict=True) if group.rank() in ranks)
+    near = engine_of(own)
+    shares_memory = near is not None and (near.team.shares_memory or own.size() == 1)
+    all_share = torch.tensor([shares_memory], dtype=torch.uint8, device="cpu")
+    dist.all_reduce(all_share, dist.ReduceOp.MIN, group=group)
+    return own if all_share.item() else None
