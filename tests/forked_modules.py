@@ -1,7 +1,8 @@
 """`python -m MODULE …` in a fork of this process, for a program that starts several such.
 
 `lockstep bench strategies` starts each way to train by the launcher of its users, and that launcher its ranks: nearly
-thirty interpreters, which import torch for seconds each. In a process that has torch, `fork_the_ways` has them forked.
+thirty interpreters, which import torch for seconds each. In a process that has torch, `fork_the_ways` has them forked,
+and `fork_the_ranks` those of the other benchmarks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import os
 import runpy
 import select
+import signal
 import subprocess
 import sys
 import traceback
@@ -21,7 +23,7 @@ from typing import IO, NoReturn
 
 from lockstep.launch import forked
 
-__all__ = ["fork_the_ways"]
+__all__ = ["fork_the_ranks", "fork_the_ways"]
 
 _PRELOADED = (
     *("accelerate", "lightning_fabric"),
@@ -33,7 +35,7 @@ _PRELOADED = (
 
 
 class ForkedModule:
-    """As far as `WayJob`, and torchrun for its ranks, use `subprocess.Popen`.
+    """As far as `WayJob`, torchrun for its ranks, and `lockstep.bench.ranks` use `subprocess.Popen`.
 
     Args:
         args: an interpreter, options, `-m`, a module and its arguments.
@@ -41,16 +43,18 @@ class ForkedModule:
         stdout: None for this process's own; so `stderr`.
         stdin: is ignored, and empty.
         start_new_session: as it must be.
+        pass_fds: a descriptor that it keeps, or none.
     """
 
     def __init__(
         self,
         args: Sequence[str],
         env: Mapping[str, str],
-        stdout: IO[bytes] | None,
-        stderr: IO[bytes] | None,
-        start_new_session: bool,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | None = None,
+        start_new_session: bool = False,
         stdin: int = subprocess.DEVNULL,
+        pass_fds: tuple[int, ...] = (),
     ) -> None:
         assert start_new_session
         self.args = args
@@ -61,7 +65,7 @@ class ForkedModule:
         gc.freeze()  # as forked ranks of `lockstep.launch.forked`
         self.pid = os.fork()
         if self.pid == 0:
-            _become_module(args[args.index("-m") + 1 :], env, streams)
+            _become_module(args[args.index("-m") + 1 :], env, streams, pass_fds)
         self._descriptor = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
@@ -70,6 +74,11 @@ class ForkedModule:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self._descriptor)
         return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, once it has ended.
@@ -85,11 +94,18 @@ class ForkedModule:
         return code
 
 
-def _become_module(words: Sequence[str], env: Mapping[str, str], streams: tuple[int | None, ...]) -> NoReturn:
+def _become_module(
+    words: Sequence[str], env: Mapping[str, str], streams: tuple[int | None, ...], kept: tuple[int, ...]
+) -> NoReturn:
     code = 1
     try:
         os.setsid()
+        most = forked._MOST_DESCRIPTORS
+        for descriptor in kept:  # one, and those above it are closed here
+            forked._MOST_DESCRIPTORS = descriptor
+            os.closerange(descriptor + 1, most)
         forked._take(env, streams)
+        forked._MOST_DESCRIPTORS = most
         sys.argv[1:] = words[1:]
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0
@@ -114,3 +130,11 @@ def fork_the_ways() -> None:
     )
     handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
     importlib.import_module(handler).Popen = ForkedModule  # type: ignore[attr-defined]
+
+
+def fork_the_ranks() -> None:
+    """Have the ranks that `lockstep.bench.ranks` starts forked from this process."""
+    ranks = importlib.import_module("lockstep.bench.ranks")
+    ranks.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+        Popen=ForkedModule, DEVNULL=subprocess.DEVNULL
+    )

@@ -14,17 +14,18 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forked_modules import fork_the_ways
+from forked_modules import fork_the_ranks, fork_the_ways
 
 from lockstep.testing import limit_s
 
@@ -36,6 +37,7 @@ _PRELOADED = (
     "lockstep.launch.hosts.job",
     *("lockstep.tools.rehearse.rehearsal", "lockstep.tools.rehearse.rank"),
 )
+_CALL = "call"  # in the place of a command
 
 
 class WarmProcess:
@@ -162,6 +164,21 @@ class WarmLauncher:
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
 
+    def call(self, function: Callable[..., Any], *args: object, folder: Path, **options: object) -> Any:
+        """What a function of a module returns in a process of its own. The ranks that `lockstep.bench.ranks` starts for
+        it are forked, too.
+
+        Args:
+            function: is imported there by its name; called as `function(*args, **options)`.
+            folder: where it runs, and what is sent stands.
+        """
+        path = folder / "call"
+        path.write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args, options)))
+        process = self.start(_CALL, str(path), folder=folder)
+        out, err = process.communicate(timeout=limit_s(150))
+        assert process.returncode == 0, out + err
+        return pickle.loads(path.read_bytes())
+
     def close(self) -> None:
         """End the server, which runs nothing then."""
         self._end_started()
@@ -189,6 +206,9 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
     os.chdir(request["folder"])
     env.replace(request["variables"])
     tempfile.tempdir = None
+    if request["words"][0] == _CALL:
+        _call(Path(request["words"][1]))
+        sys.exit()
     check = LaunchConfig.check
 
     def check_and_fork(self: LaunchConfig) -> None:
@@ -200,6 +220,14 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
         if request["words"][:2] == ["bench", "strategies"]:
             fork_the_ways()
     sys.exit(cli.main(request["words"]))
+
+
+def _call(path: Path) -> None:
+    with path.open("rb") as file:
+        sys.path[:] = pickle.load(file)  # before what is imported by it
+        function, args, options = pickle.load(file)
+    fork_the_ranks()
+    path.write_bytes(pickle.dumps(function(*args, **options)))
 
 
 def _fork(request: Mapping[str, Any]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from warm_launcher import WarmLauncher
 
 import lockstep.bench.scaling as scaling
 from lockstep.bench.pages import Table, as_markdown
@@ -313,14 +314,19 @@ def test_without_root_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.Monk
     assert [one.reason for one in session.skipped] == ["needs root on Linux: test hosts are namespaces"]
 
 
-def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "_world_sizes", lambda nproc: [2])
-    session = _session(tmp_path, 2)
+def measure_two_ranks(folder: Path) -> tuple[list[Series], dict[str, Any]]:
+    scaling._world_sizes = lambda nproc: [2]
+    session = _session(folder, 2)
     scaling.measure(_options("--no-hosts", "--batch", "8"), session)
-    steps = {int(one.parameters["batch"]) for one in session.series if one.contestant == "step"}
-    sizes = {int(one.parameters["bytes"]) for one in session.series if one.contestant == "all_reduce"}
+    return session.series, session.settings
+
+
+def test_two_ranks(tmp_path: Path, warm: WarmLauncher) -> None:
+    series, settings = warm.call(measure_two_ranks, tmp_path, folder=tmp_path)
+    steps = {int(one.parameters["batch"]) for one in series if one.contestant == "step"}
+    sizes = {int(one.parameters["bytes"]) for one in series if one.contestant == "all_reduce"}
     assert (steps, sizes) == ({1, 2, 4, 8}, set(scaling.HOST_SIZES))
-    (bucket_bytes,) = session.settings["buckets_bytes"]  # type: ignore[misc]
+    (bucket_bytes,) = settings["buckets_bytes"]
     assert 0 <= bucket_bytes - 66_314 * 4 < 14 * 64, "not the digits model's parameters, each at a cache line"
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import numpy as np
@@ -22,6 +23,9 @@ from lockstep.bench.harness import Budget, Configuration, Contestant, measure
 from lockstep.bench.ranks import Job, RankFailed, run_ranks, tell
 from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.testing import limit_s
+
+if TYPE_CHECKING:  # ranks that are started anew import this module, and do not find that one
+    from warm_launcher import WarmLauncher
 
 MIB = 1024 * 1024
 ENVIRONMENT = Environment(
@@ -163,12 +167,12 @@ def test_contention_is_held_against_gloo() -> None:
     assert "| 7 ranks on 2 cores in `recv` | 0.30% | 6.00% | 1.02 s | 1.01 s |" in page
 
 
-def test_contention_end_to_end(tmp_path: Path) -> None:
+def test_contention_end_to_end(tmp_path: Path, warm: WarmLauncher) -> None:
     from benchmarks import case_contention
 
     budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=3, sweeps=1)
     plan = case_contention.Plan({2: (4,)}, {2: (0, 1)}, budget, 0.05, {2: 1}, turns=2)
-    result = case_contention.run(plan, quick=True)
+    result = warm.call(case_contention.run, plan, quick=True, folder=tmp_path)
     found = {(one.contestant, *one.parameters.values()) for one in result.series}
     assert {("gloo", 2, 4, 0), ("lockstep", 2, 4, 1), ("lockstep", 2, "recv", "waiter")} <= found
     assert len(result.series) == 2 * (2 + 2 * 2)
@@ -244,11 +248,13 @@ def test_decode_is_held_against_torchs_loader() -> None:
     assert "| 256 pixels, 0 workers | 465 | 512 | 1.10x" in report.render(_decode())
 
 
-def test_decode_end_to_end(tmp_path: Path) -> None:
+def test_decode_end_to_end(tmp_path: Path, warm: WarmLauncher) -> None:
     from benchmarks import case_decode
 
     budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=2, sweeps=1)
-    result = case_decode.run(case_decode.Plan({32: 5}, (0, 1), 2, budget, turns=2), quick=True)
+    result = warm.call(
+        case_decode.run, case_decode.Plan({32: 5}, (0, 1), 2, budget, turns=2), quick=True, folder=tmp_path
+    )
     assert [(one.contestant, one.parameters["workers"]) for one in result.series] == [
         (name, workers) for workers in (0, 1) for name in ("torch", "lockstep")
     ]
@@ -263,11 +269,11 @@ def test_decode_notices_an_epoch_that_lacks_images() -> None:
         case_decode._load("torch", [(None, torch.tensor([0, 1, 1]))], 4)  # type: ignore[arg-type]
 
 
-def test_epoch_end_to_end(tmp_path: Path) -> None:
+def test_epoch_end_to_end(tmp_path: Path, warm: WarmLauncher) -> None:
     from benchmarks import case_epoch
 
     budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=2, sweeps=1)
-    result = case_epoch.run(case_epoch.Plan(8, 4, (0, 1), 2, "cnn_5m", budget), quick=True)
+    result = warm.call(case_epoch.run, case_epoch.Plan(8, 4, (0, 1), 2, "cnn_5m", budget), quick=True, folder=tmp_path)
     assert [(one.contestant, one.parameters["workers"]) for one in result.series] == [
         (name, workers) for workers in (0, 1) for name in ("torch", "lockstep")
     ]
@@ -301,11 +307,11 @@ def test_listing_is_held_against_ranks_that_walk_for_themselves() -> None:
     assert "| lockstep, every later run | 20.0 ms" in report.render(_listing())
 
 
-def test_listing_end_to_end(tmp_path: Path) -> None:
+def test_listing_end_to_end(tmp_path: Path, warm: WarmLauncher) -> None:
     from benchmarks import case_listing
 
     budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=2, sweeps=1)
-    result = case_listing.run(case_listing.Plan(3, 20, budget), quick=True)
+    result = warm.call(case_listing.run, case_listing.Plan(3, 20, budget), quick=True, folder=tmp_path)
     assert [one.contestant for one in result.series] == ["every_rank", "lockstep", "lockstep_again"]
     assert "20 images in 3 folders" in report.render(Result.load(result.save(tmp_path)))
 
@@ -603,11 +609,11 @@ def test_what_rank_zero_tells_is_heard_though_it_fails(capfd: pytest.CaptureFixt
     assert "after it has told" in capfd.readouterr().err
 
 
-def test_all_reduce_end_to_end(tmp_path: Path) -> None:
+def test_all_reduce_end_to_end(tmp_path: Path, warm: WarmLauncher) -> None:
     from benchmarks import case_all_reduce
 
     budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=3, sweeps=2)
-    result = case_all_reduce.run(case_all_reduce.Plan((2,), (1024,), budget), quick=True)
+    result = warm.call(case_all_reduce.run, case_all_reduce.Plan((2,), (1024,), budget), quick=True, folder=tmp_path)
     assert {series.contestant for series in result.series} == {
         "gloo",
         "lockstep",
