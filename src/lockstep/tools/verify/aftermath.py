@@ -170,7 +170,7 @@ def _evaluated(ranks: Sequence[Facts], one: Facts, measured: str) -> Difference:
                 f"{measured}; one process evaluated {sum(mine.values())} samples, the ranks "
                 f"{', '.join(map(str, counts))}",
                 f"{extra} samples were counted twice: a DistributedSampler fills up its last batch",
-                "lockstep.DataLoader(…, evaluation=True), which gives each sample to one rank",
+                "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics: each sample on one rank",
             )
     return Difference(
         0,

@@ -151,7 +151,7 @@ class LoaderWatch:
                 {
                     "loader": one["loader"],
                     "keys": keys,
-                    "rows": count or len(keys),
+                    "rows": count if count and share is None else len(keys),
                     "time_first": time_first,
                     "filler": is_filler,
                     "weight": None if share is None else share.local_samples / share.global_samples,
