@@ -1,6 +1,7 @@
 """Hides from a program what other systems lack: `python lacking.py SYSTEM program.py`, for tests on Linux.
 
 torch is imported first, because it is built for this system; whatever Lockstep asks for afterwards is not there.
+Without words, it runs several programs that it reads of in stdin, in forks of a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
+import importlib
 import io
+import json
 import os
 import platform
 import runpy
@@ -21,8 +24,9 @@ from collections.abc import Callable
 from typing import Any
 
 # What they import themselves must not fail.
+import torch
 import torch.distributed
-import torch.utils.data  # noqa: F401
+import torch.utils.data
 
 _LINUX = {
     os: ("memfd_create", "MFD_CLOEXEC", "pidfd_open", "sched_getaffinity", "posix_fallocate", "pipe2"),
@@ -94,10 +98,35 @@ def hide_for_sandbox() -> None:
     platform.machine = lambda: "unknown"
 
 
+_HIDE = {"linux": None, "macos": hide_for_macos, "windows": hide_for_windows, "sandbox": hide_for_sandbox}
+
+
+def _fork_all(requests: list[dict[str, Any]]) -> None:
+    """Run a program for each request in a fork of this process, all at once, and print their exit codes.
+
+    Returns in each fork, which has `sys.argv` then as if it had been started alone.
+    """
+    importlib.import_module("torch._dynamo")  # which the first optimizer would import, in seconds
+    pids = []
+    for request in requests:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ.update(request["variables"])
+            for number, name in enumerate(request["streams"], start=1):
+                os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+            torch.set_num_threads(1)  # before any thread asks for the pool, which no fork has
+            sys.argv[1:] = request["words"]
+            return
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+    sys.exit()
+
+
 if __name__ == "__main__":
     sysconfig.get_config_vars()  # of this interpreter, before it is told another system
+    if len(sys.argv) == 1:
+        _fork_all(json.load(sys.stdin))
     _, system, program, *arguments = sys.argv
-    hide = {"linux": None, "macos": hide_for_macos, "windows": hide_for_windows, "sandbox": hide_for_sandbox}[system]
+    hide = _HIDE[system]
     if hide is not None:
         hide()
     sys.argv = [program, *arguments]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -16,22 +18,42 @@ LACKING = Path(__file__).with_name("lacking.py")
 PROGRAM = Path(__file__).with_name("training_anywhere.py")
 
 
-def _start(system: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(LACKING), system, str(PROGRAM), str(folder)],
-        env={**snapshot(), **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Ended(NamedTuple):
+    """What a program has written, and its exit code."""
+
+    code: int
+    output: str
+    errors: str
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int], Ended]:
+    """The program on every system, by it, rank and world size: forks of one process, which run at the same time."""
+    folder = tmp_path_factory.mktemp("systems")
+    alone = [(system, 0, 1) for system in ("linux", "macos", "windows", "sandbox")]
+    keys = [*alone, *((system, rank, 2) for system in ("macos", "sandbox") for rank in range(2))]
+    ports = {system: str(find_free_port()) for system in ("macos", "sandbox")}
+    requests = []
+    for system, rank, size in keys:
+        places = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        variables = {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[system]} if size == 2 else {}
+        name = str(folder / f"{system}-{rank}-{size}")
+        words = [system, str(PROGRAM), str(folder / f"{system}-{size}")]
+        requests.append({"words": words, "variables": variables, "streams": [f"{name}.out", f"{name}.err"]})
+    done = subprocess.run(
+        [sys.executable, str(LACKING)], env=snapshot(), input=json.dumps(requests), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    texts = [[Path(name).read_text() for name in request["streams"]] for request in requests]
+    codes = json.loads(done.stdout)
+    return {key: Ended(code, *text) for key, code, text in zip(keys, codes, texts, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def answer(ended: dict[tuple[str, int, int], Ended]) -> str:
     """What the program prints on this system, where nothing is hidden."""
-    process = _start("linux", tmp_path_factory.mktemp("linux"))
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
+    code, output, errors = ended["linux", 0, 1]
+    assert code == 0, errors
     assert output.splitlines()[0] == "lockstep"
     return output.splitlines()[1]
 
@@ -44,10 +66,11 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("sandbox", "lockstep", "this system refuses pidfd_open"),
     ],
 )
-def test_one_process_trains(system: str, backend: str, launcher: str, answer: str, tmp_path: Path) -> None:
-    process = _start(system, tmp_path)
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
+def test_one_process_trains(
+    system: str, backend: str, launcher: str, answer: str, ended: dict[tuple[str, int, int], Ended]
+) -> None:
+    code, output, errors = ended[system, 0, 1]
+    assert code == 0, errors
     first, second, *refusals = output.splitlines()
     assert (first, second) == (backend, answer)
     assert len(refusals) == 2  # of `lockstep run`, and of `lockstep.spawn`
@@ -56,28 +79,14 @@ def test_one_process_trains(system: str, backend: str, launcher: str, answer: st
 
 
 @pytest.mark.parametrize("system", ["macos", "sandbox"])
-def test_two_processes_train(system: str, answer: str, tmp_path: Path) -> None:
-    port = find_free_port()
-    ranks = [
-        _start(
-            system,
-            tmp_path,
-            RANK=str(rank),
-            WORLD_SIZE="2",
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-        for rank in range(2)
-    ]
-    ends = [rank.communicate() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], ends
+def test_two_processes_train(system: str, answer: str, ended: dict[tuple[str, int, int], Ended]) -> None:
+    ranks = [ended[system, rank, 2] for rank in range(2)]
+    assert [rank.code for rank in ranks] == [0, 0], ranks
     backend = "gloo" if system == "macos" else "lockstep"
-    for output, _ in ends:
+    for _, output, _ in ranks:
         assert output.splitlines()[0] == backend
         assert float(output.splitlines()[1]) == pytest.approx(float(answer), rel=1e-12)
-    said = [errors.count("This job's ranks talk over gloo: the same answers, but slower") for _, errors in ends]
+    said = [errors.count("This job's ranks talk over gloo: the same answers, but slower") for _, _, errors in ranks]
     assert said == ([1, 0] if system == "macos" else [0, 0])
 
 
