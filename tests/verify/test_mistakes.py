@@ -269,6 +269,14 @@ def test_accelerate_draws_another_order_and_fills_up_the_last_batch(
     assert any(note.startswith("order: ") for note in verdict.notes) == (count == "24")
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_pass_that_does_not_train_is_no_epoch(trains: bool) -> None:
+    one = {"loader": 0, "trains": True, "finished": True, "keys": [[(1, 1), (2, 2)]]}
+    facts = {"loaders": [{"shuffles": True}], "saves": [], "passes": [{**one, "trains": trains}, one], "texts": []}
+    found, _ = judge_aftermath([facts, facts], facts, facts, None)
+    assert [each.cause for each in found] == (["set-epoch"] if trains else [])
+
+
 def test_what_is_undetermined_is_no_finding(tmp_path: Path) -> None:
     verdict, text = verdict_on("undetermined", tmp_path)
     assert verdict.code == 2, text

@@ -41,6 +41,7 @@ def _same_epochs(facts: Facts) -> list[Difference]:
     """A sampler that shuffles, and a second epoch that begins as the first did."""
     for number, loader in enumerate(facts["loaders"]):
         passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
+        passes = [each for each in passes if each["trains"] or not each["finished"]]  # nor a statistic or an evaluation
         if loader["shuffles"] and len(passes) > 1 and passes[0]["keys"][0] == passes[1]["keys"][0]:
             count = len(passes[0]["keys"][0])
             return [
