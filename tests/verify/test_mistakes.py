@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from another_answers import ANOTHER_ANSWERS
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.causes import Difference
 from lockstep.tools.verify.report import format_text
+from lockstep.tools.verify.rows import is_time_first
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import Verification, verify
 
@@ -234,6 +236,14 @@ def test_outputs_of_tokens_that_are_padding_are_not_compared(text: str, tmp_path
     script.write_text(text)
     (verdict,) = verify(Verification(str(script), steps=2))
     assert verdict.first == ("loss", "count"), format_text("train.py", [verdict])
+
+
+def test_samples_are_columns_only_where_the_first_tensor_has_them_so() -> None:
+    boxes = [{"boxes": torch.zeros(number, 4)} for number in range(1, 5)]
+    assert is_time_first(torch.zeros(7, 4), 4)
+    assert is_time_first((torch.zeros(7, 4, 3), torch.zeros(4)), 4)
+    assert not is_time_first((torch.zeros(4, 3, 8, 8), boxes), 4)
+    assert not is_time_first((torch.zeros(18, 5), torch.zeros(2, 36), torch.zeros(18)), 5)
 
 
 BY_ACCELERATE = """

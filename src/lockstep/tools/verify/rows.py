@@ -85,9 +85,9 @@ def _columns(value: Any, count: int) -> list[Any]:
 
 def is_time_first(batch: Any, count: int) -> bool:
     """Whether samples are columns of the tensors of a batch, as recurrent networks have them."""
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
-    columns = [each for each in tensors if each.ndim > 1 and each.size(0) != count == each.size(1)]
-    return bool(columns) and all(each.size(0) == count for each in tensors if not any(each is one for one in columns))
+    shapes = [tuple(tensor.shape[:2]) for tensor in tensors_in(batch) if tensor.ndim]
+    is_column = bool(shapes) and shapes[0][0] != count and shapes[0][1:] == (count,)
+    return is_column and all(count in each for each in shapes)
 
 
 def samples_first(tensors: Iterable[Tensor], count: int) -> list[Tensor]:
