@@ -256,7 +256,7 @@ def init_as_the_same_rank() -> Caught:
     store = dist.FileStore(os.path.join(env.LOCKSTEP_RENDEZVOUS.get() or "", "own"), -1)
 
     def init() -> None:
-        with lockstep.init(rank=rank, world_size=2, store=store, timeout=limit_s(5)):
+        with lockstep.init(rank=rank, world_size=2, store=store, timeout=limit_s(2)):  # one waits for all of it
             pass
 
     return attempt(init)
