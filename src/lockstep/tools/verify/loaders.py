@@ -161,12 +161,11 @@ class LoaderWatch:
 
     def note_step(self) -> None:
         """A step was taken: its batches were to train on."""
-        for batch in self._recorder.step["batches"]:
-            self._trains.add(batch["loader"])
-        passes = self._recorder.facts["passes"]
-        latest = {one["loader"]: one for one in passes}  # its last batch may have been fetched ahead of this step
+        loaders, passes = [batch["loader"] for batch in self._recorder.step["batches"]], self._recorder.facts["passes"]
+        self._trains.update(loaders)
+        latest = [one for one in passes if [one["loader"]] == loaders[-1:]][-1:]  # that may have ended before the step
         for one in passes:
-            if one["loader"] in self._trains and (one is latest[one["loader"]] or not one["finished"]):
+            if one["loader"] in self._trains and (not one["finished"] or any(one is each for each in latest)):
                 one["trains"] = True
 
 
