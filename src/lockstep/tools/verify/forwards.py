@@ -125,11 +125,18 @@ class ForwardWatch:
                 "widths": [each.numel() // count for each in outputs] if count else [],
                 "parameters": _brief(module),
                 "inner": [_sketched(each, count) for each in self._inner],
-                "filler": bool(last and last["filler"]),
-                "samples": [key for _, key in last["keys"]] if last and len(last["keys"]) == count else None,
+                **_came_with(last, count),
             }
         )
         self._inner = []
+
+
+def _came_with(batch: dict[str, Any] | None, count: int) -> dict[str, Any]:
+    """What a batch of a loader says of the rows that go through a module after it."""
+    if batch is None:
+        return {"filler": False, "samples": None}
+    keys = [key for _, key in batch["keys"]]
+    return {"filler": bool(batch["filler"]), "samples": keys if len(keys) == count else None}
 
 
 def _joined(sketches: list[Tensor | None]) -> Tensor | None:

@@ -163,17 +163,19 @@ def _meaning(
         return _WHOLE
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
     if all(counted) and _has_one_ratio(needed, counted):
-        factor = counted[0] / needed[0]
-        if _close(factor * len(step.ranks), 1.0):
-            return _WHOLE if is_whole else _SUM
-        return (
-            "factor",
-            f"every rank's part counts {factor:.4g} times what it does in one process: the loss is multiplied or "
-            "divided by a number that depends on the number of ranks or on a rank's rows, or gradients are added and "
-            "not averaged",
-            "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
-        )
+        return _one_factor(counted[0] / needed[0], len(step.ranks), is_whole)
     return _by_weights(step, losses, zeros, needed)
+
+
+def _one_factor(factor: float, world_size: int, is_whole: bool) -> tuple[str, str, str]:
+    if _close(factor * world_size, 1.0):
+        return _WHOLE if is_whole else _SUM
+    return (
+        "factor",
+        f"every rank's part counts {factor:.4g} times what it does in one process: the loss is multiplied or divided by "
+        "a number that depends on the number of ranks or on a rank's rows, or gradients are added and not averaged",
+        "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
+    )
 
 
 def _threshold(zeros: tuple[bool, ...]) -> tuple[str, str, str]:

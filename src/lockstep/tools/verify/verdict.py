@@ -162,28 +162,11 @@ def judge(
         moved: of one process that evaluated what rank 0 evaluates; None where that did not run.
     """
     verdict = Verdict(len(ranks))
-    facts = tuple({**each["facts"], "steps": each["steps"]} for each in ranks)
-    job = VerifiedJob(facts, {**one["facts"], "steps": one["steps"]})
     count = min([len(one["steps"]), *(len(each["steps"]) for each in ranks)])
-    for number in range(count):
-        again_then = None if again is None or number >= len(again["steps"]) else again["steps"][number]
-        then = tuple(each["steps"][number] for each in ranks)
-        view = _with_noise(StepOfJob(number + 1, job, then, one["steps"][number], again_then, 0.0))
-        verdict.unknown = _is_undetermined(view) or _is_made_by_ranks(view)
-        if verdict.unknown:
-            return verdict
-        verdict.steps = number + 1
-        if _cuts_pieces(view):
-            verdict.digits.append({"gradients": 0.0})
-            if _PIECES not in verdict.notes:
-                verdict.notes.append(_PIECES)
-            continue
-        verdict.digits.append(_digits(view))
-        found = judge_step(view)
-        if found is not None:
-            verdict.differences.append(found)
-            break
-    else:
+    _judge_steps(verdict, count, ranks, one, again)
+    if verdict.unknown:
+        return verdict
+    if not verdict.differences:
         if failure:
             verdict.differences.append(_failed(count + 1, ranks, failure))
         else:
@@ -194,6 +177,36 @@ def judge(
                 verdict.notes.extend(notes)
     _note(verdict, ranks, one)
     return verdict
+
+
+def _judge_steps(
+    verdict: Verdict,
+    count: int,
+    ranks: Sequence[Mapping[str, Any]],
+    one: Mapping[str, Any],
+    again: Mapping[str, Any] | None,
+) -> None:
+    """So many steps, up to the first that differs or of which nobody can tell."""
+    facts = tuple({**each["facts"], "steps": each["steps"]} for each in ranks)
+    job = VerifiedJob(facts, {**one["facts"], "steps": one["steps"]})
+    for number in range(count):
+        again_then = None if again is None or number >= len(again["steps"]) else again["steps"][number]
+        then = tuple(each["steps"][number] for each in ranks)
+        view = _with_noise(StepOfJob(number + 1, job, then, one["steps"][number], again_then, 0.0))
+        verdict.unknown = _is_undetermined(view) or _is_made_by_ranks(view)
+        if verdict.unknown:
+            return
+        verdict.steps = number + 1
+        if _cuts_pieces(view):
+            verdict.digits.append({"gradients": 0.0})
+            if _PIECES not in verdict.notes:
+                verdict.notes.append(_PIECES)
+            continue
+        verdict.digits.append(_digits(view))
+        found = judge_step(view)
+        if found is not None:
+            verdict.differences.append(found)
+            return
 
 
 def _failed(step: int, ranks: Sequence[Mapping[str, Any]], failure: str) -> Difference:
