@@ -172,8 +172,8 @@ def _one_factor(factor: float, world_size: int, is_whole: bool) -> tuple[str, st
         return _WHOLE if is_whole else _SUM
     return (
         "factor",
-        f"every rank's part counts {factor:.4g} times what it does in one process: the loss is multiplied or divided by "
-        "a number that depends on the number of ranks or on a rank's rows, or gradients are added and not averaged",
+        f"every rank's part counts {factor:.4g} times what it does in one process: the loss is multiplied or divided "
+        "by a number that depends on the number of ranks or on a rank's rows, or gradients are added and not averaged",
         "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
     )
 
