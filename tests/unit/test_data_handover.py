@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -70,6 +73,16 @@ def test_batch_that_cannot_be_sent_is_an_error() -> None:
     loader = DataLoader(range(4), 2, num_workers=1, collate_fn=lambda samples: lambda: samples, timeout=DEADLINE_S)
     with pytest.raises(DataError, match=r"batch of type function cannot be sent from its worker.*num_workers=0"):
         list(loader)
+
+
+def test_workers_end_with_an_iterator_that_an_error_keeps_in_a_cycle() -> None:
+    before = set(multiprocessing.active_children())
+    loader = DataLoader(range(4), 2, num_workers=1, collate_fn=lambda samples: samples[9])
+    with contextlib.suppress(IndexError):
+        list(loader)
+    del loader
+    gc.collect()
+    assert before.issuperset(multiprocessing.active_children())
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -48,7 +48,7 @@ from lockstep.data.worker_signals import held_back
 from lockstep.drift.evaluations import EvaluationWatch
 from lockstep.drift.watch import watch_optimizers, watch_shutdown
 from lockstep.errors import DataError
-from lockstep.torch_private.loader import iterator_of, set_guarded
+from lockstep.torch_private.loader import end_workers_with, iterator_of, set_guarded
 
 __all__ = ["DataLoader"]
 
@@ -425,6 +425,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             handover.cancel()
             raise
         handover.end_with(iterator)
+        end_workers_with(iterator)
         return iterator
 
     def _samples_per_epoch(self) -> int | None:

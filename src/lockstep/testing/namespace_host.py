@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import pickle
 import select
@@ -132,7 +133,6 @@ def _fork_ranks() -> None:
 def main() -> None:
     """Import what ranks need, then fork a process for each host, and wait for the end of all."""
     import torch
-    import torch._dynamo  # by an optimizer's first step
     import torch.nn.parallel
 
     import lockstep.comm.hosts.group
@@ -141,6 +141,7 @@ def main() -> None:
     import lockstep.testing.conformance
     import lockstep.train  # noqa: F401
 
+    importlib.import_module("torch._dynamo")  # which the first optimizer of a process imports
     torch.set_num_threads(1)
     gc.freeze()  # a collection in a rank then leaves the shared pages alone
     places = [tuple(map(int, place.split(","))) for place in sys.argv[1:]]

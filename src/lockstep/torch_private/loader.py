@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.torch_private.lookup import find, need
 
-__all__ = ["iterator_of", "set_guarded", "stack_into", "stacks_as_torch"]
+__all__ = ["end_workers_with", "iterator_of", "set_guarded", "stack_into", "stacks_as_torch"]
 
 _get_iterator = need("torch.utils.data.DataLoader._get_iterator")
 
@@ -24,6 +26,25 @@ def iterator_of(loader: DataLoader[Any]) -> Any:
     with torch.device("cpu") if default != "cpu" else nullcontext():
         # Looked up again: others replace it, too.
         return getattr(DataLoader, "_get_iterator", _get_iterator)(loader)
+
+
+def end_workers_with(iterator: Any) -> None:
+    """Have the workers of one of torch's iterators end where it is collected as part of a reference cycle. Local.
+
+    An error of a worker makes such a cycle, by torch's frames in its traceback. multiprocessing ends the queues in it
+    before torch's `__del__` tells the workers through them to end, and torch then waits for each of them, some seconds.
+    What a finalizer holds is no part of the cycle.
+    """
+    ended, queues = getattr(iterator, "_workers_done_event", None), getattr(iterator, "_index_queues", None)
+    if ended is not None and queues:
+        weakref.finalize(iterator, _end_workers, ended, list(queues), os.getpid()).atexit = False
+
+
+def _end_workers(ended: Any, queues: Sequence[Any], pid: int) -> None:
+    if os.getpid() == pid and not ended.is_set():
+        ended.set()
+        for queue in queues:
+            queue.put(None)
 
 
 def set_guarded(loader: Any, name: str, value: object) -> None:

@@ -224,6 +224,20 @@ _LOADER = (
         "lockstep.DataLoader",
     ),
     NameRecord(
+        "torch.utils.data.DataLoader._workers_done_event",
+        Use.ATTRIBUTE,
+        "of its iterators: workers are told to end before an iterator is collected as part of a reference cycle",
+        "torch waits 5 s for each worker then",
+        "num_workers above 0",
+    ),
+    NameRecord(
+        "torch.utils.data.DataLoader._index_queues",
+        Use.ATTRIBUTE,
+        "of its iterators: through these they are told",
+        "torch waits 5 s for each worker then",
+        "num_workers above 0",
+    ),
+    NameRecord(
         "torch.utils.data._utils.collate.default_collate_fn_map",
         Use.READ,
         "torch's default collate function stacks tensors in buffers that a worker uses again; only in workers",
