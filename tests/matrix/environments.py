@@ -101,7 +101,8 @@ def make(release: Release, root: Path, any_python: bool = False) -> Path:
         _call([python, "-m", "venv", str(folder)], root)
         constraints = folder / "constraints.txt"
         constraints.write_text(constraints_for((root / "constraints.txt").read_text(), release.torch))
-        # Without a cache: what pip would keep of a release is as large as its environment.
+        # Without a cache: what pip would keep of a release is as large as its environment. Nor does it compile all
+        # modules: the tests import a part of them.
         pip = [
             str(python_of(folder)),
             "-m",
@@ -110,6 +111,7 @@ def make(release: Release, root: Path, any_python: bool = False) -> Path:
             "--quiet",
             "--disable-pip-version-check",
             "--no-cache-dir",
+            "--no-compile",
         ]
         pip += ["--constraint", str(constraints)]
         _call([*pip, "setuptools", "wheel"], root)
