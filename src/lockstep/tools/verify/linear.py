@@ -34,7 +34,8 @@ _KEPT = (
     "the steps before were those of one process, and no mean of the ranks makes its gradient now: something that is "
     "kept from step to step (a centre, a queue, weights by earlier losses) follows one rank's rows; or the loss "
     "compares samples, is cut off, or adds terms that are divided by different counts",
-    "update what is kept by the samples of all ranks (lockstep.all_gather, lockstep.mean)",
+    "update what is kept by the samples of all ranks: lockstep.all_gather(rows), or lockstep.mean(total, count) for "
+    "one number",
 )
 _NOT_LINEAR = (
     "not-linear",
