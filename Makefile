@@ -10,7 +10,7 @@ SITE_TOOLS := $(VENV)/.installed-docs
 ARGS ?=
 
 # How long `make test` may take on two quiet cores: it leaves out the longest tests until the others fit.
-MINUTES ?= 5.5
+MINUTES ?= 4
 
 # What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod contention decode epoch listing"
 BENCH ?= all_reduce train_step startup
