@@ -56,6 +56,7 @@ __all__ = [
     "check_same_model",
     "describe_batches",
     "fingerprint_of",
+    "gather",
 ]
 
 _GROUP_BYTES = 32 << 20  # of tensors that are broadcast in one call, as many small ones are
@@ -404,7 +405,7 @@ class RankAgreement:
         digests = self._first if is_first else None
         self._first = None
         own = [batches, int(self._is_known), *(digests or _digests(self._parameters))]
-        values = _gather(torch.tensor(own, device=self._device), self._group)
+        values = gather(torch.tensor(own, device=self._device), self._group)
         self._compare_batches(values[:, 0].tolist())
         values = values[:, 1:]
         known = values[:, 0].nonzero().flatten()
@@ -418,7 +419,7 @@ class RankAgreement:
         parts = [_some_values(self._parameters[index]) for index in indices]
         parts = [(torch.view_as_real(part) if part.is_complex() else part).reshape(-1).double() for part in parts]
         own = torch.cat([parts[0].new_tensor([float(self._is_known)]), *parts])
-        rows = _gather(own.to(self._device), self._group)
+        rows = gather(own.to(self._device), self._group)
         found = []
         for index, values in zip(
             indices, torch.split(rows[rows[:, 0] > 0, 1:], [len(part) for part in parts], 1), strict=True
@@ -463,7 +464,7 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [fingerprint(text) for text in texts]
 
 
-def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The tensors of all ranks, stacked, on the host. Collective."""
     rows = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(rows, own, group=group)
@@ -499,7 +500,7 @@ def check_same_model(
     lines += [f"{name}={value}" for name, value in settings.items()]
     text = "\n".join(lines).encode()
     own = torch.tensor([fingerprint(text), len(text)], dtype=torch.int64, device=device)
-    summaries = _gather(own, group)
+    summaries = gather(own, group)
     if bool((summaries[:, 0] == summaries[0, 0]).all()):
         return
     texts = _gather_texts(text, summaries[:, 1].tolist(), group, device)
@@ -531,7 +532,7 @@ def _gather_texts(text: bytes, lengths: Sequence[int], group: dist.ProcessGroup,
     padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8, device="cpu")
     if text:
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = _gather(padded.to(device), group)
+    rows = gather(padded.to(device), group)
     return [bytes(row[:length].numpy()).decode() for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -33,9 +33,7 @@ def _run_rank(rank: int, variables: dict[str, str], paths: list[str], job: str) 
 
     env.replace(variables)
     sys.path[:] = paths
-    # The fork has left torch's thread pool unusable, and torch replaces it at the first use: of two threads that come
-    # at once, one finds none ("Invalid thread pool!").
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # again, after the fork: see `_become_rank` in launch/forked.py
     torch.manual_seed(0)
     try:
         fn, args = pickle.loads(Path(job).read_bytes())

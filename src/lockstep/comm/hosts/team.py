@@ -146,9 +146,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         global_ranks: Sequence[int],
     ) -> None:
         identities = [member.identity for member in layout.members]
-        here = layout.local_ranks(rank)
-        near = {peer: identities[peer] for peer in here if peer != rank}
-        super().__init__(rank, identities, _FarWatch(near, links), here)
+        near = layout.local_ranks(rank)
+        watched = {peer: identities[peer] for peer in near if peer != rank}
+        super().__init__(rank, identities, _FarWatch(watched, links), near)
         self.layout = layout
         self.interface = layout.members[rank].interface
         self.forwardings = forwardings_of(rank, layout.hosts)
@@ -165,7 +165,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._pool_bytes = 0
         self.chunk_bytes = 0  # not agreed on yet
-        self.local = _LocalTeam(segment, layout.local_rank_of[rank], len(here), functools.partial(_LocalWaiter, self))
+        self.local = _LocalTeam(segment, layout.local_rank_of[rank], len(near), functools.partial(_LocalWaiter, self))
 
     @property
     def waiter(self) -> StepWaiter:

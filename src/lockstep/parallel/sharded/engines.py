@@ -9,12 +9,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep import agreement
 from lockstep.comm.backend import engine_of
 from lockstep.comm.engine import Engine
 from lockstep.comm.names import BACKEND_NAME
 from lockstep.drift.engines import engines
 from lockstep.errors import InputError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
+from lockstep.parallel.rank_agreement import gather
 from lockstep.parallel.sharded.gradients import ShardedGradient
 
 __all__ = ["find_models", "group_of_host", "shard"]
@@ -98,9 +100,7 @@ def group_of_host(group: dist.ProcessGroup, engine: Engine) -> dist.ProcessGroup
     if group is not dist.group.WORLD:
         return None
     if group not in _of_hosts:
-        rows = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(group.size())]
-        dist.all_gather(rows, torch.tensor([engine.team.near[0]], device="cpu"), group=group)
-        first: list[int] = torch.cat(rows).tolist()  # of each rank's host
+        first = gather(torch.tensor(engine.team.near[0], device="cpu"), group).tolist()  # of each rank's host
         hosts = [[rank for rank, each in enumerate(first) if each == host] for host in sorted(set(first))]
         _of_hosts[group] = _make_groups(hosts, group, engine) if len(hosts) < group.size() else None
     return _of_hosts[group]
@@ -112,6 +112,4 @@ def _make_groups(hosts: Sequence[list[int]], group: dist.ProcessGroup, engine: E
     (own,) = (each for each, ranks in zip(made, hosts, strict=True) if group.rank() in ranks)
     near = engine_of(own)
     shares_memory = near is not None and (near.team.shares_memory or own.size() == 1)
-    all_share = torch.tensor([shares_memory], dtype=torch.uint8, device="cpu")
-    dist.all_reduce(all_share, dist.ReduceOp.MIN, group=group)
-    return own if all_share.item() else None
+    return own if agreement.all(shares_memory, group) else None
