@@ -12,6 +12,11 @@ ARGS ?=
 # How long `make test` may take on two quiet cores: it leaves out the longest tests until the others fit.
 MINUTES ?= 4
 
+# How many processes run tests, one file after another. A test keeps two to five ranks busy, and waits as long as it
+# computes, so that two fill two cores. WORKERS=0 runs the tests in pytest's own process, for -s and --pdb.
+WORKERS ?= 2
+PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # What `make bench` measures, in under five minutes. The others: make bench BENCH="hosts record horovod contention decode epoch listing"
 BENCH ?= all_reduce train_step startup
 
@@ -53,10 +58,10 @@ train: venv ## train on handwritten digits with 2 processes
 	$(RUN) $(BIN)/lockstep train digits --nproc 2 $(ARGS)
 
 test: venv ## run the tests, all but the longest; under 10 minutes on two quiet cores
-	$(RUN) $(BIN)/python -m pytest --minutes $(MINUTES) $(ARGS)
+	$(RUN) $(BIN)/python $(PYTEST) --minutes $(MINUTES) $(ARGS)
 
 test-all: venv ## run all tests
-	$(RUN) $(BIN)/python -m pytest $(ARGS)
+	$(RUN) $(BIN)/python $(PYTEST) $(ARGS)
 
 gpu: ## what CUDA needs, on one GPU with the torch of PYTHON; writes benchmarks/results/gpu.json
 	PYTHONPATH=src $(PYTHON) tests/gpu/gpu_run.py $(ARGS)

@@ -9,6 +9,9 @@ short run, too, sees every part of the package at work.
 `--at-most 60` is for a run that will be cut: where the machine turns out to be too slow for all, the longest of the
 tests that are left are skipped until the others fit, those marked `core` last of all.
 
+With pytest-xdist (`-n 2 --dist loadfile --no-loadscope-reorder`) several processes take one file after another, those
+that take long first, so that none of them is begun when the others are through.
+
 What tests took is in durations.json beside this file, written by `make test-all ARGS=--store-durations` on a machine
 with nothing else to do; with fewer tests, it replaces what is stored of their files. It need not be exact: what the
 tests of this run have taken, over what they took then, is the pace of this machine; the rest is expected to keep it.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,21 +46,23 @@ class Forecast:
 
     Attributes:
         stored: seconds by the id of a test, of those that take long.
+        num_at_once: how many tests run at the same time; all times are then what each adds to that of the whole run.
     """
 
     stored: Mapping[str, float]
+    num_at_once: int = 1
     _left: dict[str, float] = field(default_factory=dict)
     _done_s: float = 0.0
 
     @classmethod
-    def read(cls, path: Path | None = None) -> Forecast:
+    def read(cls, path: Path | None = None, num_at_once: int = 1) -> Forecast:
         """From a file that `store` has written; STORED if none is given."""
         path = path or STORED
-        return cls(json.loads(path.read_text()) if path.exists() else {})
+        return cls(json.loads(path.read_text()) if path.exists() else {}, num_at_once)
 
     def expected_s(self, name: str) -> float:
         """What a test takes."""
-        return self.stored.get(name, OTHERS_S)
+        return self.stored.get(name, OTHERS_S) / self.num_at_once
 
     def fitting(self, names: Sequence[str], core: Set[str], budget_s: float) -> set[str]:
         """The tests that remain when the longest are left out, but for those of `core`, until all fit."""
@@ -69,7 +75,14 @@ class Forecast:
             total_s -= self.expected_s(name)
         return kept
 
-    def begin(self, names: list[str]) -> None:
+    def of_files(self, names: Sequence[str]) -> Counter[str]:
+        """What the tests of each file take together."""
+        files_s: Counter[str] = Counter()
+        for name in names:
+            files_s[file_of(name)] += self.expected_s(name)
+        return files_s
+
+    def begin(self, names: Sequence[str]) -> None:
         """These tests will run."""
         self._left = {name: self.expected_s(name) for name in names}
         self._done_s = 0.0
@@ -157,12 +170,22 @@ class TimeLeft:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """What will run is known."""
-        self._names = [item.nodeid for item in session.items]
-        self._forecast.begin(self._names)
+        left_out = f" ({self._num_left_out} others are left out)" if self._num_left_out else ""
+        self._begin([item.nodeid for item in session.items], left_out)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        """What will run is known to one of several processes, and all of them have found the same."""
+        if not self._names:
+            left_out = " (the longest are left out)" if self._config.option.minutes is not None else ""
+            self._begin(list(ids), left_out)
+
+    def _begin(self, names: list[str], left_out: str) -> None:
+        self._names = names
+        self._forecast.begin(names)
         self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         self._start_s = self._shown_s = time.monotonic()
         if self._names and not self._config.option.collectonly:
-            left_out = f" ({self._num_left_out} others are left out)" if self._num_left_out else ""
             self._say(f"{len(self._names)} tests, about {in_words(self._forecast.left_s(0.0))}{left_out}")
 
     @pytest.hookimpl(wrapper=True)
@@ -241,17 +264,21 @@ class CutShort:
         self._forecast = forecast
         self._limit_s = limit_s
         self._core: set[str] = set()
+        self._to_come: list[str] = []  # the next one last
         self._start_s = 0.0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """What will run is known."""
         self._core = {item.nodeid for item in session.items if item.get_closest_marker("core")}
-        self._forecast.begin([item.nodeid for item in session.items])
+        self._to_come = [item.nodeid for item in reversed(session.items)]
+        self._forecast.begin(self._to_come)
         self._start_s = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """A test is about to be set up."""
+        """A test is about to be set up; of those that stand before it, others have run what this process has not."""
+        while self._to_come[-1] != item.nodeid:
+            self._forecast.finish(self._to_come.pop())
         if not self._forecast.has_room(item.nodeid, self._core, time.monotonic() - self._start_s, self._limit_s):
             self._forecast.skip(item.nodeid)
             pytest.skip(f"this machine is too slow for all tests in {in_words(self._limit_s)} (--at-most)")
@@ -284,21 +311,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `--minutes` has no time for."""
-    if config.option.minutes is None:
-        return
-    core = {item.nodeid for item in items if item.get_closest_marker("core")}
-    kept = Forecast.read().fitting([item.nodeid for item in items], core, 60 * config.option.minutes)
-    left_out = [item for item in items if item.nodeid not in kept]
-    if left_out:
-        items[:] = [item for item in items if item.nodeid in kept]
-        config.hook.pytest_deselected(items=left_out)
+    """Leave out what `--minutes` has no time for; where several processes share the files, the longest come first."""
+    forecast = Forecast.read(num_at_once=_num_at_once(config))
+    if config.option.minutes is not None:
+        core = {item.nodeid for item in items if item.get_closest_marker("core")}
+        kept = forecast.fitting([item.nodeid for item in items], core, 60 * config.option.minutes)
+        left_out = [item for item in items if item.nodeid not in kept]
+        if left_out:
+            items[:] = [item for item in items if item.nodeid in kept]
+            config.hook.pytest_deselected(items=left_out)
+    if forecast.num_at_once > 1:
+        files_s = forecast.of_files([item.nodeid for item in items])
+        items.sort(key=lambda item: files_s[file_of(item.nodeid)], reverse=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where pytest would write dots, say how far the run is."""
-    forecast = Forecast.read()
+    is_worker = hasattr(config, "workerinput")
+    forecast = Forecast.read(num_at_once=_num_at_once(config))
     if config.option.at_most is not None:
         config.pluginmanager.register(CutShort(forecast, 60 * config.option.at_most), "cut_short")
-    if config.get_verbosity() < 0 and config.option.capture != "no":
+    if config.get_verbosity() < 0 and config.option.capture != "no" and not is_worker:
         config.pluginmanager.register(TimeLeft(config, forecast), "time_left_of_run")
+
+
+def _num_at_once(config: pytest.Config) -> int:
+    """How many processes of pytest-xdist run tests, this one included."""
+    worker = getattr(config, "workerinput", None)
+    return int(worker["workercount"] if worker else getattr(config.option, "numprocesses", None) or 1)

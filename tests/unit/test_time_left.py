@@ -12,10 +12,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import time_left
-from time_left import OTHERS_S, Forecast, file_of, store
+from time_left import OTHERS_S, CutShort, Forecast, file_of, store
 
 from lockstep.testing import limit_s
 
@@ -102,6 +103,27 @@ def test_a_run_that_will_be_cut_skips_the_longest_that_are_left() -> None:
     assert forecast.left_s(elapsed_s) == pytest.approx(2.0 * 50, rel=0.02), "what is skipped tells nothing of the pace"
 
 
+def test_what_several_processes_take_at_once_takes_as_much_less() -> None:
+    forecast = Forecast({"x.py::a": 60.0, "x.py::b": 30.0, "y.py::c": 20.0}, num_at_once=2)
+    names = ["x.py::a", "x.py::b", "y.py::c"]
+    assert forecast.of_files(names) == {"x.py": 45.0, "y.py": 10.0}
+    assert forecast.fitting(names, set(), 26.0) == {"x.py::b", "y.py::c"}
+    forecast.begin(names)
+    forecast.finish("x.py::a")  # in 70 s: with the 10 s that are trusted, twice what is stored
+    assert forecast.left_s(70.0) == 2 * 25.0
+
+
+def test_a_process_takes_for_done_what_stands_before_its_tests() -> None:
+    """Another one runs it. Here 100 s of 101 have passed, for 60 s of two processes: no time is left."""
+    items = [SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: None) for name in ("a", "b", "c", "d")]
+    cut = CutShort(Forecast({"a": 80.0, "b": 40.0, "c": 0.2, "d": 9.0}, num_at_once=2), limit_s=101.0)
+    cut.pytest_collection_finish(SimpleNamespace(items=items))
+    cut._start_s -= 100.0
+    cut.pytest_runtest_setup(items[2])
+    with pytest.raises(pytest.skip.Exception, match="this machine is too slow"):
+        cut.pytest_runtest_setup(items[3])
+
+
 def test_stored_durations_are_read_again(tmp_path: Path) -> None:
     """Those of the files that ran anew; those of others stay."""
     path = tmp_path / "durations.json"
@@ -134,12 +156,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(time_left.__file__).parent), "TERM": "xterm", "COLUMNS": "100"}
 
 
-def test_plain_lines_where_nothing_moves(tmp_path: Path) -> None:
+IN_TWO_PROCESSES = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
+
+
+@pytest.mark.parametrize("options", [(), IN_TWO_PROCESSES], ids=["one process", "two"])
+def test_plain_lines_where_nothing_moves(options: tuple[str, ...], tmp_path: Path) -> None:
     """Failures at once, a line at the end, then pytest's own summary; no dots."""
-    done = run_pytest(tmp_path)
+    done = run_pytest(tmp_path, *options)
     assert done.returncode == 1
     before, _, after = done.stdout.partition("= ERRORS =")
-    lines = before.splitlines()
+    lines = [line for line in before.splitlines() if line and line != "bringing up nodes..."]
     assert re.fullmatch(r"8 tests, about \d+ s", lines[0])
     assert lines[1] == "FAILED test_suite.py::test_one[3]"
     assert lines[2] == "ERROR test_suite.py::test_broken"
@@ -178,9 +204,10 @@ def test_bar_on_a_terminal(tmp_path: Path) -> None:
     assert re.search(r"\r +\r8 tests in \d+ s\r\n", text), "the bar is erased"
 
 
-def test_a_run_without_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), IN_TWO_PROCESSES], ids=["one process", "two"])
+def test_a_run_without_time(options: tuple[str, ...], tmp_path: Path) -> None:
     """All is skipped, with the reason; nothing hangs on what a fixture would have done."""
-    done = run_pytest(tmp_path, "--at-most=0", "-rs")
+    done = run_pytest(tmp_path, "--at-most=0", "-rs", *options)
     assert done.returncode == 0
     assert re.search(r"^SKIPPED \[8\] .*: this machine is too slow for all tests in 0 s", done.stdout, re.MULTILINE)
     assert "8 skipped in " in done.stdout.splitlines()[-1]
@@ -197,3 +224,10 @@ def test_a_short_run(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "--minutes=8", "--no-summary")
     assert re.match(r"7 tests, about \d+ s \(1 others are left out\)\n", done.stdout)
     assert "FAILED" not in done.stdout
+    done = run_pytest(tmp_path, "--minutes=4", "--no-summary", *IN_TWO_PROCESSES)
+    assert re.search(r"^7 tests, about \d+ s \(the longest are left out\)\n", done.stdout, re.MULTILINE)
+    assert "FAILED" not in done.stdout
+    done = run_pytest(tmp_path, "--minutes=5", "--no-summary", *IN_TWO_PROCESSES)
+    assert re.search(r"^8 tests, about 4 min \(the longest are left out\)\n", done.stdout, re.MULTILINE), (
+        "of two at once"
+    )
