@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -15,6 +17,12 @@ from warm_launcher import WarmLauncher
 from lockstep.testing import limit_s
 
 pytest_plugins = ["time_left"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker of pytest-xdist is a `python -c`, of which ranks get functions by value; as `python -m pytest`, none."""
+    if hasattr(config, "workerinput"):
+        sys.modules["__main__"].__spec__ = importlib.util.find_spec("pytest.__main__")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -14,6 +14,7 @@ import time
 from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -100,7 +101,11 @@ def test_result_that_cannot_be_sent() -> None:
         lockstep.spawn(spawned.fail, (0, "result"), nproc=1)
 
 
-def test_arguments_may_be_what_a_spawned_process_takes() -> None:
+@pytest.mark.parametrize("where", ["a script", "a session"])
+def test_arguments_may_be_what_a_spawned_process_takes(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a notebook or a session, too, whose functions are sent by another pickler."""
+    if where == "a session":
+        monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     context = multiprocessing.get_context("spawn")
     queue, event = context.SimpleQueue(), context.Event()
     received: list[int] = []

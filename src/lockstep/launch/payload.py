@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import context, process, resource_tracker, spawn
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any, ClassVar
 
 from lockstep import env
 from lockstep.errors import InputTypeError, LaunchError
@@ -98,12 +99,17 @@ def _pickler_by_value(fn: Callable[..., object]) -> Callable[[object], bytes] | 
             f"import it from there"
         ) from None
 
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # as Any
+        """Queues, locks and tensors go as they go to a spawned Process."""
+
+        # Of the class: a pickler reads it once, when it is made.
+        dispatch_table: ClassVar[ChainMap[Any, Any]] = ChainMap(
+            ForkingPickler(io.BytesIO()).dispatch_table, cloudpickle.Pickler.dispatch_table
+        )
+
     def dumps(value: object) -> bytes:
         buffer = io.BytesIO()
-        pickler = cloudpickle.Pickler(buffer)
-        # Queues, locks and tensors go as they go to a spawned Process.
-        pickler.dispatch_table = ChainMap(ForkingPickler(buffer).dispatch_table, pickler.dispatch_table)
-        pickler.dump(value)
+        Pickler(buffer).dump(value)
         return buffer.getvalue()
 
     return dumps
