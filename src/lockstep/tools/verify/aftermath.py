@@ -7,6 +7,7 @@ the second time, such as seconds, is none.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ __all__ = ["judge_aftermath"]
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 _CLOSE = 5e-4
 Facts = Mapping[str, Any]
+# By form and number: whether an evaluation came before, the numbers, the text, and the line of the script.
+Lines = Mapping[tuple[str, int], tuple[bool, list[str], str, str]]
 
 
 def judge_aftermath(
@@ -60,10 +63,12 @@ def _same_epochs(facts: Facts) -> list[Difference]:
 
 def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
     writers: dict[str, set[int]] = {}
+    lines: dict[str, str] = {}
     for rank, facts in enumerate(ranks):
-        for path in facts["saves"]:
+        for path, line in facts["saves"]:
             if path and not path.startswith("/dev/"):
                 writers.setdefault(path, set()).add(rank)
+                lines[path] = line
     return [
         Difference(
             0,
@@ -72,19 +77,20 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
             f"ranks {', '.join(map(str, sorted(who)))} write {path}",
             "they write one file at the same time, which one process writes alone: it may end up damaged",
             "if rank == 0: torch.save(…), or lockstep.checkpoint.save, which all ranks call",
+            (lines[path],) if lines[path] else (),
         )
         for path, who in writers.items()
         if len(who) > 1
     ]
 
 
-def _lines(facts: Facts | None) -> dict[tuple[str, int], tuple[bool, list[str], str]]:
+def _lines(facts: Facts | None) -> Lines:
     """Lines by what they say besides numbers, and how often it was said before."""
     counts: Counter[str] = Counter()
     found = {}
-    for is_evaluation, line in () if facts is None else facts["texts"]:
+    for is_evaluation, line, where in () if facts is None else facts["texts"]:
         form = _NUMBER.sub("#", line)
-        found[form, counts[form]] = (is_evaluation, _NUMBER.findall(line), line)
+        found[form, counts[form]] = (is_evaluation, _NUMBER.findall(line), line, where)
         counts[form] += 1
     return found
 
@@ -100,29 +106,29 @@ def _is_close(a: str, b: str) -> bool:
     return abs(x - y) <= max(_CLOSE * max(abs(x), abs(y)), 0.0 if a.isdigit() and b.isdigit() else 1.5 * _decimals(a))
 
 
-Lines = Mapping[tuple[str, int], tuple[bool, list[str], str]]
-
-
 def _printed(
     ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None
 ) -> tuple[list[Difference], list[str]]:
     own, second, third, notes = _lines(one), _lines(again), _lines(moved), list[str]()
     evaluates_all = _evaluation_keys(ranks[0]) == _evaluation_keys(one)
-    for key, (is_evaluation, numbers, line) in _lines(ranks[0]).items():
+    for key, (is_evaluation, numbers, line, where) in _lines(ranks[0]).items():
         theirs = _numbers_of(own, key, [])
         wrong = _wrong_places(numbers, theirs, _numbers_of(second, key, theirs), len(ranks))
         if not wrong:
             continue
+        first = wrong[0]
         measured = f"rank 0 prints {line.strip()[:100]!r}, one process {own[key][2].strip()[:100]!r}"
+        if len(numbers) > 1:
+            measured += f": {numbers[first]} is not {theirs[first]}"
         # A number of an evaluation moves with the samples that are evaluated; a loss of the training does not.
         tried = theirs if evaluates_all else _numbers_of(third, key, [])
         stays = tried and all(tried[place] == theirs[place] for place in wrong)
         if is_evaluation and (not stays or any(_is_times(numbers[each], theirs[each], len(ranks)) for each in wrong)):
-            return [_evaluated(ranks, one, measured)], notes
+            return [dataclasses.replace(_evaluated(ranks, one, measured), lines=(where,) if where else ())], notes
         if not notes:
             notes.append(
-                f"logged: {measured}. The training is the same; a number of this rank's samples becomes that of all by "
-                "lockstep.mean(loss * len(y), len(y))"
+                f"logged: {measured}. The training is the same. If it is a number of this rank's samples, and no time, "
+                "lockstep.mean(loss * len(y), len(y)) makes it that of all"
             )
     return [], notes
 
@@ -170,7 +176,8 @@ def _evaluated(ranks: Sequence[Facts], one: Facts, measured: str) -> Difference:
                 "padded-evaluation",
                 f"{measured}; one process evaluated {sum(mine.values())} samples, the ranks "
                 f"{', '.join(map(str, counts))}",
-                f"{extra} samples were counted twice: a DistributedSampler fills up its last batch",
+                f"{extra} sample{'' if extra == 1 else 's'} counted twice: the last batch was filled up so that all "
+                "ranks get equally many",
                 "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics: each sample on one rank",
             )
     return Difference(

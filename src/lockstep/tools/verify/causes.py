@@ -6,6 +6,7 @@ classes (a batch normalization, LBFGS) only word the advice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ class Difference:
         measured: what was measured, with numbers.
         meaning: what follows from it.
         advice: what to write.
+        lines: of the script, where what differs was fetched, called, computed or written.
     """
 
     step: int
@@ -56,6 +58,7 @@ class Difference:
     measured: str
     meaning: str
     advice: str
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ class StepOfJob:
 
     def found(self, stage: str, cause: str, measured: str, meaning: str, advice: str) -> Difference:
         """A difference of this step."""
-        return Difference(self.number, stage, cause, measured, meaning, advice)
+        lines = self.ranks[0]["lines"].get(_EVENTS.get(stage, ""), ())
+        return Difference(self.number, stage, cause, measured, meaning, advice, tuple(lines))
 
 
 def _indices(step: Mapping[str, Any]) -> list[int]:
@@ -131,6 +135,16 @@ def _of(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
+# What the script does at each stage, whose lines are told.
+_EVENTS = {
+    "samples": "batch",
+    "inputs": "call",
+    "outputs": "call",
+    "buffers": "call",
+    "loss": "backward",
+    "gradients": "backward",
+    "parameters": "step",
+}
 _DECIDE = "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum)"
 _WRAP = "wrap the model that holds them in DistributedDataParallel, and call that"
 
@@ -183,14 +197,20 @@ def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
 
 def _filled_late(step: StepOfJob) -> Difference | None:
     """A batch that was filled up, and fetched in the step before, as Accelerate does."""
-    own, *ranks = ([key for call in each["calls"] for key in call["keys"]] for each in (step.one, *step.ranks))
+    own, *ranks = (_entered(each) for each in (step.one, *step.ranks))
     more = [key for each in ranks for key in each]
     rows = [sum(len(batch["keys"]) for batch in each["batches"]) for each in (step.one, *step.ranks)]
     is_late = step.job.one["loaders"] and rows[0] != len(own) and rows[1:] != list(map(len, ranks))
-    if not is_late or not set(own) <= set(more) or len(more) <= len(own):
+    seen = {key for each in step.job.one["steps"] for key in _entered(each)}
+    if not is_late or not set(own) <= set(more) <= seen or len(more) <= len(own):
         return None
     measured = f"one process had {_of(len(own), 'sample')}, the ranks {', '.join(str(len(each)) for each in ranks)}"
     return _filled(step, len(more) - len(own), measured)
+
+
+def _entered(step: Mapping[str, Any]) -> list[int]:
+    """The rows that entered models."""
+    return [key for call in step["calls"] for key in call["keys"]]
 
 
 def _other_samples(step: StepOfJob, loaders: Sequence[Mapping[str, Any]], measured: str) -> Difference:
@@ -230,7 +250,7 @@ def _filled(step: StepOfJob, extra: int, measured: str) -> Difference:
         "padded",
         measured,
         f"{_of(extra, 'sample')} came twice: the last batch was filled up so that all ranks get equally many",
-        "use lockstep.DataLoader, which splits the last batch without filling it up",
+        "leave the last batch out (drop_last=True), or use lockstep.DataLoader, which splits it without filling it up",
     )
 
 
@@ -311,7 +331,8 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
             "drawn",
             f"{measured}; {_draws(drawn)}",
             "each rank draws its own numbers, where one process draws once for all samples",
-            "draw once per step from a generator that all ranks seed alike, or by sample in the dataset",
+            "draw a row for each sample (randn(len(x), …)), or once per step from a generator that all ranks "
+            "seed alike",
         )
     return step.found(
         "inputs",
@@ -326,8 +347,8 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
 
 def _draws(drawn: Sequence[Mapping[str, Any]]) -> str:
     first = drawn[0]
-    ranks = " and ".join(str(each) for each in first["ranks"][:3]) or "nothing of the kind"
-    return f"one process drew {first['name']}{first['shape']} where the ranks drew {ranks}"
+    ranks = " and ".join(str(each or "one number") for each in first["ranks"][:3]) or "nothing of the kind"
+    return f"one process drew {first['name']} of {first['shape'] or 'one number'} where the ranks drew {ranks}"
 
 
 def read_moved(step: StepOfJob, calls: Calls) -> Difference | None:
@@ -351,6 +372,8 @@ def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference 
         return None
     name, kind = calls.culprit
     measured = f"the inputs are the same; what {calls.kind} returns for the same rows differs by {calls.outputs:.1e}."
+    if math.isinf(calls.outputs):
+        measured = f"the inputs are the same; {calls.kind} returns no row for each of them, and its modules do."
     if kind:
         measured += f" The first module that returns something else is {name} ({kind})."
     if "BatchNorm" in kind:
@@ -464,8 +487,8 @@ def read_settings(step: StepOfJob) -> Difference | None:
                         "settings",
                         f"{name} of group {number} is {mine[name]} with one process, and {theirs[name]} on rank "
                         f"{rank} of {len(step.ranks)}",
-                        f"{name} depends on the number of ranks, or on what one rank has seen (a schedule by its "
-                        "own loss)",
+                        f"{name} depends on the number of ranks (a schedule that steps once for each, as one that "
+                        "Accelerate has prepared), or on what one rank has seen (a schedule by its own loss)",
                         f"set {name} without the number of ranks, and let schedules go by what all ranks have "
                         "(lockstep.mean)",
                     )

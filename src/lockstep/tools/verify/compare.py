@@ -134,7 +134,7 @@ class Calls:
         rows: rows that one process had.
         unknown: rows that one process had and no rank, or a rank and not one process.
         inputs: largest difference between inputs of the same samples.
-        outputs: largest difference between outputs for the same inputs.
+        outputs: largest difference between outputs for the same inputs; infinite where only a module inside has some.
         culprit: name and class of the first module inside whose output differs though its input does not.
         kind: class of the model in question.
         foreign: those of `unknown` that a rank had.
@@ -244,23 +244,31 @@ def measure_calls(
     told = Calls()
     for number, call in enumerate(own):
         others = [calls[number] for calls in each if number < len(calls)]
-        if not (others and call["count"]):
-            continue
-        pairs = _match(call, others, precision)
-        inputs = _rows_differ(call["inputs"], [other["inputs"] for other in others], pairs.by_sample)
-        inputs = 0.0 if padded else inputs
-        known = pairs.exact + ([] if far(inputs, noise, precision) else pairs.by_sample)
-        outputs = _outputs_differ(call, others, known, padded)
-        culprit = ("", "")
-        if far(outputs, noise, precision):
-            culprit = _culprit(call, others, known, precision, noise)
-        unknown = pairs.unknown + pairs.foreign
-        held = [other["parameters"] for other in others if other["parameters"].shape == call["parameters"].shape]
-        parameters = max((_relative(call["parameters"], each) for each in held), default=0.0)
-        told = Calls(call["count"], unknown, inputs, outputs, culprit, call["name"], pairs.foreign, parameters)
-        if unknown or any(far(each, noise, precision) for each in (inputs, outputs, parameters)):
-            break
+        if others and call["count"]:
+            told = _measure_call(call, others, precision, noise, padded)
+            if told.unknown or any(
+                far(each, noise, precision) for each in (told.inputs, told.outputs, told.parameters)
+            ):
+                break
     return told
+
+
+def _measure_call(
+    one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], precision: float, noise: float, padded: bool
+) -> Calls:
+    pairs = _match(one, ranks, precision)
+    inputs = 0.0 if padded else _rows_differ(one["inputs"], [each["inputs"] for each in ranks], pairs.by_sample)
+    known = pairs.exact + ([] if far(inputs, noise, precision) else pairs.by_sample)
+    outputs = _outputs_differ(one, ranks, known, padded)
+    culprit = ("", "")
+    is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
+    if is_unseen or far(outputs, noise, precision):
+        culprit = _culprit(one, ranks, known, precision, noise)
+        outputs = float("inf") if is_unseen and culprit[1] else outputs
+    held = [each["parameters"] for each in ranks if each["parameters"].shape == one["parameters"].shape]
+    parameters = max((_relative(one["parameters"], each) for each in held), default=0.0)
+    unknown = pairs.unknown + pairs.foreign
+    return Calls(one["count"], unknown, inputs, outputs, culprit, one["name"], pairs.foreign, parameters)
 
 
 def _outputs_differ(
@@ -273,7 +281,17 @@ def _outputs_differ(
     if padded:
         alike = {rank for rank, each in enumerate(ranks) if each["widths"] == one["widths"]}
         pairs = [pair for pair in pairs if pair[1] in alike]
-    return _rows_differ(one["outputs"], [each["outputs"] for each in ranks], pairs)
+    return _least(one, ranks, ("outputs", "across"), pairs)
+
+
+def _least(
+    one: Mapping[str, Any],
+    ranks: Sequence[Mapping[str, Any]],
+    ways: Sequence[str],
+    pairs: Sequence[tuple[int, int, int]],
+) -> float:
+    """The smaller difference of two ways to find the rows of each sample in a tensor with several."""
+    return min(_rows_differ(one[way], [each[way] for each in ranks], pairs) for way in ways)
 
 
 def _culprit(
@@ -288,10 +306,10 @@ def _culprit(
         others = [call["inner"][place] if place < len(call["inner"]) else None for call in ranks]
         if any(other is None or other["name"] != inner["name"] for other in others):
             return ("", "")
-        outputs = [other["output"] for other in others if other is not None]
-        if inner["output"] is None or any(each is None for each in outputs):
+        known = [other for other in others if other is not None]
+        if inner["output"] is None or any(each["output"] is None for each in known):
             continue
-        if far(_rows_differ(inner["output"], outputs, pairs), noise, precision):
+        if far(_least(inner, known, ("output", "across"), pairs), noise, precision):
             inputs = [other["input"] for other in others if other is not None]
             if inner["input"] is not None and far(_rows_differ(inner["input"], inputs, pairs), noise, precision):
                 return ("", "")
@@ -467,6 +485,8 @@ def fit_ranks(target: Tensor, parts: Sequence[Tensor], rounding: float = _MOST_R
     if not parts or size == 0.0 or not bool(torch.isfinite(target).all()):
         return Fit((), 0.0 if size == 0.0 else float("inf"), rounding)
     matrix = torch.stack(list(parts), 1)
+    if not bool(torch.isfinite(matrix).all()):
+        return Fit((), float("inf"), rounding)
     solution = torch.linalg.pinv(matrix, rtol=1e-10) @ target
     return Fit(tuple(solution.tolist()), float((matrix @ solution - target).norm()) / size, rounding)
 

@@ -2,9 +2,10 @@
 inside.
 
 Writes `calls` of a step: `name` (its class), `keys` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches
-of each row, or None), `widths` (numbers in a row of each output), `parameters` (two numbers of each), `inner` (name,
-class and sketches of what the modules inside return, in order), `filler` and `samples` (keys of the batch that it was
-computed from, if that has as many rows).
+of each row, or None), `across` (of outputs, if the rows of a sample are `count` apart, as those of views are that are
+joined), `widths` (numbers in a row of each output), `parameters` (two numbers of each), `inner` (name, class and
+sketches of what the modules inside return, in order), `filler` and `samples` (keys of the batch that it was computed
+from, if that has as many rows).
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class ForwardWatch:
         )
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        self._recorder.note_line("call")
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         batches = self._recorder.step["batches"]
         last = batches[-1] if batches else None
@@ -122,6 +124,7 @@ class ForwardWatch:
                 "keys": [key for key, _ in sample_keys(given, count)] if count else [],
                 "inputs": _joined([row_sketch(each, count) for each in inputs]),
                 "outputs": _joined([row_sketch(each, count) for each in outputs]),
+                "across": _joined([row_sketch(each, count, True) for each in outputs]),
                 "widths": [each.numel() // count for each in outputs] if count else [],
                 "parameters": _brief(module),
                 "inner": [_sketched(each, count) for each in self._inner],
@@ -152,4 +155,5 @@ def _brief(module: nn.Module) -> Tensor:
 
 def _sketched(inner: dict[str, Any], count: int) -> dict[str, Any]:
     tensors = {part: None if inner[part] is None else row_sketch(inner[part], count) for part in ("input", "output")}
-    return {"name": inner["name"], "kind": inner["kind"], **tensors}
+    across = None if inner["output"] is None else row_sketch(inner["output"], count, True)
+    return {"name": inner["name"], "kind": inner["kind"], **tensors, "across": across}

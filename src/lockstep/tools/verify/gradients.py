@@ -10,6 +10,7 @@ and `buffers`. All values are `rows.value_sample`s.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ from lockstep.tools.verify.state import plain_name
 
 __all__ = ["GradientWatch"]
 
+# Of losses in float16: far from overflow, and from where gradients vanish; and after how many steps it grows.
+_SCALE, _NEVER = 1024.0, 2**31 - 1
 # What a group of an optimizer says that two runs can compare.
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "alpha", "rho")
 
@@ -61,6 +64,7 @@ class GradientWatch:
         wrap(torch.Tensor, "backward", self._backward)
         wrap(torch.autograd, "backward", self._backward)
         wrap(Optimizer, "__init__", self._make_optimizer)
+        wrap(torch.amp.GradScaler, "__init__", self._make_scaler)
         wrap(nn.parallel.DistributedDataParallel, "__init__", self._make_engine)
         wrap(OwnDistributedDataParallel, "__init__", self._make_engine)
         # Before hooks of the script's own, which may change what reaches a parameter.
@@ -102,6 +106,21 @@ class GradientWatch:
 
         return init
 
+    def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a constant scale: a dynamic one skips steps by the size of a loss, and a rank's is of fewer samples."""
+
+        signature = inspect.signature(original)
+
+        def init(*args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            asked = bound.arguments
+            asked.update(init_scale=min(asked["init_scale"], _SCALE), growth_interval=_NEVER)
+            self._recorder.facts["scales"] |= bool(asked["enabled"])
+            original(*bound.args, **bound.kwargs)
+
+        return init
+
     def _see_optimizer(self, optimizer: Any) -> None:
         for number, group in enumerate(getattr(optimizer, "param_groups", ())):
             for place, parameter in enumerate(group["params"]):
@@ -138,6 +157,7 @@ class GradientWatch:
     def _note_backward(self, tensors: Any) -> None:
         recorder = self._recorder
         with recorder.aside(), torch.no_grad():
+            recorder.note_line("backward")
             each = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             losses = [float(one.detach()) if one.numel() == 1 else None for one in each]
             local = {self._names[key]: value for key, value in (self._local or {}).items()}
@@ -182,6 +202,7 @@ class GradientWatch:
             # After the step: Horovod's optimizer averages within it.
             used = self._gradients(optimizer)
             used = self._used if all(each is None for each in used) else used
+            recorder.note_line("step")
             recorder.step.update(
                 optimizer=next(number for number, one in enumerate(recorder.optimizers) if one is optimizer),
                 kind=type(optimizer).__name__,
@@ -208,11 +229,11 @@ class GradientWatch:
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name in _SETTINGS:
         value = group.get(name)
         if isinstance(value, Tensor):
             value = float(value)
-        if isinstance(value, int | float | tuple):
-            found[name] = value
+        if isinstance(value, int | float | tuple):  # of numpy, too
+            found[name] = tuple(map(float, value)) if isinstance(value, tuple) else float(value)
     return found

@@ -59,7 +59,7 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
     least = max(1e-9, 100 * step.precision, 50 * step.noise)
     stage = "gradients" if losses.are("weighted", least) or losses.are("sum", least) else "loss"
-    measured = _measured(gradients, losses)
+    measured = _measured(gradients, losses, any(call["outputs"] is not None for call in step.one["calls"]))
     given = _given(step, losses)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
     averaging = _after_losses(needed, taken, given, losses)
@@ -67,25 +67,27 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
         return step.found("gradients", averaging[0], measured, *averaging[1:])
     if padded and needed is None:
         return step.found(
-            "outputs",
+            stage,
             "padding",
             f"{measured}; {padded} samples were padded to another length",
-            "the model or the loss sees the padding, which a rank makes as long as the longest of its own samples",
-            "pad to one length, or mask the padding",
+            "the loss sees the padding, which a rank makes as long as the longest of its own samples; or, if that is "
+            "masked, it adds terms that are divided by different counts",
+            "pad to one length, or mask the padding; and lockstep.mean(total, count) for each term",
         )
     cause, meaning, advice = _meaning(step, losses, gradients.zeros, needed, taken)
     return step.found(stage, cause, measured, meaning, advice)
 
 
-def _measured(gradients: Gradients, losses: Losses) -> str:
+def _measured(gradients: Gradients, losses: Losses, is_seen: bool) -> str:
     ranks = "; ".join(_numbers([value for value in each if value is not None]) for each in losses.ranks)
     ones = _numbers([value for value in losses.one if value is not None])
-    text = f"the outputs are the same; loss of one process {ones}, of the ranks {ranks}"
+    seen = "the outputs are the same" if is_seen else "no output is a row for each sample"
+    text = f"{seen}; loss of one process {ones}, of the ranks {ranks}"
     for how, words in (("weighted", "their weighted mean"), ("sum", "their sum")):
         found = losses.sums(how)
         if found is not None:
             text += f" ({words} {found[1]:.6g})"
-    if gradients.factor is not None:
+    if gradients.factor is not None and not _close(gradients.factor, 1.0):
         return text + f"; the gradient of every parameter is {gradients.factor:.4g} times that of one process"
     names = gradients.used.names
     if len(names) < gradients.used.count:
@@ -155,17 +157,19 @@ def _meaning(
 ) -> tuple[str, str, str]:
     if losses.are("sum", 1e-6) and not losses.are("weighted", 1e-3):
         return _SUM
-    if needed is None and any(zeros):
-        return _threshold(zeros)
+    is_whole = all(_close(loss, one, 1e-5) for loss, one in _pairs(losses))
     if needed is None:
-        return _KEPT if step.number > 1 and _is_first_odd(step) else _NOT_LINEAR
-    is_whole = all(_close(loss, one) for loss, one in _pairs(losses))
+        return _threshold(zeros) if any(zeros) else _WHOLE if is_whole else _unexplained(step)
     if is_whole and len(set(losses.shares)) > 1:
         return _WHOLE
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
     if all(counted) and _has_one_ratio(needed, counted):
         return _one_factor(counted[0] / needed[0], len(step.ranks), is_whole)
     return _by_weights(step, losses, zeros, needed)
+
+
+def _unexplained(step: StepOfJob) -> tuple[str, str, str]:
+    return _KEPT if step.number > 1 and _is_first_odd(step) else _NOT_LINEAR
 
 
 def _one_factor(factor: float, world_size: int, is_whole: bool) -> tuple[str, str, str]:

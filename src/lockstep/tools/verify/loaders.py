@@ -9,11 +9,13 @@ loaders, in the order in which they were made), and the facts `loaders` (see `_d
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
@@ -21,6 +23,7 @@ import lockstep
 from lockstep.data.iteration import EpochIterator
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
+from lockstep.tools.verify.orders import OF_RANK_0
 from lockstep.tools.verify.recorder import StepRecorder
 from lockstep.tools.verify.rows import is_time_first, sample_keys, samples_first
 from lockstep.tree import tensors_in
@@ -60,8 +63,20 @@ class LoaderWatch:
         values, passes = vars(iterator), self._recorder.facts["passes"]
         asked = values.setdefault(_ASKED, [])
         one = {"loader": self.number_of(loader), "keys": [], "trains": False, "finished": False, "asked": asked}
+        one["most"] = sys.maxsize  # batches to hand out
         values[_PASS], values[_NUMBER] = one, len(passes)
         passes.append(one)
+
+    @contextlib.contextmanager
+    def part_of_rank_0(self, loader: Any) -> Iterator[None]:
+        """A context: the pass that begins is for rank 0's part of what one process has, where that is asked for."""
+        (numbers,) = self._recorder.orders.get(OF_RANK_0, [[]])
+        if len(self._recorder.facts["passes"]) not in numbers or not isinstance(loader, lockstep.DataLoader):
+            yield
+            return
+        before, loader._rank_and_size = loader._rank_and_size, (0, self._recorder.settings.world_size)
+        yield
+        loader._rank_and_size = before
 
     def take_index(self, iterator: Any, index: Any) -> Any:
         """What is fetched in place of the samples that a loader has chosen; notes it."""
@@ -88,12 +103,17 @@ class LoaderWatch:
             if one["trains"]:
                 raise StopIteration
             recorder.begin_epoch()
+            one["most"] = max(1, len(recorder.steps[0]["backwards"]))  # a loader may fetch one more than is trained on
+        if len(one["keys"]) >= one["most"]:
+            raise StopIteration
         try:
             batch = self._fetch(take)
             if trains and not recorder.is_cut and self._is_time_for_last(iterator):
                 batch = self._last(iterator, one, batch, take)
         except StopIteration:
             one["finished"] = True
+            if trains:
+                recorder.end_whole_epoch()
             raise
         self._note(iterator, one, batch)
         if recorder.is_cut and trains:
@@ -111,15 +131,18 @@ class LoaderWatch:
     def _is_time_for_last(self, iterator: Any) -> bool:
         recorder = self._recorder
         is_next = len(recorder.steps) + max(1, len(recorder.optimizers)) >= recorder.settings.steps
-        if not is_next or recorder.step["batches"] or recorder.is_last_batch:
+        has_begun = any(batch["loader"] in self._trains for batch in recorder.step["batches"])
+        if not is_next or has_begun or recorder.is_last_batch:
             return False
         length = _length_of(iterator)
         return length is None or 1 < length <= _MOST_SKIPPED
 
     def _last(self, iterator: Any, one: dict[str, Any], batch: Any, take: Callable[[], Any]) -> Any:
         self._recorder.is_last_batch = True
-        self._recorder.until += 1
         length, skipped = _length_of(iterator), _MOST_OF_STREAM
+        if length is not None and self._recorder.train_whole_epochs(length):
+            return batch
+        self._recorder.until += 1
         if length is not None:
             # Whole windows of accumulation, so that as many batches are left over as there really are.
             last = self._recorder.steps[-1]["batches"] if self._recorder.steps else []
@@ -145,8 +168,10 @@ class LoaderWatch:
             keys = sample_keys(samples_first(tensors_in(batch), count) if time_first else batch, count)
         if not is_filler:
             one["keys"].append(keys)
-        if not recorder.is_cut:
+            one["finished"] |= len(one["keys"]) == recorder.facts["loaders"][one["loader"]]["batches"]
+        if not recorder.is_cut and torch.is_grad_enabled():  # else it is evaluated
             recorder.begin_work()
+            recorder.note_line("batch")
             recorder.step["batches"].append(
                 {
                     "loader": one["loader"],
@@ -221,7 +246,7 @@ def _iterate(watch: LoaderWatch, aside: Callable[[], Any]) -> Callable[..., Any]
         def iterate(self: Any) -> Any:
             for name in (_PASS, _COUNTS, _ASKED, _NUMBER):  # workers that persist keep their iterator
                 vars(getattr(self, "_iterator", None) or watch).pop(name, None)
-            with aside():
+            with aside(), watch.part_of_rank_0(self):
                 iterator = original(self)
             if isinstance(iterator, EpochIterator | _BaseDataLoaderIter):
                 is_inner = isinstance(self, lockstep.DataLoader) and not isinstance(iterator, EpochIterator)

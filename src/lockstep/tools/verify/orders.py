@@ -13,7 +13,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Orders", "evaluation_of_first", "order_of_ranks"]
+__all__ = ["OF_RANK_0", "Orders", "evaluation_of_first", "order_of_ranks"]
+
+# In the place of a pass: those in which Lockstep's loaders hand out what is rank 0's.
+OF_RANK_0 = -1
 
 Facts = Mapping[str, Any]
 Orders = dict[int, list[list[int]]]
@@ -57,8 +60,12 @@ def evaluation_of_first(ranks: Sequence[Facts], one: Facts) -> Orders:
         ranks: the facts of each rank.
         one: those of one process.
     """
-    return {
+    pairs = enumerate(zip(ranks[0]["passes"], one["passes"], strict=False))
+    passes = {number: (first, own) for number, (first, own) in pairs if not first["trains"]}
+    found = {
         number: first["asked"]
-        for number, (first, own) in enumerate(zip(ranks[0]["passes"], one["passes"], strict=False))
-        if not first["trains"] and first["asked"] and None not in first["asked"] and first["asked"] != own["asked"]
+        for number, (first, own) in passes.items()
+        if first["asked"] and None not in first["asked"] and first["asked"] != own["asked"]
     }
+    loaders = ranks[0]["loaders"]
+    return {**found, OF_RANK_0: [[number for number, (first, _) in passes.items() if loaders[first["loader"]]["own"]]]}

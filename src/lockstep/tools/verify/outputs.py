@@ -1,6 +1,7 @@
 """What a script prints and saves: lines on stdout and stderr, and who writes which checkpoint.
 
-Writes the facts `texts` (pairs: whether an evaluation was the last pass over data, and a line) and `saves` (paths).
+Writes the facts `texts` (whether an evaluation was the last pass over data, what was printed, and by which line of the
+script) and `saves` (a path, and the line of the script).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.tools.rehearse.patching import wrap
-from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.recorder import StepRecorder, line_of_script
 
 __all__ = ["LineWatch", "install"]
 
@@ -39,7 +40,8 @@ class LineWatch:
         self._rest = lines.pop()
         texts = self._recorder.facts["texts"]
         if len(texts) < _MOST_LINES:
-            texts.extend((self._recorder.is_evaluating, line) for line in lines if line.strip())
+            where = line_of_script()
+            texts.extend((self._recorder.is_evaluating, line, where) for line in lines if line.strip())
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +53,7 @@ def _save(recorder: StepRecorder) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.busy == 0:
                 path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
-                recorder.facts["saves"].append(path)
+                recorder.facts["saves"].append((path, line_of_script()))
             return original(obj, f, *args, **kwargs)
 
         return save

@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> None:
             worker.run_script(kind, rest)
         recorder.facts["returned"] = True
     except Exception as error:
-        if not recorder.is_cut:
+        if not recorder.is_cut and not recorder.is_last_batch:
             raise
         # Its loader has ended early, which not every script is written for.
         recorder.end(f"after the steps the script ended with {type(error).__name__}: {error}")

@@ -3,40 +3,62 @@
 A *step* here is what lies between two calls of an optimizer's `step`. See [Note: when it ends] for how many there are.
 
 [Note: when it ends] Of the first epoch K - 1 batches are trained on, and then its last one, which is where samples are
-left over. Of each further epoch the first batch is trained on, and the loader ends there, so that the script evaluates,
-saves and sets its schedules as it does after an epoch. So much is recorded as rank 0 has time for; the process then
-ends with the next batch to train on, or the next step, once all ranks are that far. One process goes as far as the
-ranks did.
+left over. Of each further epoch the first batch is trained on, and the loader ends there, so that the script
+evaluates, saves and sets its schedules as it does after an epoch. If batches are few, epochs are trained whole, since
+trainers evaluate after as many batches as their loader has. So much is recorded as rank 0 has time for; the
+process then ends with the next batch to train on, or the next step, once all ranks are that far. One process goes as
+far as the ranks did.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.frames import is_library_file, library_folders
 from lockstep.tools.verify.draws import join_draws
 from lockstep.tools.verify.settings import RANKS, VerifySettings
 from lockstep.tools.verify.state import dump_state, load_state
 
-__all__ = ["StepRecorder"]
+__all__ = ["StepRecorder", "line_of_script"]
 
 # How long a process waits at its end for the others, which may wait for it elsewhere, and how long it may evaluate.
 _END_S, _AFTERWARDS_S = 5.0, 120.0
 # For how long further epochs are begun, and how many.
 _EPOCHS_S, _MOST_EPOCHS = 10.0, 8
+# What an epoch may have that is trained whole, and how much may be written for that.
+_FEW_BATCHES, _MOST_BYTES = 40, 1 << 31
 # Steps of optimizers that take turns, after which their round need not be complete.
 _LONGEST_ROUND = 8
 
 
 def _empty_step() -> dict[str, Any]:
     parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws")
-    return {part: [] for part in parts}
+    return {part: [] for part in parts} | {"lines": {}}
+
+
+def line_of_script() -> str:
+    """`train.py:81`, the innermost line of the script's own code that has led here; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not _is_library(file):
+            return f"{min(file, os.path.relpath(file), key=len)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    return is_library_file(file, library_folders())
 
 
 class StepRecorder:
@@ -70,6 +92,7 @@ class StepRecorder:
             "saves": [],
             "texts": [],
             "starts_ranks": False,
+            "scales": False,
             "goes_on": False,
             "returned": False,
             "end": "",
@@ -84,7 +107,7 @@ class StepRecorder:
         self._has_begun = False
         self._is_active = False
         self._is_written = False
-        self._cut_at = self._first_cut_at = 0.0
+        self._began_at = self._cut_at = self._first_cut_at = 0.0
         self._epochs = 1
         self._drawn: list[list[dict[str, Any]]] = []
 
@@ -111,6 +134,7 @@ class StepRecorder:
             self.roots.append(root)
         if not self._has_begun:
             self._has_begun = True
+            self._began_at = time.monotonic()
             self._exchange_state(0)
 
     def _exchange_state(self, step: int) -> None:
@@ -138,21 +162,49 @@ class StepRecorder:
     def begin_epoch(self) -> None:
         """A further epoch begins: record the first step of it, where there is time. See [Note: when it ends]."""
         self._epochs += 1
-        goes, stops = (self.settings.epoch_file(self._epochs, word) for word in ("goes", "stops"))
+        has_time = self._epochs <= _MOST_EPOCHS and time.monotonic() - self._first_cut_at < _EPOCHS_S
+        goes = self._of_rank_0(self._epochs, has_time)
+        self.facts["goes_on"] = goes is None
+        if goes:
+            self.is_cut, self.until = False, len(self.steps) + 1
+
+    def train_whole_epochs(self, batches: int) -> bool:
+        """Whether epochs of so many batches are trained to their ends. See [Note: when it ends]."""
+        per_batch_s = (time.monotonic() - self._began_at) / max(1, len(self.steps))
+        is_short = batches <= _FEW_BATCHES and batches * per_batch_s < _EPOCHS_S
+        size = self.settings.state_file(len(self.steps)).stat().st_size if self.rank == 0 else 0
+        goes = self._of_rank_0(1, is_short and size * batches * _MOST_EPOCHS < _MOST_BYTES)
+        self.until = sys.maxsize if goes else self.until
+        return bool(goes)
+
+    def end_whole_epoch(self) -> None:
+        """A loader has come to its end: train the next epoch whole, too, or no more than its first step."""
+        if self.until == sys.maxsize:
+            self._epochs += 1
+            has_time = self._epochs <= _MOST_EPOCHS and time.monotonic() - self._began_at < _EPOCHS_S
+            if not self._of_rank_0(self._epochs, has_time):
+                self.until = len(self.steps) + 1
+
+    def _of_rank_0(self, epoch: int, goes_on: bool) -> bool | None:
+        """What rank 0 says, for all ranks and for one process; None where it said nothing."""
+        goes, stops = (self.settings.epoch_file(epoch, word) for word in ("goes", "stops"))
         if self.settings.role == RANKS and self.rank == 0:
-            has_time = self._epochs <= _MOST_EPOCHS and time.monotonic() - self._first_cut_at < _EPOCHS_S
-            (goes if has_time else stops).touch()
+            (goes if goes_on else stops).touch()
         limit = time.monotonic() + (_END_S if self.settings.role == RANKS else 0.0)
         while not (goes.exists() or stops.exists()) and time.monotonic() < limit:
             time.sleep(0.001)
-        self.facts["goes_on"] = not (goes.exists() or stops.exists())
-        if goes.exists():
-            self.is_cut, self.until = False, len(self.steps) + 1
+        return goes.exists() or (False if stops.exists() else None)
 
     def check_time(self) -> None:
         """End here if what comes after the steps takes too long."""
         if self.is_cut and time.monotonic() - self._cut_at > _AFTERWARDS_S:
             self.end(f"what followed the steps took more than {_AFTERWARDS_S:g} s, and was left")
+
+    def note_line(self, event: str) -> None:
+        """Which lines of the script lead to a kind of event: "batch", "call", "backward" or "step"."""
+        lines, line = self.step["lines"].setdefault(event, []), line_of_script()
+        if line and line not in lines:
+            lines.append(line)
 
     @contextlib.contextmanager
     def aside(self) -> Any:
@@ -176,16 +228,19 @@ class StepRecorder:
         """The script has drawn: note it, or return what the ranks drew. See `draws.py`."""
         if not self.is_recording:
             return None
+        after = len(self.step["batches"])
         with self.aside():
             if self.settings.role == RANKS:
-                self.step["draws"].append({"name": name, "values": values.detach().clone()})
+                self.step["draws"].append({"name": name, "values": values.detach().clone(), "after": after})
                 return None
-            return self._draw_of_ranks(name, values)
+            return self._draw_of_ranks(name, values, after)
 
-    def _draw_of_ranks(self, name: str, values: Tensor) -> Tensor | None:
-        place = len(self.step["own_draws"])
-        self.step["own_draws"].append(name)
-        drawn = [each[place] for each in self._drawn if place < len(each)]
+    def _draw_of_ranks(self, name: str, values: Tensor, after: int) -> Tensor | None:
+        # Counted from the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
+        place = self.step["own_draws"].count(after)
+        self.step["own_draws"].append(after)
+        since = [[one for one in each if one["after"] == after] for each in self._drawn]
+        drawn = [each[place] for each in since if place < len(each)]
         if len(drawn) != self.settings.world_size or any(each["name"] != name for each in drawn):
             joined = None
         else:
@@ -202,11 +257,16 @@ class StepRecorder:
 
     def _order_of_ranks(self, count: int) -> list[int] | None:
         """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
-        number = len(self.step["batches"]) - 1
-        parts = self.facts.get("ranks_keys", {}).get((len(self.steps), number))
-        if number < 0 or parts is None:
+        # That of an earlier step, where several steps are made of one batch.
+        steps = [*self.steps, self.step]
+        place = next((place for place in reversed(range(len(steps))) if steps[place]["batches"]), None)
+        if place is None:
             return None
-        own = [key for key, _ in self.step["batches"][number]["keys"]]
+        number = len(steps[place]["batches"]) - 1
+        parts = self.facts.get("ranks_keys", {}).get((place, number))
+        if parts is None:
+            return None
+        own = [key for key, _ in steps[place]["batches"][number]["keys"]]
         places: dict[int, list[int]] = {}
         for place, key in enumerate(parts):
             places.setdefault(key, []).append(place)

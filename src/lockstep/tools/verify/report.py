@@ -13,6 +13,7 @@ from lockstep.tools.verify.verdict import Verdict
 __all__ = ["code_of", "format_json", "format_text", "write_plot"]
 
 _WIDTH = 110
+_SHOWN_LINES = 3
 
 
 def _wrapped(head: str, text: str) -> str:
@@ -48,6 +49,7 @@ def format_text(target: str, verdicts: Sequence[Verdict]) -> str:
             lines.append(head + f"the answer of one process in {one.steps} steps, to {_digits(worst)}")
         for each in one.differences:
             where = f"step {each.step}, {each.stage}" if each.step else each.stage
+            where += f" ({', '.join(each.lines[:_SHOWN_LINES])})" if each.lines else ""
             lines.append(_wrapped(f"  {where}: ", each.measured))
             lines.append(_wrapped("    why:   ", each.meaning))
             lines.append(_wrapped("    write: ", each.advice))

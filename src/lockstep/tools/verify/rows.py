@@ -126,14 +126,18 @@ def _key_of(parts: Sequence[Any]) -> tuple[int, int]:
     return _digest(exact), _digest(unpadded)
 
 
-def row_sketch(tensor: Tensor, count: int) -> Tensor | None:
+def row_sketch(tensor: Tensor, count: int, across: bool = False) -> Tensor | None:
     """Some numbers of each of `count` rows, float64: values at fixed places, then mean, root mean square and maximum.
 
-    None where the tensor is not made of that many rows.
+    None where the tensor is not made of that many rows. With several rows for each, those of one are next to each
+    other, or `across`, as those of joined views, so many apart.
     """
     if not tensor.ndim or not count or not tensor.numel() or tensor.size(0) % count:
         return None
-    rows = _real(_array(tensor)).reshape(count, -1)
+    rows = _real(_array(tensor))
+    if across:
+        rows = rows.reshape(-1, count, rows[0].size).swapaxes(0, 1)
+    rows = rows.reshape(count, -1)
     width = rows.shape[1]
     places = np.linspace(0, width - 1, min(width, _ROW_VALUES)).round().astype(int)
     with np.errstate(all="ignore"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,9 +190,10 @@ def _judge_steps(
     facts = tuple({**each["facts"], "steps": each["steps"]} for each in ranks)
     job = VerifiedJob(facts, {**one["facts"], "steps": one["steps"]})
     for number in range(count):
-        again_then = None if again is None or number >= len(again["steps"]) else again["steps"][number]
-        then = tuple(each["steps"][number] for each in ranks)
-        view = _with_noise(StepOfJob(number + 1, job, then, one["steps"][number], again_then, 0.0))
+        runs = [one, *ranks] if again is None or number >= len(again["steps"]) else [one, *ranks, again]
+        own, *then = _without_overflow(each["steps"][number] for each in runs)
+        again_then = None if len(then) == len(ranks) else then.pop()
+        view = _with_noise(StepOfJob(number + 1, job, tuple(then), own, again_then, 0.0))
         verdict.unknown = _is_undetermined(view) or _is_made_by_ranks(view)
         if verdict.unknown:
             return
@@ -207,6 +208,24 @@ def _judge_steps(
         if found is not None:
             verdict.differences.append(found)
             return
+
+
+def _without_overflow(all_steps: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A step without the backward passes that overflowed in any process, which a GradScaler takes back."""
+    steps = list(all_steps)
+    counts = {len(each["backwards"]) for each in steps}
+    places = [
+        place
+        for place in range(min(counts))
+        if all(_is_finite(each["backwards"][place]["local"].values()) for each in steps)
+    ]
+    if len(counts) > 1 or not places:
+        return steps
+    return [{**each, "backwards": [each["backwards"][place] for place in places]} for each in steps]
+
+
+def _is_finite(values: Iterable[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(each).all()) for each in values)
 
 
 def _failed(step: int, ranks: Sequence[Mapping[str, Any]], failure: str) -> Difference:
@@ -258,8 +277,9 @@ def _is_undetermined(step: StepOfJob) -> str:
     distance = distance_of_gradients(step.one, step.again)
     if distance > _MOST_NOISE:
         return (
-            f"step {step.number}: two runs at one process differ by themselves, gradients by {distance:.1e}: the "
-            "script does not determine what it computes"
+            f"step {step.number}: two runs at one process differ by themselves, gradients by {distance:.1e}: chance or "
+            "rounding (of float16) decides what the script computes; --double takes the rounding away where the script "
+            "allows that"
         )
     return ""
 
@@ -287,6 +307,13 @@ def _indexed(batch: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _is_made_by_ranks(step: StepOfJob) -> str:
     """Why one process has a part of the ranks' samples, where each rank makes its own; empty if it has them all."""
+    if any(each["batches"] for each in step.ranks) and any(
+        not each["batches"] and each["calls"] for each in step.ranks
+    ):
+        return (
+            f"step {step.number}: ranks without a loader train on samples that another rank's loader has handed out "
+            "(dispatch_batches), which cannot be told apart. Let each rank load its own (dispatch_batches=False)"
+        )
     if step.job.one["loaders"]:
         is_theirs = measure_samples(step.ranks, step.one).differ and _has_own_data(step)
         return f"step {step.number}: each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
@@ -354,6 +381,11 @@ def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str
         verdict.notes.append(
             f"{given} draws of random numbers within the steps (dropout, noise) were given to the one process as the "
             "ranks drew them: that N ranks draw other numbers than one is set aside"
+        )
+    if ranks[0]["facts"]["scales"]:
+        verdict.notes.append(
+            "float16: the scale of losses began at 1024 at most, and did not grow; how a dynamic scale skips steps is "
+            "set aside"
         )
     verdict.notes.extend(_unseen(ranks))
     if verdict.differences:

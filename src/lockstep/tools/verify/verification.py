@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ _STARTS_RANKS = (
 )
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
+# Causes that may be a number which the script takes for the size of a batch; "" where one process fails by it.
+_BY_SIZE = ("", "drawn", "batch", "not-linear", "factor", "settings")
 _NO_SIZE = (
     "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
     "batch_size), so it cannot be given the batches of all ranks"
@@ -216,10 +219,24 @@ def _compared(session: _Session, world_size: int) -> Any:
     _write_keys(settings, ranks)
     failure = session.failure(RANKS) if code else ""
     code, one, sizes = _reference(session, ranks)
-    words = _ended(session.output(ONE), code, "one process")
+    words = _ended(session.output(ONE), code, "one process that is started as a rank")
     verdict = Verdict(world_size, unknown=words) if one is None else _judged(session, ranks, one, sizes, failure)
     is_found = one is not None and any(0 < each.step <= len(one["steps"]) for each in verdict.differences)
-    return Verdict(world_size, unknown=words) if code and not is_found else verdict
+    verdict = Verdict(world_size, unknown=words) if code and not is_found else verdict
+    verdict.notes.extend(_words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes))
+    return verdict
+
+
+def _words_on_sizes(verdict: Any, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
+    """That a script may compute something from a batch size which one process did not have."""
+    pairs = [(one, other) for one, other in zip(asked, given, strict=False) if other is not None and one != other]
+    if not pairs or verdict.first[1] not in _BY_SIZE or (not verdict.differences and not verdict.unknown):
+        return []
+    return [
+        f"sizes: one process was given batches of {pairs[0][1]} where the script asks for {pairs[0][0]}. What the "
+        "script computes from that number (a divisor, a mask, a learning rate, noise) is then another: take it from "
+        "the batch, len(x)"
+    ]
 
 
 def _ended(output: str, code: int, where: str) -> str:
@@ -251,10 +268,10 @@ def _judged(session: _Session, ranks: Sequence[Any], one: Any, sizes: tuple[int 
         verdict = judge(ranks, one, None, failure)
     if verdict.code != 0:
         _, again = session.reference(HALVES, sizes, orders)
-        moved = None
+        verdict = judge(ranks, one, again, failure)
         if verdict.first[0] == "evaluated":
             _, moved = session.reference(ONE, sizes, {**orders, **evaluation_of_first(facts, one["facts"])})
-        verdict = judge(ranks, one, again, failure, moved)
+            verdict = judge(ranks, one, again, failure, moved)
     if verdict.first == ("samples", "order") and lacks_batch_size(ranks, one):
         return Verdict(len(ranks), unknown=_NO_SIZE)
     if orders and verdict.first not in _OTHER_ORDER:
@@ -273,6 +290,13 @@ def _write_keys(settings: VerifySettings, ranks: Sequence[Mapping[str, Any]]) ->
                 if not batch["filler"]:
                     keys.setdefault((step, number), []).extend(key for key, _ in batch["keys"])
     torch.save(keys, settings.keys_file())
+
+
+def _own_failure(world_size: int) -> Any:
+    """Of an error that is being handled, and is none of the script's."""
+    from lockstep.tools.verify.verdict import Verdict
+
+    return Verdict(world_size, unknown=f"lockstep verify itself failed, and not the script:\n{traceback.format_exc()}")
 
 
 def _import_for_ranks() -> None:
@@ -307,6 +331,8 @@ def verify(what: Verification) -> list[Any]:
         folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
         try:
             verdicts.append(_verify_at(what, world_size, folder))
+        except Exception:
+            verdicts.append(_own_failure(world_size))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return verdicts

@@ -1,0 +1,239 @@
+"""Programs as others write them, on which an earlier verification was wrong, and the answer that is right."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.tools.verify import verification
+from lockstep.tools.verify.compare import fit_ranks
+from lockstep.tools.verify.report import format_text
+from lockstep.tools.verify.verdict import Verdict
+from lockstep.tools.verify.verification import Verification, verify
+
+COMMON = """
+import numpy as np
+import torch
+import lockstep
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+draws = torch.Generator().manual_seed(1)
+data = torch.utils.data.TensorDataset(torch.randn(61, 6, generator=draws), torch.randint(4, (61,), generator=draws))
+world = lockstep.init(seed=0)
+loader = lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0)
+net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
+def trained(net):
+    model = lockstep.DistributedDataParallel(net)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+"""
+RIGHT = {
+    "a learning rate of numpy": """
+        model, optimizer = trained(net)
+        for epoch in range(2):
+            for number, (x, y) in enumerate(loader):
+                optimizer.param_groups[0]["lr"] = 0.1 * (1 + np.cos(np.pi * number / len(loader)))
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+    """,
+    "several steps by one batch": """
+        model, optimizer = trained(net)
+        x, y = next(iter(loader))
+        for _ in range(4):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "rank 0 draws what it shows": """
+        model, optimizer = trained(net)
+        for epoch in range(3):
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                cross_entropy(model(x + 0.1 * torch.randn_like(x)), y).backward()
+                optimizer.step()
+                if number % 2 == 0 and world.rank == 0:
+                    torch.randn(3)
+    """,
+    "a scaled loss": """
+        model, optimizer = trained(net)
+        scaler = torch.amp.GradScaler("cpu")
+        for x, y in loader:
+            optimizer.zero_grad()
+            scaler.scale(cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "so many batches by next()": """
+        model, optimizer = trained(net)
+        for epoch in range(3):
+            batches = iter(loader)
+            for _ in range(len(loader) // 2):
+                optimizer.zero_grad()
+                for x, y in [next(batches) for _ in range(2)]:
+                    (cross_entropy(model(x), y) / 2).backward()
+                optimizer.step()
+    """,
+}
+WRONG = {
+    "views that are joined, and a mask": (
+        ("loss", "count"),
+        """
+        class Views(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Linear(6, 4)
+
+            def forward(self, views):
+                return self.body(torch.cat(views))
+
+        model, optimizer = trained(Views())
+        for x, y in loader:
+            optimizer.zero_grad()
+            with model.samples(len(y)):
+                outputs = model([x, x.flip(1)])
+            each = cross_entropy(outputs, y.repeat(2), reduction="none").view(2, -1).mean(0)
+            keep = y > 0
+            ((each * keep).sum() / keep.sum()).backward()
+            optimizer.step()
+        """,
+    ),
+    "padding that is masked, and two counts": (
+        ("loss", "padding"),
+        """
+        def collate(rows):
+            inputs, labels = zip(*rows)
+            lengths = [6 if each[0] > 1 else 3 for each in inputs]
+            parts = [each[:length] for each, length in zip(inputs, lengths)]
+            return nn.utils.rnn.pad_sequence(parts, batch_first=True), torch.tensor(lengths), torch.stack(labels)
+
+        class Each(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Linear(1, 4)
+
+            def forward(self, x):
+                return self.body(x[..., None])
+
+        model, optimizer = trained(Each())
+        for x, lengths, y in lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0, collate_fn=collate):
+            optimizer.zero_grad()
+            outputs = model(x)
+            mask = torch.arange(x.shape[1]) < lengths[:, None]
+            labels = y[:, None].expand_as(mask)
+            loss = cross_entropy(outputs[mask], labels[mask]) + outputs[mask & (labels > 1)].square().mean()
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
+    "batch statistics within a model that returns its loss": (
+        ("outputs", "batch-norm"),
+        """
+        class Module(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+            def forward(self, x, y):
+                return cross_entropy(self.net(x), y)
+
+        model, optimizer = trained(Module())
+        for x, y in loader:
+            optimizer.zero_grad()
+            with model.samples(len(y)):
+                loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
+    "a trainer that evaluates after as many batches as there are": (
+        ("evaluated", "metric"),
+        """
+        held = lockstep.DataLoader(data, batch_size=16, evaluation=True)
+        sizes = len(loader), len(held)
+        model, optimizer = trained(net)
+        for epoch in range(2):
+            for number, (x, y) in enumerate(loader):
+                model.train()
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if number + 1 == sizes[0]:
+                    model.eval()
+                    batches, right, count = iter(held), 0, 0
+                    with torch.no_grad():
+                        for _ in range(sizes[1]):
+                            x, y = next(batches)
+                            right, count = right + (model(x).argmax(1) == y).sum().item(), count + len(y)
+                    print(f"accuracy {right / count:.4f}")
+        """,
+    ),
+}
+
+
+def verdict_on(program: str, folder: Path) -> tuple[Verdict, str]:
+    script = folder / "train.py"
+    script.write_text(COMMON + textwrap.dedent(program))
+    (verdict,) = verify(Verification(str(script), steps=3))
+    return verdict, format_text("train.py", [verdict])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_are_the_answer_of_one_process(name: str, tmp_path: Path) -> None:
+    verdict, text = verdict_on(RIGHT[name], tmp_path)
+    assert verdict.code == 0, text
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
+    cause, program = WRONG[name]
+    verdict, text = verdict_on(program, tmp_path)
+    assert verdict.first == cause, text
+    assert verdict.differences[0].lines, text
+    line = int(verdict.differences[0].lines[0].rpartition(":")[2])
+    written = (tmp_path / "train.py").read_text().splitlines()[line - 1]
+    assert any(word in written for word in ("backward()", "model(", "print(")), written
+
+
+def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
+    """One process has N times the batch, and the script's constant stays."""
+    verdict, text = verdict_on(
+        """
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            z = model(x)
+            (z.T @ z / 5).square().sum().backward()
+            optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.code == 1
+    assert "one process was given batches of 10 where the script asks for 5" in " ".join(text.split())
+
+
+def test_a_failure_of_its_own_is_no_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no svd")
+
+    monkeypatch.setattr(verification, "_verify_at", fail)
+    verdict, text = verdict_on("", tmp_path)
+    assert verdict.code == 2
+    assert "lockstep verify itself failed, and not the script" in " ".join(text.split())
+    assert "ArithmeticError: no svd" in text
+
+
+def test_gradients_that_overflowed_are_no_sum_of_the_ranks() -> None:
+    fit = fit_ranks(torch.ones(2), [torch.tensor([1.0, float("inf")])])
+    assert not fit.is_good
