@@ -55,7 +55,7 @@ $(SITE_TOOLS): $(INSTALLED)
 	@touch $@
 
 train: venv ## train on handwritten digits with 2 processes
-	$(RUN) $(BIN)/lockstep train digits --nproc 2 $(ARGS)
+	@$(RUN) $(BIN)/lockstep train digits --nproc 2 $(ARGS)
 
 test: venv ## run the tests, all but the longest; under 10 minutes on two quiet cores
 	$(RUN) $(BIN)/python $(PYTEST) --minutes $(MINUTES) $(ARGS)

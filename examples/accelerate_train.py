@@ -2,6 +2,8 @@
 
     lockstep run --nproc 2 examples/accelerate_train.py
 
+Needs: pip install accelerate scikit-learn
+
 Accelerate chooses a backend from a list of names of its own, and refuses others in
 `InitProcessGroupKwargs(backend=...)`. It takes a group that is there already, though: `lockstep.init()` before the
 `Accelerator` is the one line that is needed. On CPUs Accelerate's state continues to say "gloo", because that names its

@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 import lockstep  # noqa: F401 - brings the backend
 
+# torch 2.13 has new names for these two, and warns of the old ones.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def reductions(rank: int, size: int) -> None:
     """all_reduce leaves the result with everybody, reduce with one, reduce_scatter a part of it with each."""
@@ -72,10 +76,10 @@ def movements(rank: int, size: int) -> None:
 def whole_tensors(rank: int, size: int) -> None:
     """The forms that take one tensor instead of a list."""
     rows = torch.empty(size, 2)
-    dist.all_gather_into_tensor(rows, torch.full((1, 2), float(rank)))
+    all_gather_single(rows, torch.full((1, 2), float(rank)))
     assert rows[:, 0].tolist() == list(range(size))
     row = torch.empty(1, 2)
-    dist.reduce_scatter_tensor(row, rows)
+    reduce_scatter_single(row, rows)
     assert (row == rank * size).all()
     column = torch.empty(size, 2)
     dist.all_to_all_single(column, rows)

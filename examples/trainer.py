@@ -60,6 +60,8 @@ with lockstep.init(seed=0) as world:
     )
     if checkpoint.available(folder):
         trainer.load_state_dict(checkpoint.load(folder, map_location=world.device))
+        if trainer.is_stopped and world.rank == 0:
+            print(f"the training in {folder} has already stopped: delete that folder to train anew")
     if not trainer.fit(50):
         sys.exit(lockstep.EXIT_STOPPED)  # told to stop: the same command resumes
     if world.rank == 0:

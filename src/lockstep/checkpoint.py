@@ -198,9 +198,9 @@ def _set_later_ones_aside(folder: Path, step: int) -> None:
     for entry in later:
         entry.replace(folder / f"{_ABANDONED}{entry.name}")
     if later:
-        steps = ", ".join(str(_step_of(entry)) for entry in reversed(later))
+        steps = f"step{'s' if len(later) > 1 else ''} {', '.join(str(_step_of(entry)) for entry in reversed(later))}"
         get_logger(__name__).warning(
-            "checkpoint.save: step %d comes after step %s in %s: the run went back, or another one used the folder. "
+            "checkpoint.save: step %d comes after %s in %s: the run went back, or another one used the folder. "
             "Those later checkpoints are renamed to %sstep-*.pt; delete them, or give each run a folder of its own",
             step,
             steps,

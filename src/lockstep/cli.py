@@ -38,7 +38,7 @@ _COMMANDS = {
     ),
     "rehearse": _Command(
         "lockstep.commands.rehearse",
-        "say what would bite a script on GPUs",
+        "say what would fail in a script on GPUs",
         "lockstep rehearse --nproc 4 train.py",
     ),
     "launch": _Command(

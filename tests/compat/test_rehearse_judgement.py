@@ -158,6 +158,11 @@ def test_processes_that_train_for_themselves_without_knowing_of_each_other() -> 
     assert judge(RehearsedJob((alone(0, trained),), RehearsalSettings(devices=2, processes_per_node=1))) == []
     nothing = format_text("train.py", [], job(alone(0), alone(1)), 0)
     assert nothing == "lockstep rehearse: nothing found in train.py in 2 processes that joined no group\n"
+    for came_to_nothing in (job(alone(0), alone(1)), job(alone(0)), None):
+        said = format_text("train.py", [], came_to_nothing, 130)
+        assert said.startswith(
+            "lockstep rehearse: no report on train.py: it ended with exit code 130 before it joined a group\n"
+        )
 
 
 def test_ranks_that_were_killed_in_a_group_are_known_to_have_joined_one() -> None:

@@ -105,7 +105,7 @@ def test_help_of_run_explains_every_option(capfd: pytest.CaptureFixture[str]) ->
         (["run", "missing.py"], "script 'missing.py' not found in"),
         (["run", "--no-prefix", "--log-dir", "x", __file__], "not allowed with argument"),
         (["run", "--nproc", "1", "--log-dir", "/proc/none", __file__], "log_dir '/proc/none' cannot be written"),
-        (["train", "digit"], "there is no recipe 'digit', did you mean 'digits'?"),
+        (["train", "digit"], "unknown recipe 'digit', did you mean 'digits'? Recipes: digits, imagenet"),
         (["train", "digits", "--epoch", "x"], "see `lockstep train digits --help`"),
     ],
 )

@@ -394,7 +394,7 @@ def test_folders_that_are_not_as_they_should_be(tmp_path: Path, capfd: pytest.Ca
     assert f"{folder}/val/unknown has no images: expected files that end in .jpg" in said_of(capfd, 2, *options)
     (folder / "val").rename(folder / "validation")
     said = said_of(capfd, 2, *options)
-    assert f"{folder}/val is missing; expected {folder} to hold train/ and val/" in said
+    assert f"{folder}/val is missing: {folder} must hold train/ and val/" in said
     assert "in it: train, validation" in said
 
 
@@ -432,6 +432,14 @@ def test_options_that_do_not_go_together(
     data: Path, out: Path, capfd: pytest.CaptureFixture[str], options: tuple[object, ...], said: str
 ) -> None:
     assert said in said_of(capfd, 1, data, *QUICK, "--out", out, *options)
+
+
+def test_a_network_that_there_is_not_is_found_before_images_are_listed(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = said_of(capfd, 2, data, *QUICK, "--out", tmp_path, "-a", "tinyy")
+    assert said.rstrip().endswith("; did you mean tiny or tiny-bn?")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_process_is_not_started_twice(data: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:

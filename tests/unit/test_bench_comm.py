@@ -91,9 +91,11 @@ def test_options_that_mean_nothing(tmp_path: Path, arguments: list[str], about: 
 
 def test_a_backend_that_is_missing_is_skipped_with_a_reason(tmp_path: Path) -> None:
     session = _session(tmp_path)
-    there, started_by = comm._find_backends(["gloo", "mpi"], session, [])
+    there, started_by = comm._find_backends(["gloo", "mpi"], session, [], {})
     assert (there, started_by) == (["gloo"], None)
-    assert [(one.contestant, "mpirun" in one.reason) for one in session.skipped] == [("mpi", True)]
+    assert comm._find_backends(["gloo", "mpi"], session, [], {"/bin/mpirun": "no mpi4py"}) == (["gloo"], None)
+    assert [one.contestant for one in session.skipped] == ["mpi", "mpi"]
+    assert ["mpirun" in one.reason for one in session.skipped] == [True, False]
 
 
 # ---- verbs: every rank in this process -----------------------------------------------------------
@@ -352,6 +354,12 @@ def test_an_mpi_of_another_library_is_no_peer(tmp_path: Path) -> None:
     found, reason = mpi.probe(command, 2)
     assert found is None
     assert "it sees 1 rank, not 2" in reason
+
+
+def test_an_mpirun_without_mpi4py_says_how_to_get_it(tmp_path: Path) -> None:
+    said = "ModuleNotFoundError: No module named 'mpi4py'"
+    command = _script(tmp_path / "mpiexec", f'[ "$1" = --version ] && exit; echo "{said}" >&2; exit 1')
+    assert mpi.probe(command, 2) == (None, "mpi4py is not installed: pip install mpi4py")
 
 
 # ---- end to end ----------------------------------------------------------------------------------

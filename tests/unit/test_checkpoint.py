@@ -136,7 +136,7 @@ def test_going_back_leaves_the_later_ones_behind(tmp_path: Path, capsys: pytest.
     resumed = checkpoint.load(checkpoint.available(tmp_path)[-1])
     assert resumed == {"step": 100}
     save_steps(tmp_path, 150, keep=3)
-    assert "step 150 comes after step 200, 300 in" in capsys.readouterr().err
+    assert "step 150 comes after steps 200, 300 in" in capsys.readouterr().err
     assert checkpoint.load(tmp_path) == {"step": 150}
     assert [checkpoint.load(path)["step"] for path in checkpoint.available(tmp_path)] == [150, 100], "100 is still here"
 

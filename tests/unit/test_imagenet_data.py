@@ -184,9 +184,7 @@ class TestListing:
             assert list_part(tree, "train", tmp_path / "file" / "kept").seconds > 0
 
     def test_folders_that_are_no_image_folder(self, tree: Path, tmp_path: Path) -> None:
-        with pytest.raises(
-            DataError, match=r"data/val is missing; expected .*data to hold train/ and val/.*in it: train"
-        ):
+        with pytest.raises(DataError, match=r"data/val is missing: .*data must hold train/ and val/.*in it: train"):
             list_part(tree, "val", tmp_path / "kept")
         with pytest.raises(DataError, match=r"nowhere/train is missing.*there is no such folder"):
             list_part(tmp_path / "nowhere", "train", tmp_path / "kept")

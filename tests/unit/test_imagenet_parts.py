@@ -276,6 +276,8 @@ class TestModels:
         monkeypatch.setattr(models, "find_spec", lambda name: None)
         with pytest.raises(SetupError, match=r"--arch vgg11 needs torchvision.*pip install torchvision"):
             create_model("vgg11", 10)
+        with pytest.raises(SetupError, match=r"; did you mean tiny or tiny-bn\?"):
+            create_model("tinyy", 10)
         with pytest.raises(
             SetupError, match=r"--pretrained takes its weights from torchvision, not installed here: pip"
         ):

@@ -1,4 +1,4 @@
-"""`lockstep rehearse`: a script for N GPUs, unedited, on CPU processes, and what would bite on the cluster."""
+"""`lockstep rehearse`: a script for N GPUs, unedited, on CPU processes, and what would fail on the cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _FLAGS = frozenset({"-m", "--module", "--no-prefix", "--strict", "--no-compat", 
 
 _DESCRIPTION = """\
 Run a script written for N GPUs, unedited, on CPU processes: each `cuda` device is a stand-in in CPU memory, nccl is
-a group over shared memory. It ends with a report of what would bite on the cluster: where, why, and the fix.
+a group over shared memory. It ends with a report of what would fail on the cluster: where, why, and the fix.
+Unlike under `lockstep verify`, the script really writes its files: checkpoints, logs and all.
 Options after the script belong to the script; give it little data and few steps.
 """
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else USAGE_CODE
     name, *options = arguments
     if name not in _RECIPES:
-        raise LaunchError(f"there is no recipe {name!r}{suggest(name, _RECIPES)}; there are: {', '.join(_RECIPES)}")
+        raise LaunchError(f"unknown recipe {name!r}{suggest(name, _RECIPES) or '.'} Recipes: {', '.join(_RECIPES)}")
     launcher = Parser(add_help=False, allow_abbrev=False)
     group = launcher.add_argument_group("launching")
     add_nproc(group)

@@ -91,7 +91,7 @@ _ADVICE_ON_DATA = (
 _ADVICE_ON_BATCHES = (
     "One of them has left out a backward pass, or taken a batch more. Every rank must take the batches of a "
     "lockstep.DataLoader in the same order, and make the same backward passes: where one skips a step (a loss that is "
-    "not finite, an error), all must; let them agree on it first, with an all_reduce"
+    "not finite, an error), all must; let them agree on it first, by lockstep.any(flag)"
 )
 _ADVICE_AT_FIRST = (
     "All had those of rank 0 when DistributedDataParallel was made: initialise or load the model before, or do so on "

@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace, session: Session) -> None:
     reasons: dict[str, str] = {}
     if "mpi" in wanted or not options.no_peers:
         mpis, reasons = find_mpis(session.nproc, [path for path in options.peer if not is_imb(path)])
-    backends, mpi = _find_backends(wanted, session, mpis)
+    backends, mpi = _find_backends(wanted, session, mpis, reasons)
     has_peers = not options.no_peers and _has_peers(session, dtypes, op)
     peers = _find_peers(options.peer, session, mpis, reasons) if has_peers else []
     session.settings.update(
@@ -105,8 +105,17 @@ def measure(options: argparse.Namespace, session: Session) -> None:
     )
 
 
-def _find_backends(wanted: Collection[str], session: Session, mpis: Sequence[Mpi]) -> tuple[list[str], Mpi | None]:
-    """Those that can run here, and the MPI that starts the ranks, if one of them needs it."""
+def _find_backends(
+    wanted: Collection[str], session: Session, mpis: Sequence[Mpi], unusable: Mapping[str, str]
+) -> tuple[list[str], Mpi | None]:
+    """Those that can run here, and the MPI that starts the ranks, if one of them needs it.
+
+    Args:
+        wanted: names of backends.
+        session: is told of those that cannot run, and why.
+        mpis: the MPI libraries there are.
+        unusable: by command, why others do not work.
+    """
     import sys
 
     import torch
@@ -114,8 +123,9 @@ def _find_backends(wanted: Collection[str], session: Session, mpis: Sequence[Mpi
 
     mpi = next((one for one in mpis if one.python == sys.executable), None)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    no_mpi = "there is no mpirun, or mpi4py does not run under it: `lockstep doctor` says more"
     reasons = {
-        "mpi": "" if mpi else "there is no mpirun, or mpi4py does not run under it: `lockstep doctor` says more",
+        "mpi": "" if mpi else next(iter(unusable.values()), no_mpi),
         "nccl": ""
         if dist.is_nccl_available() and gpus >= session.nproc
         else f"needs a GPU for each rank: {session.nproc} ranks, {gpus} GPUs",

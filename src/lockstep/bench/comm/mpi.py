@@ -106,6 +106,8 @@ def _probe_with(mpiexec: str, python: str, num_ranks: int) -> tuple[Mpi | None, 
     except subprocess.TimeoutExpired:
         return None, f"{mpiexec} did not start {num_ranks} ranks within {_PROBE_S:g} s"
     match = re.search(r"^found (\d+) (.*)$", said.stdout, re.MULTILINE)
+    if match is None and "No module named 'mpi4py'" in said.stderr:
+        return None, "mpi4py is not installed: pip install mpi4py"
     if match is None:
         lines = [line for line in (said.stderr + said.stdout).splitlines() if "Error" in line or "error" in line]
         return None, f"mpi4py does not run under it: {(lines or ['it said nothing'])[-1].strip()[:160]}"

@@ -188,7 +188,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--nnodes",
         metavar="N",
         default="1",
-        help="number of hosts, or MIN:MAX; each runs `lockstep run` with the same options (default: %(default)s)",
+        help="number of hosts, or MIN:MAX; each runs this command with the same options (default: %(default)s)",
     )
     parser.add_argument("--standalone", action="store_true", help="this host alone, which is the default")
     parser.add_argument("--node-rank", "--node_rank", type=int, metavar="R", help="number of this host, from 0")

@@ -165,8 +165,8 @@ def _find(root: Path, folder: Path, kept_in: Path) -> Listing:
         inside = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())[:5] if folder.is_dir() else None
         there = "there is no such folder" if inside is None else f"in it: {', '.join(inside) or 'no folder'}"
         raise DataError(
-            f"{root} is missing; expected {folder} to hold train/ and val/, with a folder for each class in both "
-            f"({there})"
+            f"{folder}/{root.name} is missing: {folder} must hold train/ and val/, with a folder for each class in "
+            f"both ({there})"
         )
     absolute = os.path.realpath(root)
     digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import InputError, SetupError
 
-__all__ = ["ResNet", "Tiny", "check_size", "create_model"]
+__all__ = ["ResNet", "Tiny", "check_name", "check_size", "create_model"]
 
 _Norm = Callable[[int], nn.Module]
 _TINY_GROUPS = 8
@@ -166,6 +166,7 @@ def create_model(name: str, num_classes: int, *, pretrained: bool = False, size:
         InputError: there is no such network, or it has no trained weights.
         SetupError: it needs a package that is not installed, or its weights cannot be had.
     """
+    check_name(name)
     if name in _BUILT_HERE:
         model = _BUILT_HERE[name](num_classes)
         return _load_torchvision_weights(model, name) if pretrained else model
@@ -179,13 +180,27 @@ def create_model(name: str, num_classes: int, *, pretrained: bool = False, size:
             options = {"image_size": size}
         model = models.get_model(name, num_classes=num_classes, **options)
         return _load_torchvision_weights(model, name) if pretrained else model
-    timm: Any = importlib.import_module("timm") if find_spec("timm") else None
-    if timm is not None and timm.is_model(name):
-        try:
-            return timm.create_model(name, pretrained=pretrained, num_classes=num_classes)  # type: ignore[no-any-return]
-        except (OSError, RuntimeError) as error:
-            raise SetupError(f"timm could not make {name}: {str(error).splitlines()[0]}") from error
-    raise _unknown(name, models, has_timm=timm is not None)
+    try:
+        return _timm().create_model(name, pretrained=pretrained, num_classes=num_classes)  # type: ignore[no-any-return]
+    except (OSError, RuntimeError) as error:
+        raise SetupError(f"timm could not make {name}: {str(error).splitlines()[0]}") from error
+
+
+def check_name(name: str) -> None:
+    """Find out whether there is a network of that name, before anything is done for it. Local.
+
+    Raises:
+        InputError: there is none.
+        SetupError: it needs a package that is not installed.
+    """
+    if name in _BUILT_HERE:
+        return
+    models = _torchvision_models()
+    if models is not None and name in models.list_models(module=models):
+        return
+    timm = _timm()
+    if timm is None or not timm.is_model(name):
+        raise _unknown(name, models, has_timm=timm is not None)
 
 
 def check_size(model: nn.Module, name: str, size: int) -> None:
@@ -213,16 +228,21 @@ def check_size(model: nn.Module, name: str, size: int) -> None:
 
 
 def _unknown(name: str, models: Any, *, has_timm: bool) -> InputError | SetupError:
+    known = sorted({*_BUILT_HERE, *(models.list_models(module=models) if models is not None else ())})
+    close = difflib.get_close_matches(name, known, n=3)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
     if models is None:
         return SetupError(
             f"--arch {name} needs torchvision, not installed here: {_INSTALL}. Without it there are: "
-            + ", ".join(_BUILT_HERE)
+            f"{', '.join(_BUILT_HERE)}{hint}"
         )
-    known = sorted({*_BUILT_HERE, *models.list_models(module=models)})
-    close = difflib.get_close_matches(name, known, n=3)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
     timm = "neither torchvision nor timm has" if has_timm else "torchvision does not have (timm is not installed)"
     return InputError(f"--arch is {name!r}, a network that {timm}{hint}")
+
+
+def _timm() -> Any:
+    """`timm`, or None where it is not installed."""
+    return importlib.import_module("timm") if find_spec("timm") else None
 
 
 def _torchvision_models() -> Any:

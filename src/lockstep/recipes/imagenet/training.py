@@ -25,7 +25,7 @@ from lockstep.recipes.imagenet.broken import BrokenImages
 from lockstep.recipes.imagenet.datasets import Images, check_classes, class_names_of, make_loader, open_images
 from lockstep.recipes.imagenet.evaluation import evaluate
 from lockstep.recipes.imagenet.images import normalize
-from lockstep.recipes.imagenet.models import check_size, create_model
+from lockstep.recipes.imagenet.models import check_name, check_size, create_model
 from lockstep.recipes.imagenet.options import ImagenetConfig, resolve_config
 from lockstep.recipes.imagenet.reporting import evaluation_line, heading, make_views
 from lockstep.recipes.imagenet.schedule import RateSchedule
@@ -134,6 +134,7 @@ def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
     config = resolve_config(options, None if state is None else _saved_config(state, options.resume))
     replicas = resolve_nproc(options.processes, env.snapshot()) if strategy == "dp" else 1
     _check(options, config, strategy, state)
+    check_name(config.arch)
     parts, notes = open_images(options, config)
     train_set, val_set = parts
     module, optimizer = _network(options, config, train_set.num_classes, world, is_resumed=state is not None)

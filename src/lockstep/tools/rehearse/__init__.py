@@ -1,4 +1,4 @@
-"""`lockstep rehearse`: a script for GPUs, unedited, on CPU processes, and a report of what would bite on the cluster.
+"""`lockstep rehearse`: a script for GPUs, unedited, on CPU processes, and a report of what would fail on the cluster.
 
 General layout, from the bottom up:
 

@@ -7,7 +7,7 @@ The JSON form is an object with
   started, also where they joined no group and `ranks` is 1;
 * `findings`: a list of objects with `id`, `title`, `file`, `line` and `function` (null where no line is to blame),
   `called_from` (objects with `file`, `line` and `function`, the innermost caller first), `what` was seen, `why` it
-  bites, the `fix`, and `ranks`, empty where it concerns all.
+  matters, the `fix`, and `ranks`, empty where it concerns all.
 """
 
 from __future__ import annotations
@@ -100,12 +100,15 @@ def format_text(script: str, findings: Sequence[Finding], job: RehearsedJob | No
     where = f"{script} {_who_ran(job)}"
     if job is not None and job.settings.nodes > 1:
         where += f" of {job.settings.nodes} pretended nodes"
-    if not findings:
+    if not findings and exit_code != 0 and (job is None or not job.has_group):
+        ending = f"it ended with exit code {exit_code} before it joined a group"
+        lines = [f"lockstep rehearse: no report on {script}: {ending}"]
+    elif not findings:
         ending = "" if exit_code == 0 else " before it failed"
         lines = [f"lockstep rehearse: nothing found in {where}{ending}"]
     else:
         count = f"{len(findings)} thing{'' if len(findings) == 1 else 's'}"
-        lines = [f"lockstep rehearse: {count} in {where} would bite on a cluster", ""]
+        lines = [f"lockstep rehearse: {count} in {where} would go wrong on a cluster", ""]
         places = itertools.groupby(findings, key=lambda one: (one.id, one.sites[:1]))
         lines += ["\n\n".join(_describe(list(group)) for _, group in places)]
     if job is not None and job.silent:

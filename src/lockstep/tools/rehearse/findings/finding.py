@@ -13,7 +13,7 @@ __all__ = ["Finding", "Kind"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that would bite on the cluster.
+    """Something that would fail on the cluster.
 
     Attributes:
         id: of its kind.
