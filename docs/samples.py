@@ -8,6 +8,7 @@ not the same twice, nor on two machines: these numbers are masked in the compari
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -34,29 +35,6 @@ GUIDES = {
 
 _SAMPLE = re.compile(r"(<!-- sample: (?P<name>\w+) -->\n```\n)(?P<text>.*?)(```\n<!-- /sample -->)", re.DOTALL)
 
-# Line 81 is where the ranks disagree, in their 57th collective.
-_MISMATCH = (
-    "import torch, torch.distributed as dist, lockstep\n"
-    + "from lockstep.errors import CollectiveMismatch\n"
-    + "\n" * 74
-    + """
-def step(numel):
-    tensor = torch.ones(numel)
-
-    dist.all_reduce(tensor)
-
-
-with lockstep.init(device="cpu") as world:
-    for _ in range(56):
-        dist.barrier()
-    try:
-        step(500 if world.rank else 1000)
-    except CollectiveMismatch as error:
-        if world.rank == 0:
-            print(f"{type(error).__name__}: {error}")
-"""
-)
-
 
 def _train() -> str:
     """What `make train` prints, without the epochs before the last and the tables."""
@@ -66,8 +44,13 @@ def _train() -> str:
 
 
 def _mismatch() -> str:
-    """Two ranks that reduce tensors of different sizes; with made-up names of host and processes."""
-    printed = _output_of("run", "--nproc", "2", "--no-prefix", "train.py")
+    """The example, broken by the lines of the first page; with made-up names of host and processes."""
+    name = "examples/train.py"
+    script = (README.parent / name).read_text()
+    (step,) = re.findall(r"^.*optimizer\.step\(\).*\n", script, re.MULTILINE)
+    broken = script.replace(step, step + script_in(START.read_text()))
+    printed = _output_of("run", "--nproc", "2", name, files={name: broken}, fails=True)
+    printed = re.sub(r"^=+\n", "", printed, flags=re.MULTILINE)
     for pid in ("4711", "4712"):
         printed = re.sub(r"\((?!node1)\S+, pid \d+\)", f"(node1, pid {pid})", printed, count=1)
     return printed
@@ -76,12 +59,14 @@ def _mismatch() -> str:
 def _guide(name: str) -> str:
     """What the script of a guide prints on two processes."""
     script = f"{name}.py"
-    return _output_of("run", "--nproc", "2", "--no-prefix", script, **{script: script_in(GUIDES[name].read_text())})
+    return _output_of("run", "--nproc", "2", "--no-prefix", script, files={script: script_in(GUIDES[name].read_text())})
 
 
 def _script() -> str:
     """What README's script prints on two processes."""
-    return _output_of("run", "--nproc", "2", "--no-prefix", "train.py", **{"train.py": script_in(README.read_text())})
+    return _output_of(
+        "run", "--nproc", "2", "--no-prefix", "train.py", files={"train.py": script_in(README.read_text())}
+    )
 
 
 SAMPLES: Mapping[str, Callable[[], str]] = {
@@ -93,18 +78,23 @@ SAMPLES: Mapping[str, Callable[[], str]] = {
 
 
 def script_in(page: str) -> str:
-    """The Python program of a page: its first block. What follows are variations of it, and recipes."""
-    return re.findall(r"```python\n(.+?)```", page, re.DOTALL)[0]
+    """The first block of Python of a page: the program of a guide. What follows are variations of it, and recipes."""
+    return str(re.findall(r"```python\n(.+?)```", page, re.DOTALL)[0])
 
 
-def _output_of(*arguments: str, **files: str) -> str:
-    """What a `lockstep` command prints, in a folder with a train.py, or with these files."""
+def _output_of(*arguments: str, files: Mapping[str, str] | None = None, fails: bool = False) -> str:
+    """What a `lockstep` command prints, in a folder with these files; one that fails, on stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in (files or {"train.py": _MISMATCH}).items():
-            Path(folder, name).write_text(text)
+        for name, text in (files or {}).items():
+            path = Path(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
         command = [sys.executable, "-m", "lockstep", *arguments]
-        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout.replace(f"{folder}/", "")
+        stderr = subprocess.PIPE if fails else None
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    if (done.returncode != 0) is not fails:
+        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}")
+    return (done.stderr if fails else done.stdout).replace(f"{folder}/", "")
 
 
 def samples_in(page: str) -> dict[str, str]:

@@ -33,16 +33,17 @@ def numbers_in(output: str) -> list[float]:
 def test_numbers_do_not_depend_on_the_number_of_ranks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And are those that the page shows: run `python -m docs.samples` after a change of what is printed."""
+    """And are those that the page shows: run `python -m docs.samples` after a change of what is printed.
+
+    All runs are in one folder: none takes up what the one before has left.
+    """
     page = GUIDES[name].read_text()
     path = tmp_path / f"{name}.py"
     path.write_text(script_in(page))
     (shown,) = samples_in(page).values()
     numbers = [numbers_in(shown)]
+    monkeypatch.chdir(tmp_path)  # and with it the ranks
     for world_size in (1, 2, 3):
-        folder = tmp_path / str(world_size)
-        folder.mkdir()
-        monkeypatch.chdir(folder)  # and with it the ranks
         output = run_ranks(run_script, world_size, str(path), init=False)[0]
         assert masked(output) == masked(shown)
         numbers.append(numbers_in(output))
