@@ -31,8 +31,9 @@ import hashlib
 import io
 import os
 import re
+import tempfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -42,11 +43,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.agreement import collective_device
-from lockstep.errors import CheckpointError, InputError, InputTypeError
+from lockstep.errors import CheckpointError, CheckpointNotWritten, InputError, InputTypeError
 from lockstep.log import get_logger
 from lockstep.rank_zero import on_rank_zero
 
-__all__ = ["available", "gather_rng", "load", "restore_rng", "save"]
+__all__ = ["available", "check_folder", "gather_rng", "load", "restore_rng", "save"]
 
 State = dict[str, Any]
 
@@ -81,13 +82,24 @@ def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int =
     Raises:
         InputTypeError: `state` holds an object that a safe load would refuse; names its place.
         InputError: `step` or `keep` is out of range.
-        OSError: rank 0 could not write (the disk is full, say); `LockstepError` on the others.
+        CheckpointNotWritten: rank 0 could not write (the disk is full, say); an OSError that names the folder.
     """
     if step < 0:
         raise InputError(f"checkpoint.save: step is {step}; expected 0 or more")
     if keep < 1:
         raise InputError(f"checkpoint.save: keep is {keep}; expected at least 1, or the new checkpoint would go too")
     return Path(on_rank_zero(lambda: str(_write(Path(folder), state, step, keep))))
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Make the folder if it is not there, and find out whether a checkpoint can be written there, before a training.
+
+    Collective: every rank calls it; rank 0 alone tries.
+
+    Raises:
+        CheckpointNotWritten: rank 0 cannot; an OSError that says why, and names the folder.
+    """
+    on_rank_zero(lambda: _try(Path(folder)))
 
 
 def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> State:
@@ -166,10 +178,38 @@ class _HashingWriter:
         self.file.flush()
 
 
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder to write to. What the system refuses comes out as an error that names the folder."""
+    doing = "make"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        doing = "write to"
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # torch, of a write that has failed
+        if not isinstance(cause, OSError):
+            raise
+        reason = cause.strerror or str(cause)
+        said = CheckpointNotWritten(f"checkpoint.save: rank 0 cannot {doing} {folder}: {reason}; choose another folder")
+        said.errno = cause.errno
+        raise said from None
+
+
+def _try(folder: Path) -> str:
+    """Rank 0's part of `check_folder`."""
+    with _made(folder), tempfile.TemporaryFile(dir=folder):
+        return ""
+
+
 def _write(folder: Path, state: State, step: int, keep: int) -> Path:
     """Rank 0's part of `save`."""
     state = _loadable(state, "state")
-    folder.mkdir(parents=True, exist_ok=True)
+    with _made(folder):
+        return _write_into(folder, state, step, keep)
+
+
+def _write_into(folder: Path, state: State, step: int, keep: int) -> Path:
     for leftover in _entries(folder):
         if leftover.name.startswith(_TEMPORARY):  # of a writer that was killed: there is one writer per folder
             leftover.unlink()

@@ -23,6 +23,7 @@ The tree::
     │   └── UnusedParameters        parameters took no part in the loss; names them
     ├── DataError (ValueError)      the loader was asked for the impossible
     ├── CheckpointError             a checkpoint cannot be read or does not fit
+    │   └── CheckpointNotWritten (OSError)   the folder cannot be made, or takes no file
     └── WorkerFailed                spawn(): a rank failed; carries its rank and traceback
 
 Each message says which rank and which operation, what was given, what was
@@ -35,6 +36,7 @@ __all__ = [
     "AlreadyInitialized",
     "BackendUnavailable",
     "CheckpointError",
+    "CheckpointNotWritten",
     "CollectiveAborted",
     "CollectiveError",
     "CollectiveMismatch",
@@ -169,6 +171,10 @@ class DataError(LockstepError, ValueError):
 
 class CheckpointError(LockstepError):
     """A checkpoint cannot be read, or does not belong to this model."""
+
+
+class CheckpointNotWritten(CheckpointError, OSError):
+    """Rank 0 cannot make the folder for checkpoints, or write to it. On every rank; `errno` on rank 0 alone."""
 
 
 class WorkerFailed(LockstepError):

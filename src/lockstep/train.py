@@ -6,9 +6,8 @@ line stands for what a user would write, and the recipes of this package are bui
 
 What is worth copying into a loop of one's own:
 
-- Losses are reduced late. A step keeps its local loss on the device; every `log_every` steps one
-  collective turns the whole vector of them into means over the global batches. Logging adds no
-  collective and no device synchronisation to a step.
+- Losses are reduced late. A step keeps its local loss on the device; every `log_every` steps one collective turns the
+  whole vector of them into means over the global batches. Logging adds no collective and no device synchronisation.
 - Accumulation is exact. Micro-batches are weighted by their samples, so a window that ends with a
   smaller batch still has the gradient of the mean over all of its samples.
 - Evaluation calls the bare module: ranks may hold different numbers of batches there.
@@ -288,8 +287,7 @@ class _SoFar:
 class Trainer:
     """Epochs of optimizer steps, reported and checkpointed.
 
-    Every rank makes one with the same arguments and calls the same methods: all of them are
-    collective unless they say otherwise.
+    Every rank makes one with the same arguments and calls the same methods, collective unless they say otherwise.
 
     Args:
         model: the wrapped model.
@@ -303,7 +301,7 @@ class Trainer:
         accumulate: global batches per optimizer step.
         clip_norm: clip the norm of the reduced gradient to this.
         log_every: optimizer steps per `StepReport` round.
-        checkpoints: folder to write a checkpoint to after every epoch; None writes none.
+        checkpoints: folder to write a checkpoint to after every epoch, tried when `fit` begins; None writes none.
         save_every: write one also within an epoch, whenever this many optimizer steps are done.
         keep: how many checkpoints to leave there.
         callbacks: called with every report, on every rank, in order.
@@ -371,9 +369,7 @@ class Trainer:
         self._world = current_world() if stop_on_signals else None
         if stop_on_signals and self._world is None:
             raise InputError("Trainer: stop_on_signals needs a world: call lockstep.init() first")
-        self._is_told = False
-        self.step = 0
-        self.epoch = 0
+        self._is_told, self.step, self.epoch = False, 0, 0
         self._so_far = _SoFar()
         # The loader's state where the epoch continues that `_so_far` is of; None where the next one begins.
         self._rest: dict[str, Any] | None = None
@@ -389,7 +385,12 @@ class Trainer:
         Returns:
             Whether training is over: all epochs are done, or `stop` has ended it. False after `max_steps`, and after a
             signal: then `sys.exit(lockstep.EXIT_STOPPED)` says that the rest is to come.
+
+        Raises:
+            CheckpointNotWritten: rank 0 cannot make the folder for checkpoints, or write to it.
         """
+        if self.checkpoints is not None and self.epoch < epochs and not self.is_stopped:
+            checkpoint.check_folder(self.checkpoints)
         while self.epoch < epochs and not self.is_stopped:
             if self._is_told or (max_steps is not None and self.step >= max_steps):  # where an epoch ended, too
                 return False
@@ -562,8 +563,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             return {}
-        module = self.model.module
-        module.eval()
+        module = self.model.module.eval()
         with torch.no_grad():
             return dict(self.evaluate(module))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import CollectiveAborted, CollectiveMismatch, LaunchError, RankLost
+from lockstep.errors import CollectiveAborted, CollectiveMismatch, LaunchError, LockstepError, RankLost
 from lockstep.launch import free_port
 from lockstep.launch.attempt_folder import AttemptFolder, announce_failure
 from lockstep.launch.config import LaunchConfig, check_target, resolve_nproc
@@ -147,6 +147,7 @@ DistBackendError.__module__ = "torch.distributed"
         (RankLost("rank 1 died", (1,)), True),
         (CollectiveAborted("shut down"), True),
         (CollectiveMismatch("shapes differ"), False),
+        (LockstepError("rank 0 failed: ValueError: no such name"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
         (ConnectionResetError("Connection reset by peer"), True),
         (DistBackendError("NCCL error"), True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pickle
@@ -17,7 +18,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from lockstep import checkpoint
-from lockstep.errors import CheckpointError, InputError, InputTypeError
+from lockstep.errors import CheckpointError, CheckpointNotWritten, InputError, InputTypeError
 from lockstep.testing import WorkerDied, run_ranks
 
 
@@ -291,3 +292,25 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, killed_at
     # The next writer clears up what the killed one left.
     path = checkpoint.save(tmp_path, {"step": 3}, step=3, keep=1)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_made_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "checkpoints"
+    for attempt in (lambda: checkpoint.save(folder, {}, step=1), lambda: checkpoint.check_folder(folder)):
+        with pytest.raises(
+            CheckpointNotWritten, match=r"rank 0 cannot make \S+/checkpoints: Not a directory; "
+        ) as caught:
+            attempt()
+        assert caught.value.__suppress_context__
+        assert (caught.value.errno, isinstance(caught.value, OSError)) == (errno.ENOTDIR, True)
+    checkpoint.check_folder(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_full_disk_is_said_as_the_system_says_it(tiny_tmpfs: Callable[[str], Path]) -> None:
+    """torch raises an error of its own, of the archive that it could not end."""
+    folder = tiny_tmpfs("64k")
+    with pytest.raises(CheckpointNotWritten, match=r"rank 0 cannot write to \S+: No space left on device; "):
+        checkpoint.save(folder, {"a": torch.zeros(100_000)}, step=1)
+    assert list(folder.iterdir()) == []

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,10 +40,10 @@ for batch in lockstep.DataLoader(dataset, batch_size=32, num_workers=1, timeout=
 """
 
 
-def with_small_memory(tmp_path: Path, kind: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """The program above, where /dev/shm has 1 MiB; it ends with what is left there."""
+def with_small_memory(tmp_path: Path, kind: str, size: str = "1m", **settings: str) -> subprocess.CompletedProcess[str]:
+    """The program above, where /dev/shm has a size; it ends with what is left there."""
     alone = ["unshare", "--mount", "--map-root-user"]
-    mount = "mount -t tmpfs -o size=1m none /dev/shm"
+    mount = f"mount -t tmpfs -o size={size} none /dev/shm"
     if subprocess.run([*alone, "sh", "-c", mount], capture_output=True).returncode != 0:
         pytest.skip("no mount namespaces for this user")
     program = tmp_path / "program.py"
@@ -66,6 +67,14 @@ def test_full_shared_memory_is_an_error_that_names_it(tmp_path: Path, kind: str)
     assert "/dev/shm (1 MiB in all) has no room for the next batch" in done.stderr
     assert "num_workers or prefetch_factor" in done.stderr
     assert "timed out" not in done.stderr
+    assert done.stdout == "", "nothing is left in /dev/shm"
+
+
+def test_no_room_for_the_semaphores_of_workers_is_an_error_that_names_it(tmp_path: Path) -> None:
+    done = with_small_memory(tmp_path, "plain", size="4k")
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert re.search(r"DataError: workers cannot start: .*No space left.* /dev/shm.* has 0 MiB free: give .*=8g", said)
     assert done.stdout == "", "nothing is left in /dev/shm"
 
 

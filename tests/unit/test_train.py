@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import checkpoint, train
 from lockstep.batch import BatchShare
-from lockstep.errors import CheckpointError, InputError, InputTypeError
+from lockstep.errors import CheckpointError, CheckpointNotWritten, InputError, InputTypeError
 from lockstep.train import EpochReport, Report, StepReport, Trainer, Update
 
 NUM_SAMPLES, NUM_FEATURES = 10, 3
@@ -410,3 +410,11 @@ def test_another_loader_is_refused_with_what_to_pass() -> None:
     trainer = make_trainer()
     with pytest.raises(InputTypeError, match=r"loader is a torch.*DataLoader; pass a lockstep\.DataLoader"):
         Trainer(trainer.model, trainer.optimizer, torch.utils.data.DataLoader(dataset()), mean_loss)  # type: ignore[arg-type]
+
+
+def test_a_folder_for_checkpoints_is_tried_before_the_first_epoch(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    trainer = make_trainer(checkpoints=tmp_path / "file" / "checkpoints")
+    with pytest.raises(CheckpointNotWritten, match="Not a directory"):
+        trainer.fit(1)
+    assert trainer.step == 0

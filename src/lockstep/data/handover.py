@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import io
 import itertools
 import os
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -29,7 +30,7 @@ from lockstep.errors import DataError, SharedMemoryError
 from lockstep.torch_private.loader import stack_into
 from lockstep.tree import tensors_in
 
-__all__ = ["Handover", "PackingSource"]
+__all__ = ["Handover", "PackingSource", "starting_workers"]
 
 _SHARED_MEMORY = "/dev/shm"
 _BY_VALUE_BYTES = 16 * 1024
@@ -249,6 +250,27 @@ def _mostly_used(batch: Any) -> set[int]:
 
 def _is_full(error: Exception) -> bool:
     return isinstance(error, OSError | RuntimeError) and any(phrase in str(error) for phrase in _FULL_PHRASES)
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Names the folder that is full where workers cannot start: the semaphores of their queues lie there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise DataError(
+            f"workers cannot start: {error}. {_SHARED_MEMORY}, where the semaphores of their queues lie, has "
+            f"{_free_mib()} MiB free: give the container more (docker run --shm-size=8g), or pass num_workers=0"
+        ) from None
+
+
+def _free_mib() -> str:
+    with contextlib.suppress(OSError):
+        status = os.statvfs(_SHARED_MEMORY)
+        return f"{status.f_bavail * status.f_frsize / 2**20:,.0f}"
+    return "no"
 
 
 def _full_memory(error: Exception) -> DataError:

@@ -30,7 +30,7 @@ from lockstep.data.checks import (
 )
 from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
-from lockstep.data.handover import Handover, PackingSource
+from lockstep.data.handover import Handover, PackingSource, starting_workers
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
 from lockstep.data.order import (
     Order,
@@ -419,7 +419,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         handover = Handover(self.num_workers)
         set_guarded(view, "dataset", PackingSource(source, handover))
         try:
-            with held_back():
+            with held_back(), starting_workers():
                 iterator = iterator_of(view)
         except BaseException:
             handover.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -41,6 +42,8 @@ _OWN_BASE, _SETUP_BASE = "lockstep.errors.LockstepError", "lockstep.errors.Setup
 _TIMEOUT_TYPE = "lockstep.errors.CollectiveTimeout"
 # Phrases of gloo, nccl's watchdog and torch's stores.
 _TIMEOUT_PHRASES = ("timed out", "timeout")
+# What `rank_zero` tells the other ranks of an error that is not one of Lockstep's.
+_TOLD_OF_ANOTHER = re.compile(r"rank \d+ failed: ")
 SECONDARY_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
 
 
@@ -137,7 +140,7 @@ def _text_of(error: BaseException) -> str:
 
 def _is_secondary_itself(error: BaseException) -> bool:
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    if names & _SECONDARY_TYPES:
+    if names & _SECONDARY_TYPES or (_OWN_BASE in names and _TOLD_OF_ANOTHER.match(_text_of(error))):
         return True
     # torch's own, told apart by name because torch must not be imported to find out.
     if any(name.startswith("torch.") and name.rpartition(".")[2] in _TORCH_SECONDARY_TYPES for name in names):
