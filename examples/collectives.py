@@ -17,8 +17,8 @@ import torch.distributed as dist
 import lockstep  # noqa: F401 - brings the backend
 
 # torch 2.13 has new names for these two, and warns of the old ones.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reductions(rank: int, size: int) -> None:
