@@ -133,6 +133,21 @@ def test_number_that_nobody_named_is_said(launches: Launches) -> None:
     assert "did you mean `lockstep run --nproc=2 -m platform`?" in done.stderr
 
 
+def test_a_number_that_went_to_the_script_is_told_by_other_commands_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else `verify` would say of two ranks what was asked of three."""
+    from lockstep.commands import rehearse, verify
+
+    monkeypatch.setattr(rehearse, "rehearse", lambda rehearsal: 0)
+    monkeypatch.setattr(verify, "verify", lambda verification: [])
+    for command, name in ((rehearse, "rehearse"), (verify, "verify")):
+        assert command.main([__file__, "--nproc", "3", "x"]) == 0
+        assert f"did you mean `lockstep {name} --nproc 3 {__file__} x`?" in capfd.readouterr().err
+        command.main(["--nproc", "4", __file__, "--nproc", "3"])
+        assert capfd.readouterr().err == ""
+
+
 def test_options_end_where_the_script_begins() -> None:
     def split(words: list[str]) -> object:
         return parsing.split_at_script(words, {"-m", "--no-prefix", "--help"})

@@ -48,6 +48,10 @@ def test_nproc() -> None:
             resolve_nproc(wrong, {})
     with pytest.raises(LaunchError, match="no GPU here"):
         resolve_nproc("gpu", {"CUDA_VISIBLE_DEVICES": ""})
+    with pytest.raises(
+        LaunchError, match=r"so many ranks take 1250 GiB before they have a model, and \d+ GiB are free"
+    ):
+        resolve_nproc(10_000, {})
 
 
 def test_target_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

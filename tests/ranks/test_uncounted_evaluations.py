@@ -64,6 +64,17 @@ def test_counts_that_are_added_up_are_not(after: Callable[[float, int], object],
     assert run_ranks(evaluating, 2, after, 2, backend, init=False) == ["", ""]
 
 
+def without_gradients() -> str:
+    with torch.no_grad():
+        return evaluating(by_hand, evaluation=False)
+
+
+def test_a_loader_that_is_walked_without_gradients_evaluates() -> None:
+    first, *others = run_ranks(without_gradients, 2, init=False)
+    assert first.count(WARNING) == 1
+    assert not any(others)
+
+
 def test_training_and_single_processes_hear_nothing() -> None:
     assert run_ranks(evaluating, 2, by_hand, 1, "lockstep", evaluation=False, init=False) == ["", ""]
     assert run_ranks(evaluating, 1, by_hand, 1, "lockstep", init=False) == [""]

@@ -41,7 +41,7 @@ def test_a_sample_is_a_value_of_the_parameter(parameter: Tensor) -> None:
     for number in range(8):
         (value,) = struct.unpack("<d", struct.pack("<q", agreement.take_words().sample))
         assert value == flat[number * STEP % len(flat)].item().real
-        agreement._num_averagings += 1
+        agreement.num_averagings += 1
 
 
 def test_what_was_claimed_is_said_once() -> None:

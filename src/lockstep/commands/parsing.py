@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
 
-__all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "split_at_script", "suggest"]
+__all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "hint_of_misplaced", "split_at_script", "suggest"]
 
 NPROC_OPTIONS = ("-n", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
@@ -84,6 +85,26 @@ def split_at_script(arguments: Sequence[str], flags: Collection[str]) -> tuple[l
 
 def _head_and_tail(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
     return (words[0], tuple(words[1:])) if words else (None, ())
+
+
+def hint_of_misplaced(command: str, target: Sequence[str], arguments: Sequence[str]) -> str:
+    """A line for people who have given the number of ranks after the script, to which it went; empty if nobody has.
+
+    Args:
+        command: such as "lockstep run".
+        target: the script, or `-m` and a module.
+        arguments: of the script.
+    """
+    for place, word in enumerate(arguments):
+        name, equals, _ = word.partition("=")
+        if name in NPROC_OPTIONS:
+            words = arguments[place : place + 1 if equals else place + 2]
+            rest = (*arguments[:place], *arguments[place + len(words) :])
+            return (
+                f"lockstep: `{shlex.join(words)}` comes after the script name, so it was passed to the script; "
+                f"did you mean `{command} {shlex.join((*words, *target, *rest))}`?\n"
+            )
+    return ""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 
 from lockstep import env
-from lockstep.commands.parsing import NPROC_OPTIONS, Parser, add_grace, add_nproc, split_at_script
+from lockstep.commands.parsing import Parser, add_grace, add_nproc, hint_of_misplaced, split_at_script
 from lockstep.commands.verify_hint import mention_verify
 from lockstep.compat.legacy import choice
 from lockstep.launch import slurm
@@ -172,17 +171,7 @@ def _announce_number(config: LaunchConfig) -> None:
     number = resolve_nproc(config.nproc, variables)
     each = "GPU" if config.nproc != "cpu" and visible_gpus(variables) > 0 else "core"
     say(f"lockstep: {number} {'rank' if number == 1 else 'ranks'}, one per {each}; --nproc N for another number\n")
-    for place, word in enumerate(config.args):
-        name, equals, _ = word.partition("=")
-        if name in NPROC_OPTIONS:
-            words = config.args[place : place + 1 if equals else place + 2]
-            rest = config.args[:place] + config.args[place + len(words) :]
-            target = (*(["-m"] if config.is_module else []), config.target)
-            say(
-                f"lockstep: `{shlex.join(words)}` comes after the script name, so it was passed to the script; "
-                f"did you mean `lockstep run {shlex.join((*words, *target, *rest))}`?\n"
-            )
-            return
+    say(hint_of_misplaced("lockstep run", (*(["-m"] if config.is_module else []), config.target), config.args))
 
 
 def _run_as_rank_of_mpirun(

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.commands.parsing import NPROC_OPTIONS, Parser, split_at_script
+from lockstep.commands.parsing import NPROC_OPTIONS, Parser, hint_of_misplaced, split_at_script
 from lockstep.errors import LaunchError
+from lockstep.launch.screen import say
 from lockstep.tools.verify.verification import Verification, verify
 
 __all__ = ["main"]
@@ -17,7 +18,7 @@ _FLAGS = frozenset({"-m", "--module", "--double", "--no-compat", "-h", "--help"}
 _DESCRIPTION = """\
 Run a script on N processes and on one, unedited, and compare the first K optimizer steps: samples, what enters the
 models and comes out of them, loss, gradients, parameters, buffers. The first stage that differs is told, with what was
-measured, what it means and what to write. Works for any script that `lockstep run` can start; GPUs are stood in for.
+measured, what it means and what to write. Works for any script that `lockstep run` can start; GPUs are simulated.
 Options after the script belong to the script; give it little data. What it writes goes to memory, where the system
 allows that.
 """
@@ -41,7 +42,7 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        *NPROC_OPTIONS, dest="nproc", metavar="N[,M]", default="2", help="numbers of ranks, with commas (default: 2)"
+        *NPROC_OPTIONS, dest="nproc", metavar="N[,M]", help="numbers of ranks, with commas (default: 2)"
     )
     parser.add_argument(
         "--steps", type=int, metavar="K", default=4, help="optimizer steps to compare (default: %(default)s)"
@@ -89,7 +90,12 @@ def main(arguments: Sequence[str]) -> int:
     if script is None:
         parser.error("name a module to run after -m" if chosen["is_module"] else "name a script to run")
     json_file, plot_file = chosen.pop("json"), chosen.pop("plot")
-    chosen["nproc"] = _numbers(chosen["nproc"])
+    if chosen["nproc"] is None:
+        say(hint_of_misplaced("lockstep verify", (*(["-m"] if chosen["is_module"] else []), script), script_arguments))
+    chosen["nproc"] = _numbers(chosen["nproc"] or "2")
+    for file in (json_file, plot_file):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise LaunchError(f"the report cannot be written to {file}: there is no such folder")
     verdicts = verify(Verification(target=script, args=script_arguments, **chosen))
     # Imports torch, which the ranks need not wait for.
     from lockstep.tools.verify.report import code_of, format_json, format_text, write_plot

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lockstep.batch import BatchShare, Iteration
 from lockstep.data.batch_sampler import RankBatches
 from lockstep.data.checks import is_fixed
@@ -106,7 +108,8 @@ class EpochIterator(Iterator[Any]):
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
         has_workers: processes fetch the batches.
-        evaluations: told when the last batch is through, where they are for an evaluation.
+        evaluations: told when the last batch of an evaluation is through.
+        is_evaluation: it is one, though gradients were on.
     """
 
     def __init__(
@@ -118,7 +121,8 @@ class EpochIterator(Iterator[Any]):
         *,
         shared_workers: RankBatchSampler | None,
         has_workers: bool,
-        evaluations: EvaluationWatch | None = None,
+        evaluations: EvaluationWatch,
+        is_evaluation: bool = False,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
@@ -127,6 +131,7 @@ class EpochIterator(Iterator[Any]):
         self._shared_workers = shared_workers
         self._has_workers = has_workers
         self._evaluations = evaluations
+        self._is_evaluation = is_evaluation
         self._number = 0  # of the batch that comes next
         self._num_samples = 0  # of this rank
 
@@ -153,7 +158,7 @@ class EpochIterator(Iterator[Any]):
         try:
             loaded = next(self._batches)
         except StopIteration:
-            if self._evaluations is not None and self.share is not None:
+            if self.share is not None and (self._is_evaluation or not torch.is_grad_enabled()):
                 self._evaluations.end(self._num_samples, self._progress.consumed, self.share.world_size)
             self._progress.finish()
             self.close()

@@ -269,8 +269,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         schedule = cut(epoch, start, rank, world_size)
         if self.evaluation:
             batch.note_evaluation(schedule.fingerprint, world_size)
-            self._evaluations.look()
-            watch_shutdown()
+        self._evaluations.look()
+        watch_shutdown()
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
         number = batch.register(self._batch_source, rank, schedule.divisions())
@@ -285,7 +285,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             *(batches, schedule, progress, number),
             shared_workers=self._rank_batches if self.persistent_workers else None,
             has_workers=self.num_workers > 0,
-            evaluations=self._evaluations if self.evaluation else None,
+            evaluations=self._evaluations,
+            is_evaluation=self.evaluation,
         )
 
     def _cut(self, epoch: int, start: int, rank: int, world_size: int) -> Schedule:

@@ -58,6 +58,10 @@ _ADVICE = (
     "module._ddp_params_and_buffers_to_ignore, broadcast_buffers=False; or is not wrapped in DistributedDataParallel"
 )
 
+_ADVICE_ON_CALLS = (
+    "No gradient was averaged: DistributedDataParallel averages what its own call leads to, so call model(x), and not "
+    "model.module(x) or the model that was wrapped"
+)
 _CHUNK = 1 << 18  # values that get signs at a time
 
 Summary = dict[str, Any]  # of each engine, by its group and number
@@ -154,8 +158,15 @@ def compare_engines(world: World) -> None:
             raise ModelError(
                 f"the {world.world_size} ranks end with different models: {len(names)} of the {len(values[key])} "
                 f"tensors of {own[key].kind}, which DistributedDataParallel wraps, differ between ranks, such as "
-                f"{names[0]}. {_ADVICE}"
+                f"{names[0]}. {_advice_on(there.get(key))}"
             )
+
+
+def _advice_on(engine: AveragingModule | None) -> str:
+    """What to do about a model that differs: for one whose gradients came by another call than the engine's, that."""
+    if engine is None or engine.has_averaged or all(each.grad is None for each in engine.module.parameters()):
+        return _ADVICE
+    return _ADVICE_ON_CALLS
 
 
 def _check_unread(world: World, there: Iterable[AveragingModule]) -> None:

@@ -47,6 +47,10 @@ class AveragingModule(Protocol):
     def check_unread(self) -> None:
         """Raise if the ranks have averaged what does not belong together, and it was not read yet. Local."""
 
+    @property
+    def has_averaged(self) -> bool:
+        """Whether it has averaged anything since it was made. Local."""
+
     def tensors_alike(self) -> Mapping[str, torch.Tensor]:
         """What must be the same on all ranks when training is over, by name. Local."""
 

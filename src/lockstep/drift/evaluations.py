@@ -1,9 +1,10 @@
 """Evaluations that every rank has counted by itself.
 
-[Note: uncounted evaluations] A loader with `evaluation=True` gives each rank its share of the samples. If the script
-has walked one to its end, and this process has communicated nothing until it walks the loader again or leaves the
-world, then whatever it counted is of one rank's samples. Rank 0 says so, once for each loader. That is a fact;
-whether it is a mistake is not: where each rank writes down predictions of its own, nothing is to be added up.
+[Note: uncounted evaluations] A loader gives each rank its share of the samples. If the script has walked one with
+`evaluation=True`, or under no_grad, to its end, and this process has communicated nothing until it walks the loader
+again or leaves the world, then whatever it counted is of one rank's samples. Rank 0 says so, once for each loader.
+That is a fact; whether it is a mistake is not: where each rank writes down predictions of its own, nothing is to be
+added up.
 """
 
 from __future__ import annotations

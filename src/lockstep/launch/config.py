@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import math
@@ -16,6 +17,9 @@ from lockstep.errors import LaunchError
 from lockstep.launch.environment import visible_cores, visible_gpus
 
 __all__ = ["LaunchConfig", "check_target", "resolve_nproc"]
+
+# What a rank takes at least that imports torch; and how many are started whatever that comes to.
+_MIB_OF_RANK, _FEW_RANKS = 128, 16
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,24 @@ def resolve_nproc(nproc: int | str, variables: Mapping[str, str]) -> int:
         ) from None
     if number < 1:
         raise LaunchError(f"nproc is {number}; expected at least 1 process")
+    _check_memory(number)
     return number
+
+
+def _check_memory(number: int) -> None:
+    """Refuse ranks with which the system would do nothing but page, or kill at random.
+
+    Raises:
+        LaunchError: there is not the memory for their interpreters and torch.
+    """
+    with contextlib.suppress(OSError):  # a system that does not say
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free_mib = int(fields["MemAvailable"].split()[0]) >> 10
+        if number > _FEW_RANKS and number * _MIB_OF_RANK > free_mib:
+            raise LaunchError(
+                f"nproc is {number}: so many ranks take {number * _MIB_OF_RANK >> 10} GiB before they have a model, "
+                f"and {free_mib >> 10} GiB are free here; start {max(_FEW_RANKS, free_mib // _MIB_OF_RANK)} at most"
+            )
 
 
 def _has_module(name: str) -> bool:

@@ -467,6 +467,11 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         if "_agreement" in vars(self):
             self._agreement.read_claims(0)
 
+    @property
+    def has_averaged(self) -> bool:
+        """Whether a backward pass has been averaged since the engine was made. Local."""
+        return self._agreement.num_averagings > 0
+
     def tensors_alike(self) -> dict[str, torch.Tensor]:
         """What is the same on all ranks when training is over; none with a communication hook, which decides. Local."""
         return {} if self._hook is not None else find_alike(self.module, self._ignored, self.broadcast_buffers)

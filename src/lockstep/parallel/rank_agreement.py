@@ -168,6 +168,7 @@ class RankAgreement:
 
     Attributes:
         sends_samples: whether words reach the other ranks with each averaging.
+        num_averagings: so far.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class RankAgreement:
         self._has_strayed = False
         self._looks_at_strays_left = _LOOKS_AT_STRAYS
         self._first: list[int] | None = None  # hashes of the parameters in the first backward pass
-        self._num_averagings = 0
+        self.num_averagings = 0
         self._next_look = 1  # with so many averagings
         self._version_accumulated: int | None = None  # of all parameters, when a pass began that is not averaged
         self._is_known = True  # see [Note: different on purpose]
@@ -201,7 +202,7 @@ class RankAgreement:
 
     def pass_begins(self) -> None:
         """Gradients come that will be averaged. Local."""
-        if self._num_averagings == 0 and self._first is None:
+        if self.num_averagings == 0 and self._first is None:
             self._first = _digests(self._parameters)
 
     def gradient_accumulates(self) -> None:
@@ -311,11 +312,11 @@ class RankAgreement:
             CollectiveMismatch: on every rank; the gradients come from different batches, or from different data.
             ModelMismatch: on every rank; names the first parameter that differs.
         """
-        self._num_averagings += 1
+        self.num_averagings += 1
         self._has_strayed = False
-        is_first = self._num_averagings == 1
+        is_first = self.num_averagings == 1
         if by_rank is None:
-            is_due = not is_first_only and self._num_averagings >= self._next_look
+            is_due = not is_first_only and self.num_averagings >= self._next_look
             has_strayed = False
         else:
             self._compare_batches([words.batches for words in by_rank])
@@ -323,11 +324,11 @@ class RankAgreement:
             self._looks_at_strays_left -= has_strayed
             samples = {words.sample for words in by_rank}
             samples.discard(_UNKNOWN)
-            differ = len(samples) > 1 and self._num_averagings >= self._next_look
+            differ = len(samples) > 1 and self.num_averagings >= self._next_look
             is_due = (differ or has_strayed) and not is_first_only
         if not (is_first or is_due) or self._is_capturing():
             return
-        self._next_look = self._num_averagings * (_COLLECTIVE_EVERY if by_rank is None else 2)
+        self._next_look = self.num_averagings * (_COLLECTIVE_EVERY if by_rank is None else 2)
         self._compare_parameters(is_first, own, has_strayed)
 
     # ---- claims and batches -----------------------------------------------------------------------
@@ -363,11 +364,11 @@ class RankAgreement:
         if self._version_accumulated is not None:
             self._is_known = self._is_known and self._version_accumulated == self._version()
             self._version_accumulated = None
-        index = self._num_averagings % len(self._parameters)
+        index = self.num_averagings % len(self._parameters)
         if not (self.sends_samples and self._is_known and self._on_cpu[index]):
             return _UNKNOWN
         parameter = self._parameters[index]
-        offset = _offset_of(parameter, self._num_averagings * _POSITION_STEP % parameter.numel())
+        offset = _offset_of(parameter, self.num_averagings * _POSITION_STEP % parameter.numel())
         value = torch.as_strided(parameter, (), (), offset).item()
         bits: int = _INTEGER.unpack(_FLOAT.pack(value.real))[0]
         return bits or _ZERO
@@ -381,7 +382,7 @@ class RankAgreement:
         index, distance = self._farthest(sorted(differing)[:_MEASURED_PARAMETERS])
         if not distance <= min(_ROUNDING * torch.finfo(self._parameters[index].dtype).eps, _MOST_ROUNDING):
             what = (
-                f", by up to {distance:.1g} times its greatest value. All were alike {self._num_averagings - 1} "
+                f", by up to {distance:.1g} times its greatest value. All were alike {self.num_averagings - 1} "
                 "averagings ago, and have got the same gradients since"
             )
             self._raise(differing, index, what, _ADVICE_ON_STRAYS if has_strayed else _ADVICE_ON_PARAMETERS)

@@ -322,9 +322,10 @@ def verify(what: Verification) -> list[Any]:
     """
     check_target(what.target, what.is_module)
     if what.steps < 1 or not what.nproc or min(what.nproc) < 2:
-        raise LaunchError(
-            f"nproc is {list(what.nproc)} and steps {what.steps}; expected numbers of ranks from 2 on, and a step"
-        )
+        wrong = f"steps is {what.steps}; expected 1 or more"
+        if not what.nproc or min(what.nproc) < 2:
+            wrong = f"nproc is {', '.join(map(str, what.nproc))}; expected numbers of ranks from 2 on"
+        raise LaunchError(wrong)
     _import_for_ranks()
     verdicts = []
     for world_size in what.nproc:
