@@ -154,6 +154,24 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "graphs that are joined, with a number for where each begins": (
+        ("loss", "count"),
+        """
+        def join(graphs):
+            parts = [(x.expand(2 + y, 6) + torch.arange(2.0 + y)[:, None], y.expand(2 + y)) for x, y in graphs]
+            inputs, labels = zip(*parts)
+            return torch.cat(inputs), torch.tensor([0, *map(len, inputs)]).cumsum(0)[:-1], torch.cat(labels)
+
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, _, y in torch.utils.data.DataLoader(data, 5, sampler=sampler, drop_last=True, collate_fn=join):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
     "a trainer that evaluates after as many batches as there are": (
         ("evaluated", "metric"),
         """

@@ -18,6 +18,7 @@ from lockstep.tools.verify.compare import (
     Samples,
     distances,
     far,
+    indices_of,
     measure_values,
 )
 
@@ -75,8 +76,10 @@ class VerifiedJob:
 
     def is_same_order(self, step: int) -> bool:
         """Whether the loaders of the ranks fetched in a step what one process fetched, by index."""
-        own = _indices(self.one["steps"][step - 1])
-        return bool(own) and own == sorted(index for each in self.facts for index in _indices(each["steps"][step - 1]))
+        own = indices_of(self.one["steps"][step - 1])
+        return bool(own) and own == sorted(
+            index for each in self.facts for index in indices_of(each["steps"][step - 1])
+        )
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,6 @@ class StepOfJob:
         """A difference of this step."""
         lines = self.ranks[0]["lines"].get(_EVENTS.get(stage, ""), ())
         return Difference(self.number, stage, cause, measured, meaning, advice, tuple(lines))
-
-
-def _indices(step: Mapping[str, Any]) -> list[int]:
-    return sorted(index for batch in step["batches"] if not batch["filler"] for index in batch["indices"] or ())
 
 
 # ---- words -------------------------------------------------------------------------------------------

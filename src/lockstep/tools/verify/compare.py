@@ -9,6 +9,7 @@ two (see [Note: halves] in draws.py), moves them by some amount, and `_TIMES_NOI
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ __all__ = [
     "distances",
     "far",
     "fit_ranks",
+    "indices_of",
     "measure_calls",
     "measure_gradients",
     "measure_losses",
@@ -78,6 +80,7 @@ class Samples:
         repeated: of these, those that another rank (or the same one) had, too.
         padded: that are the same but for padding at their ends.
         is_alike: all ranks had the same samples.
+        by_index: the content of their batches is not to be compared, and their indices are the same.
     """
 
     one: int
@@ -87,6 +90,7 @@ class Samples:
     repeated: int
     padded: int
     is_alike: bool
+    by_index: bool = False
 
     @property
     def differ(self) -> bool:
@@ -111,8 +115,10 @@ def measure_samples(ranks: Sequence[_Step], one: _Step) -> Samples:
     own, own_unpadded = _keys(one, 0), _keys(one, 1)
     total, total_unpadded = sum(exact, Counter()), sum(unpadded, Counter())
     missing, extra = own - total, total - own
-    padded = 0
-    if missing or extra:
+    padded, by_index = 0, bool(missing or extra) and _are_the_same_by_index(ranks, one)
+    if by_index:
+        missing, extra = Counter(), Counter()
+    elif missing or extra:
         rest, more = own_unpadded - total_unpadded, total_unpadded - own_unpadded
         if sum(rest.values()) + sum(more.values()) < sum(missing.values()) + sum(extra.values()):
             padded = sum(missing.values()) - sum(rest.values())
@@ -120,7 +126,20 @@ def measure_samples(ranks: Sequence[_Step], one: _Step) -> Samples:
     repeated = sum(count for key, count in extra.items() if total[key] > 1)
     alike = len(ranks) > 1 and bool(exact[0]) and all(each == exact[0] for each in exact[1:])
     sizes = tuple(sum(each.values()) for each in exact)
-    return Samples(*(sum(own.values()), sizes, sum(missing.values()), sum(extra.values()), repeated, padded, alike))
+    counts = sum(missing.values()), sum(extra.values()), repeated, padded
+    return Samples(sum(own.values()), sizes, *counts, alike, by_index)
+
+
+def _are_the_same_by_index(ranks: Sequence[_Step], one: _Step) -> bool:
+    """Whether indices of the dataset say so, of batches whose tensors hold parts of samples and where each begins."""
+    fetched = [indices_of(step) for step in (one, *ranks)]
+    joins = all(batch["joins"] for step in (one, *ranks) for batch in step["batches"] if not batch["filler"])
+    return joins and bool(fetched[0]) and fetched[0] == sorted(itertools.chain(*fetched[1:]))
+
+
+def indices_of(step: _Step) -> list[int]:
+    """What the loaders of a step fetched, by index, in order of size."""
+    return sorted(index for batch in step["batches"] if not batch["filler"] for index in batch["indices"] or ())
 
 
 # ---- what models get and return ----------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """What loaders hand out: the samples of every batch, and the batches of all ranks for the one process.
 
-Writes `batches` of a step (`loader`, `keys`, `rows`: how many samples, `time_first`, `filler`, `weight`: how much of
-the step its loader takes it for, or None; `indices` of the dataset or None), the fact `made` (batch sizes of torch's
-loaders, in the order in which they were made), and the facts `loaders` (see `_describe`) and `passes`
-(`loader`, `keys`, `trains`, `finished`, `asked`: the indices of each batch, None where they are no numbers).
+Writes `batches` of a step (`loader`, `keys`, `rows`: how many samples, `time_first`, `joins`: has rows that are parts
+of samples, such as nodes of graphs, `filler`, `weight`: how much of the step its loader takes it for, or None;
+`indices` of the dataset or None), the fact `made` (batch sizes of torch's loaders, in the order in which they were
+made), and the facts `loaders` (see `_describe`) and `passes` (`loader`, `keys`, `trains`, `finished`, `most`: batches
+to hand out, `asked`: the indices of each batch, None where they are no numbers).
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ class LoaderWatch:
             one["keys"].append(keys)
             one["finished"] |= len(one["keys"]) == recorder.facts["loaders"][one["loader"]]["batches"]
         if not recorder.is_cut and torch.is_grad_enabled():  # else it is evaluated
+            lengths = [each.size(0) for each in tensors_in(batch) if each.ndim]
             recorder.begin_work()
             recorder.note_line("batch")
             recorder.step["batches"].append(
@@ -178,6 +180,7 @@ class LoaderWatch:
                     "keys": keys,
                     "rows": count if count and share is None else len(keys),
                     "time_first": time_first,
+                    "joins": not time_first and any(length > count > 0 for length in lengths),
                     "filler": is_filler,
                     "weight": None if share is None else share.local_samples / share.global_samples,
                     "indices": _numbers(indices),

@@ -137,7 +137,7 @@ def _first_stage(step: StepOfJob, gradients: Gradients) -> Difference | None:
     return (
         read_samples(step, samples)
         or read_passes(step, losses)
-        or read_inputs(step, calls)
+        or (None if samples.by_index else read_inputs(step, calls))
         or read_moved(step, calls)
         or read_outputs(step, calls, samples)
         or read_unaveraged(step, gradients)
