@@ -48,6 +48,22 @@ def test_alone(launches: Launches, end: str, code: int) -> None:
     assert "Exception ignored" not in done.stderr
 
 
+def test_no_line_of_ours_says_where_the_script_has_ended(launches: Launches) -> None:
+    script = (
+        "import torch, lockstep\n"
+        "world = lockstep.init(seed=0)\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "model = lockstep.DistributedDataParallel(net)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "net(torch.ones(1, 2) * world.rank).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    done = launches.run("--nproc", "2", launches.script(script))
+    assert "failed with lockstep.errors.ModelError: the 2 ranks end with different models" in done.stderr
+    assert "so call model(x), and not model.module(x)" in done.stderr
+    assert "comparison.py" not in done.stderr
+
+
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", THREAD])
 def test_under_the_launcher(launches: Launches, end: str) -> None:
     """The launcher says which error it was, also where a thread that still uses the world makes it wait."""

@@ -48,9 +48,7 @@ def test_nproc() -> None:
             resolve_nproc(wrong, {})
     with pytest.raises(LaunchError, match="no GPU here"):
         resolve_nproc("gpu", {"CUDA_VISIBLE_DEVICES": ""})
-    with pytest.raises(
-        LaunchError, match=r"so many ranks take 1250 GiB before they have a model, and \d+ GiB are free"
-    ):
+    with pytest.raises(LaunchError, match=r"so many ranks take 625 GiB before they have a model, and \d+ GiB are free"):
         resolve_nproc(10_000, {})
 
 

@@ -18,8 +18,8 @@ from lockstep.launch.environment import visible_cores, visible_gpus
 
 __all__ = ["LaunchConfig", "check_target", "resolve_nproc"]
 
-# What a rank takes at least that imports torch; and how many are started whatever that comes to.
-_MIB_OF_RANK, _FEW_RANKS = 128, 16
+# What a rank that imports torch takes at the very least; and how many are started whatever that comes to.
+_MIB_OF_RANK, _FEW_RANKS = 64, 16
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ except ModuleNotFoundError:
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     from lockstep import env, libc
 
-from lockstep.frames import up_to_user, without_own
+from lockstep.frames import is_internal_file, up_to_user, without_own
 from lockstep.launch.attempt_folder import announce_failure
 from lockstep.launch.report import capture, error_behind, is_expected, is_own, without_leading_frames
 from lockstep.rank_status import EXIT_STOPPED
@@ -257,7 +257,13 @@ def _run_to_end(body: Callable[[], None]) -> None:
 def _leave_world() -> None:
     world = sys.modules.get(_WORLD)  # torch may not be imported for this
     if world is not None:
-        world.leave_open_world()
+        try:
+            world.leave_open_world()
+        except Exception as error:
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+            if env.LOCKSTEP_DEBUG.get() is not True and all(map(is_internal_file, files)):
+                raise error.with_traceback(None)  # after the script's last line: none of ours says where
+            raise
         # Where threads still use it, it is left when they have ended.
         sys.modules[_EXIT_HOOKS].__dict__["shown_by"] = _report_at_exit
 
