@@ -15,9 +15,9 @@ may have trained them on. Where no write was counted (`parameter.data.sub_`) nob
 an engine that one rank has never made.
 
 [Note: rounding at the end] On processors of different kinds, or with other numbers of threads, ranks may end with
-values that differ in the last bits. So ranks whose hashes differ also say, for each tensor, the sum of its values with
-signs at random, which is as far from that of another rank as the values are from each other. What is no farther than
-rounding is no other model.
+values that differ in the last bits. So ranks whose hashes differ also say, for each tensor, the sum of its values times
+numbers at random, from 1 to 2 and of either sign, which is as far from that of another rank as the values are from each
+other. What is no farther than rounding is no other model.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _ADVICE_ON_CALLS = (
     "No gradient was averaged: DistributedDataParallel averages what its own call leads to, so call model(x), and not "
     "model.module(x) or the model that was wrapped"
 )
-_CHUNK = 1 << 18  # values that get signs at a time
+_CHUNK = 1 << 18  # values that are multiplied at a time
 
 Summary = dict[str, Any]  # of each engine, by its group and number
-Projection = dict[str, list[float]]  # of each tensor: the sum of its values with signs, how far rounding may take it
+Projection = dict[str, list[float]]  # of each tensor: that sum, and how far rounding may take it
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,12 @@ def _find_differing(key: str, said: Sequence[Summary]) -> list[list[int]]:
 
 
 def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
-    """Of each tensor the sum of its values with signs at random, and how far rounding may take it. Local."""
+    """Of each tensor the sum of its values times random numbers, and how far rounding may take it. Local."""
     generator = torch.Generator("cpu").manual_seed(0)
-    signs = torch.randint(2, (_CHUNK,), generator=generator, device="cpu").double() * 2 - 1
+    factors = torch.randint(2, (_CHUNK,), generator=generator, device="cpu").double() * 2 - 1
+    factors *= 1 + torch.rand(
+        _CHUNK, generator=generator, device="cpu", dtype=torch.float64
+    )  # else 0.1 - 0.1 is nothing
     found = {}
     for name, tensor in tensors.items():
         values = tensor.detach()
@@ -222,7 +225,7 @@ def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
         for chunk in torch.split(values, _CHUNK):  # so that a large tensor is never there a second time
             part = chunk.cpu().double()
             sign = int(torch.randint(2, (), generator=generator, device="cpu")) * 2 - 1
-            total += sign * float(part @ signs[: len(part)])
+            total += sign * float(part @ factors[: len(part)])
             square += float(part @ part)
         found[name] = [total, square**0.5 * min(_ROUNDING * eps, _MOST_ROUNDING)]
     return found

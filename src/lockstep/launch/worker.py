@@ -262,7 +262,7 @@ def _leave_world() -> None:
         except Exception as error:
             files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
             if env.LOCKSTEP_DEBUG.get() is not True and all(map(is_internal_file, files)):
-                raise error.with_traceback(None)  # after the script's last line: none of ours says where
+                raise error.with_traceback(None) from None  # after the script's last line: none of ours says where
             raise
         # Where threads still use it, it is left when they have ended.
         sys.modules[_EXIT_HOOKS].__dict__["shown_by"] = _report_at_exit

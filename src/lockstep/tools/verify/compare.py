@@ -303,12 +303,7 @@ def _outputs_differ(
     return _least(one, ranks, ("outputs", "across"), pairs)
 
 
-def _least(
-    one: Mapping[str, Any],
-    ranks: Sequence[Mapping[str, Any]],
-    ways: Sequence[str],
-    pairs: Sequence[tuple[int, int, int]],
-) -> float:
+def _least(one: _Step, ranks: Sequence[_Step], ways: Sequence[str], pairs: Sequence[tuple[int, int, int]]) -> float:
     """The smaller difference of two ways to find the rows of each sample in a tensor with several."""
     return min(_rows_differ(one[way], [each[way] for each in ranks], pairs) for way in ways)
 
