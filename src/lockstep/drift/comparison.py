@@ -60,7 +60,8 @@ _ADVICE = (
 
 _ADVICE_ON_CALLS = (
     "No gradient was averaged: DistributedDataParallel averages what its own call leads to, so call model(x), and not "
-    "model.module(x) or the model that was wrapped"
+    "model.module(x) or the model that was wrapped; or average by dist.all_reduce what is not its work, before it "
+    "changes parameters"
 )
 _CHUNK = 1 << 18  # values that are multiplied at a time
 
@@ -212,9 +213,8 @@ def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
     """Of each tensor the sum of its values times random numbers, and how far rounding may take it. Local."""
     generator = torch.Generator("cpu").manual_seed(0)
     factors = torch.randint(2, (_CHUNK,), generator=generator, device="cpu").double() * 2 - 1
-    factors *= 1 + torch.rand(
-        _CHUNK, generator=generator, device="cpu", dtype=torch.float64
-    )  # else 0.1 - 0.1 is nothing
+    # From 1 to 2, or 0.1 more here and as much less there would be nothing.
+    factors *= 1 + torch.rand(_CHUNK, generator=generator, device="cpu", dtype=torch.float64)
     found = {}
     for name, tensor in tensors.items():
         values = tensor.detach()
