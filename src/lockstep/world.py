@@ -66,7 +66,7 @@ _current: World | None = None
 # How often this process has met others in a launcher's folder.
 _num_rendezvous: Counter[str] = Counter()
 # What layers above look at before a world is left.
-_checks: list[Callable[[World], None]] = []
+_checks: list[Callable[[World], Callable[[], None] | None]] = []
 
 
 class World:
@@ -174,13 +174,15 @@ class World:
             ModelError: the models that a `lockstep.DistributedDataParallel` wraps differ between ranks
                 (`drift/comparison.py`). The world is left all the same.
         """
+        afterwards: list[Callable[[], None] | None] = []
         try:
             # An error on its way out must not be replaced by one that only follows from it.
             if self._is_open() and isinstance(sys.exc_info()[1], SystemExit | None):
-                for check in _checks:
-                    check(self)
+                afterwards = [check(self) for check in _checks]
         finally:
             self._leave()
+        for meet in filter(None, afterwards):
+            meet()
 
     def _leave(self) -> None:
         global _current
@@ -222,8 +224,11 @@ class World:
         return f"World(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r}, device={self.device})"
 
 
-def check_at_shutdown(check: Callable[[World], None]) -> None:
-    """Have `check(world)` called when a world is about to be left without an error; it may raise. Local."""
+def check_at_shutdown(check: Callable[[World], Callable[[], None] | None]) -> None:
+    """Have `check(world)` called when a world is about to be left without an error; it may raise. Local.
+
+    What it returns is called when the world is left, so that nobody who still needs this rank waits for that.
+    """
     if check not in _checks:
         _checks.append(check)
 

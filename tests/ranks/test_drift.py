@@ -7,6 +7,7 @@ import gc
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.functional import mse_loss
 import lockstep
 from ddp_checks import warnings_of_lockstep
 from lockstep.drift import comparison, engines, watch
-from lockstep.errors import LockstepError, ModelError
+from lockstep.errors import LockstepError, ModelError, RankLost
 from lockstep.testing import limit_s, run_ranks
 
 BATCH = 6
@@ -273,6 +274,25 @@ def test_ranks_that_end_with_different_models_are_an_error(body: Callable[[], nn
         assert f"{num} of the {of} tensors of Linear, which DistributedDataParallel wraps, differ" in error
         assert ("such as scale" in error) == (body is own_buffer)
         assert ("so call model(x), and not model.module(x)" in error) == (body in (call_inner, reptile))
+
+
+def waiting_for_one_that_left() -> float:
+    """Seconds until this rank heard of it."""
+    with lockstep.init() as world:
+        model = lockstep.DistributedDataParallel(make_model())
+        model(torch.ones(2, 4)).sum().backward()
+        if world.rank == 0:
+            begin_s = time.monotonic()
+            with pytest.raises(RankLost, match="left the group while others still needed it"):
+                model(torch.ones(2, 4)).sum().backward()
+            return time.monotonic() - begin_s
+    return 0.0
+
+
+def test_who_leaves_early_is_named_at_once() -> None:
+    """Though it waits to compare its model at its end."""
+    waited_s = max(run_ranks(waiting_for_one_that_left, 2, init=False))
+    assert waited_s < limit_s(5)
 
 
 def freed(body: Callable[[], nn.Module]) -> None:

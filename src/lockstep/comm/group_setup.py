@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,12 @@ class BootstrapStore:
         """A store with keys of its own, under a prefix."""
         store = BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix, nonce=self._nonce)
         store._refused = self._refused
+        return store
+
+    def agreed(self, nonce: str) -> BootstrapStore:
+        """The same keys, for ranks that have agreed on a nonce by now."""
+        store = copy.copy(self)
+        store._nonce, store._seals = nonce, Seals(secret_of_ranks(), *self._scope, nonce)
         return store
 
     def bare(self, prefix: str) -> Store:

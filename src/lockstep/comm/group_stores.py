@@ -12,13 +12,14 @@ from lockstep.torch_private.stores import PrefixStore
 __all__ = ["store_of"]
 
 
-def store_of(group: Any, purpose: str, nonce: str = "") -> BootstrapStore | None:
+def store_of(group: Any, purpose: str) -> BootstrapStore | None:
     """The group's store, with keys for one purpose; None where torch does not tell it. Local.
+
+    With the nonce of a group of ours; ranks of another have to agree on one (`BootstrapStore.agreed`).
 
     Args:
         group: the default group, or one of ours.
         purpose: the same on all ranks.
-        nonce: on which the ranks have agreed; of a group of ours it is known.
 
     Raises:
         RuntimeError, AttributeError, ValueError: there is no store any more.
@@ -27,4 +28,4 @@ def store_of(group: Any, purpose: str, nonce: str = "") -> BootstrapStore | None
     if store is None:
         return None
     below = PrefixStore(f"lockstep/{purpose}/{group.group_name}", store)
-    return BootstrapStore(below, purpose, group.group_name, nonce=nonce_of(group) or nonce)
+    return BootstrapStore(below, purpose, group.group_name, nonce=nonce_of(group) or "")

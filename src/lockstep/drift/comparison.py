@@ -6,7 +6,8 @@ its own validation found best, that steps past its engine (`torch.autograd.grad`
 ranks that leave say a hash of each engine's model, and raise ModelError if these differ.
 
 [Note: comparison at the end] They meet in the store, not in a collective: a rank that has left already, or has failed,
-must neither hang the others nor make their call a mismatch. Who waits for it in vain says nothing.
+must neither hang the others nor make their call a mismatch. Who waits for it in vain says nothing. And they meet when
+they have left: a rank that leaves a loop before the others is still needed by them, who hear of it at once.
 
 [Note: models of the past] A model that is local to a function is freed when that returns, or when the garbage collector
 comes, which is another moment on each rank. Its engine then keeps the hash, not the model, and how often each parameter
@@ -23,6 +24,7 @@ other. What is no farther than rounding is no other model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import sys
@@ -42,7 +44,7 @@ from lockstep.errors import CollectiveMismatch, ModelError
 from lockstep.torch_private.groups import is_registered
 from lockstep.world import World, current_world
 
-__all__ = ["compare_engines", "digest", "note_end"]
+__all__ = ["comparison_of_engines", "digest", "note_end"]
 
 # How long a rank waits at its end for what the others have to say; the last one may still be saving what it has.
 _PATIENCE_S = 30.0
@@ -129,22 +131,28 @@ def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is
     past[_key_of(engine)] = _describe(engine, is_there=False, projection=_project(engine.tensors_alike()))
 
 
-def compare_engines(world: World) -> None:
-    """Raise if the ranks hold different models in one of their engines. See [Note: comparison at the end].
+def comparison_of_engines(world: World) -> Callable[[], None] | None:
+    """What is to be called when the world is left; None for nothing. See [Note: comparison at the end].
 
     Args:
         world: that is about to be left.
 
+    Returns:
+        A function that raises ModelError if the ranks hold different models in one of their engines.
+
     Raises:
-        ModelError: they do; names a tensor that differs.
         CollectiveMismatch: they averaged gradients of different batches at last, on a GPU that nobody waited for.
     """
     there = {_key_of(each): each for each in engines() if _is_compared(each)}
     _check_unread(world, there.values())
     own = _past.pop(world, {}) | {key: _describe(each, is_there=True) for key, each in there.items()}
     if world.world_size == 1 or not own:
-        return
-    store = _Meeting(world)
+        return None
+    return functools.partial(_compare, _Meeting(world), world.world_size, own, there)
+
+
+def _compare(store: _Meeting, world_size: int, own: Mapping[str, _Model], there: Mapping[str, AveragingModule]) -> None:
+    """Raise if the ranks hold different models in one of their engines; names a tensor that differs. Collective."""
     said = store.exchange("models", {key: each.said() for key, each in own.items()}, _is_said)
     # All of those that have said something come to the same; one that lacks an engine says nothing of it.
     differing = {key: teams for key in sorted(set().union(*said)) if (teams := _find_differing(key, said))}
@@ -157,7 +165,7 @@ def compare_engines(world: World) -> None:
     for key, names in found.items():
         if names:
             raise ModelError(
-                f"the {world.world_size} ranks end with different models: {len(names)} of the {len(values[key])} "
+                f"the {world_size} ranks end with different models: {len(names)} of the {len(values[key])} "
                 f"tensors of {own[key].kind}, which DistributedDataParallel wraps, differ between ranks, such as "
                 f"{names[0]}. {_advice_on(there.get(key))}"
             )
@@ -254,19 +262,18 @@ class _Meeting:
     def __init__(self, world: World) -> None:
         self._rank, self._world_size = world.rank, world.world_size
         self._store: BootstrapStore | None = None
+        self._has_nonce = nonce_of(world.process_group) is not None
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
-            group = world.process_group
-            store = store_of(group, "drift")
-            if store is not None and nonce_of(group) is None:
-                nonce = agree_on_nonce(store, world.rank, range(world.world_size), _PATIENCE_S)
-                store = store_of(group, "drift", nonce)
-            self._store = store
+            self._store = store_of(world.process_group, "drift")
 
     def exchange(self, topic: str, own: Summary, is_known: Callable[[Any], bool]) -> list[Summary]:
         """What each rank says; nothing where one of them says nothing soon, or what no rank says. Collective."""
         if self._store is None:
             return []
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
+            if not self._has_nonce:
+                nonce = agree_on_nonce(self._store, self._rank, range(self._world_size), _PATIENCE_S)
+                self._store, self._has_nonce = self._store.agreed(nonce), True
             said = self._store.share(topic, self._rank, self._world_size, json.dumps(own), _PATIENCE_S)
             if said is not None:
                 return [_read_summary(one, is_known) for one in said]
@@ -285,7 +292,7 @@ class _Meeting:
 
 
 def _read_summary(text: str, is_known: Callable[[Any], bool]) -> Summary:
-    """What a rank said, if it has the form that `compare_engines` gives it.
+    """What a rank said, if it has the form that `_compare` gives it.
 
     Raises:
         ValueError: it has another.

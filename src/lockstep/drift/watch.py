@@ -11,6 +11,7 @@ verify` tells what it trains.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep.comm.callsite import make_locator, site_text
 from lockstep.drift.communication import communication
-from lockstep.drift.comparison import compare_engines
+from lockstep.drift.comparison import comparison_of_engines
 from lockstep.drift.engines import StepArguments, engines
 from lockstep.drift.evaluations import look_at_evaluations
 from lockstep.log import get_logger, warn_once
@@ -119,11 +120,11 @@ def _warn_of(watched: _Watched) -> None:
         )
 
 
-def _at_shutdown(world: World) -> None:
+def _at_shutdown(world: World) -> Callable[[], None] | None:
     global _watched, _is_quiet
     watched = _watched
     if _is_quiet and watched is not None and watched.num_steps > 1 and watched.communication == communication():
         _warn_of(watched)
     _watched, _is_quiet = None, False
     look_at_evaluations()  # before the comparison, which communicates
-    compare_engines(world)
+    return comparison_of_engines(world)
