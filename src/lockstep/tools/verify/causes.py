@@ -318,8 +318,8 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
         return None
     drawn = step.one["unlike_draws"]
     measured = (
-        f"the samples are the same, but {calls.unknown or 'some'} rows that enter {calls.kind} are not (of {calls.rows} "
-        "in one process)"
+        f"the samples are the same, but {calls.unknown or 'some'} rows that enter {calls.kind} are not "
+        f"(one process has {calls.rows})"
     )
     if calls.inputs and not calls.unknown:
         measured = (
