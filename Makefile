@@ -10,7 +10,7 @@ SITE_TOOLS := $(VENV)/.installed-docs
 ARGS ?=
 
 # How long `make test` may take on two quiet cores: it leaves out the longest tests until the others fit.
-MINUTES ?= 4
+MINUTES ?= 5
 
 # How many processes run tests, one file after another. A test keeps two to five ranks busy, and waits as long as it
 # computes, so that two fill two cores. WORKERS=0 runs the tests in pytest's own process, for -s and --pdb.
@@ -57,7 +57,7 @@ $(SITE_TOOLS): $(INSTALLED)
 train: venv ## train on handwritten digits with 2 processes
 	@$(RUN) $(BIN)/lockstep train digits --nproc 2 $(ARGS)
 
-test: venv ## run the tests, all but the longest; under 10 minutes on two quiet cores
+test: venv ## run the tests, all but the longest; under 8 minutes on two quiet cores
 	$(RUN) $(BIN)/python $(PYTEST) --minutes $(MINUTES) $(ARGS)
 
 test-all: venv ## run all tests

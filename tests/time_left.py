@@ -12,8 +12,8 @@ tests that are left are skipped until the others fit, those marked `core` last o
 With pytest-xdist (`-n 2 --dist loadfile --no-loadscope-reorder`) several processes take one file after another, those
 that take long first, so that none of them is begun when the others are through.
 
-What tests took is in durations.json beside this file, written by `make test-all ARGS=--store-durations` on a machine
-with nothing else to do; with fewer tests, it replaces what is stored of their files. It need not be exact: what the
+What tests took is in durations.json beside this file, written by `make test-all ARGS=--store-durations`, two at a time,
+on a machine with nothing else to do; with fewer tests, it replaces what is stored of their files. It need not be exact: what the
 tests of this run have taken, over what they took then, is the pace of this machine; the rest is expected to keep it.
 """
 
