@@ -13,8 +13,9 @@ With pytest-xdist (`-n 2 --dist loadfile --no-loadscope-reorder`) several proces
 that take long first, so that none of them is begun when the others are through.
 
 What tests took is in durations.json beside this file, written by `make test-all ARGS=--store-durations`, two at a time,
-on a machine with nothing else to do; with fewer tests, it replaces what is stored of their files. It need not be exact: what the
-tests of this run have taken, over what they took then, is the pace of this machine; the rest is expected to keep it.
+on a machine with nothing else to do; with fewer tests, it replaces what is stored of their files. It need not be exact:
+what the tests of this run have taken, over what they took then, is the pace of this machine; the rest is expected to
+keep it.
 """
 
 from __future__ import annotations
