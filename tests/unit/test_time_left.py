@@ -83,6 +83,13 @@ def test_the_longest_are_left_out_until_the_others_fit() -> None:
     assert forecast.fitting(names, {"a"}, 5.0) == {"a"}
 
 
+def test_every_process_leaves_the_same_tests_out() -> None:
+    """Of those that take as long, the last by name: the order of a set differs from process to process."""
+    names = [f"test_{number}" for number in range(10, 60)]
+    kept = Forecast(dict.fromkeys(names, 1.0)).fitting(names, set(), 20.0)
+    assert kept == set(names[:20])
+
+
 def test_a_run_that_will_be_cut_skips_the_longest_that_are_left() -> None:
     forecast = Forecast({"first": 100.0, "a": 60.0, "b": 30.0, "c": 20.0})
     forecast.begin(["first", "a", "b", "c", "short"])
