@@ -10,7 +10,7 @@ SITE_TOOLS := $(VENV)/.installed-docs
 ARGS ?=
 
 # How long `make test` may take on two quiet cores: it leaves out the longest tests until the others fit.
-MINUTES ?= 5
+MINUTES ?= 4
 
 # How many processes run tests, one file after another. A test keeps two to five ranks busy, and waits as long as it
 # computes, so that two fill two cores. WORKERS=0 runs the tests in pytest's own process, for -s and --pdb.

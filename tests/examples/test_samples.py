@@ -27,7 +27,7 @@ def test_sample_is_what_is_printed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "command"), [("train", "lockstep train digits --nproc 2"), ("test", "python -m pytest .* --minutes 5")]
+    ("target", "command"), [("train", "lockstep train digits --nproc 2"), ("test", "python -m pytest .* --minutes 4")]
 )
 def test_commands_do_what_the_page_says(target: str, command: str) -> None:
     """And the first is the one whose output stands below it."""
