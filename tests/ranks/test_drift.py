@@ -295,6 +295,22 @@ def test_who_leaves_early_is_named_at_once() -> None:
     assert waited_s < limit_s(5)
 
 
+def training_on_alone() -> None:
+    """By a process whose group is gone, and whose world nobody has left."""
+    lockstep.init()
+    model = make_model()
+    train(model, sgd(model))
+    dist.destroy_process_group()
+    alone = {"rank": 0, "world_size": 1}
+    with warnings_of_lockstep() as told:
+        train(model, sgd(model), epochs=20, **alone)
+    assert not told
+
+
+def test_who_trains_on_when_the_group_is_gone_hears_nothing() -> None:
+    run_ranks(training_on_alone, 2, init=False)
+
+
 def freed(body: Callable[[], nn.Module]) -> None:
     """The model is local to a function, which has returned when the world is left."""
     body()

@@ -101,7 +101,8 @@ def _look_for_communication(optimizer: Optimizer) -> None:
     assert watched is not None
     if not watched.label:
         watched.label, watched.communication = describe_step(optimizer), current
-    _is_quiet = watched.communication == current and watched.group() is dist.group.WORLD
+    group = watched.group()  # None once it is gone, and so may be the default group
+    _is_quiet = group is not None and group is dist.group.WORLD and watched.communication == current
     watched.num_steps += _is_quiet
     if watched.num_steps == _QUIET_STEPS:
         _warn_of(watched)
