@@ -18,7 +18,7 @@ from lockstep.tools.verify.compare import (
     Samples,
     distances,
     far,
-    indices_of,
+    have_same_indices,
     measure_values,
 )
 
@@ -73,13 +73,6 @@ class VerifiedJob:
 
     facts: tuple[Mapping[str, Any], ...]
     one: Mapping[str, Any]
-
-    def is_same_order(self, step: int) -> bool:
-        """Whether the loaders of the ranks fetched in a step what one process fetched, by index."""
-        own = indices_of(self.one["steps"][step - 1])
-        return bool(own) and own == sorted(
-            index for each in self.facts for index in indices_of(each["steps"][step - 1])
-        )
 
 
 @dataclass(frozen=True)
@@ -224,7 +217,7 @@ def _other_samples(step: StepOfJob, loaders: Sequence[Mapping[str, Any]], measur
             "mixes the rows that a rank holds, or leaves some out, or something is drawn that no sample owns",
             "let collate_fn join samples and nothing else; mix after lockstep.all_gather, or draw in __getitem__",
         )
-    if step.job.is_same_order(step.number):
+    if have_same_indices(step.ranks, step.one):
         return step.found(
             "samples",
             "drawn",

@@ -9,7 +9,6 @@ two (see [Note: halves] in draws.py), moves them by some amount, and `_TIMES_NOI
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ __all__ = [
     "distances",
     "far",
     "fit_ranks",
-    "indices_of",
+    "have_same_indices",
     "measure_calls",
     "measure_gradients",
     "measure_losses",
@@ -132,14 +131,19 @@ def measure_samples(ranks: Sequence[_Step], one: _Step) -> Samples:
 
 def _are_the_same_by_index(ranks: Sequence[_Step], one: _Step) -> bool:
     """Whether indices of the dataset say so, of batches whose tensors hold parts of samples and where each begins."""
-    fetched = [indices_of(step) for step in (one, *ranks)]
     joins = all(batch["joins"] for step in (one, *ranks) for batch in step["batches"] if not batch["filler"])
-    return joins and bool(fetched[0]) and fetched[0] == sorted(itertools.chain(*fetched[1:]))
+    return joins and have_same_indices(ranks, one)
 
 
-def indices_of(step: _Step) -> list[int]:
-    """What the loaders of a step fetched, by index, in order of size."""
-    return sorted(index for batch in step["batches"] if not batch["filler"] for index in batch["indices"] or ())
+def have_same_indices(ranks: Sequence[_Step], one: _Step) -> bool:
+    """Whether the loaders of the ranks fetched in a step what one process fetched, by index."""
+    own, theirs = _indices([one]), _indices(ranks)
+    return bool(own) and own == theirs
+
+
+def _indices(steps: Sequence[_Step]) -> list[int]:
+    batches = (batch for step in steps for batch in step["batches"] if not batch["filler"])
+    return sorted(index for batch in batches for index in batch["indices"] or ())
 
 
 # ---- what models get and return ----------------------------------------------------------------------
