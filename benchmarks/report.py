@@ -371,7 +371,7 @@ def _threads_verdicts(result: Result) -> list[Verdict]:
 _SHARDED = ("sharded", "lockstep_ddp", "torch_ddp_gloo", "torch_zero_gloo", "fsdp2_gloo")
 _OPTIMIZER_NAMES = {"adam": "Adam", "sgd": "SGD"}
 _MOST_OF_GLOO = 0.5
-_MOST_MEMORY = {2: 0.6, 4: 0.45}
+_MOST_MEMORY = {2: 0.6, 4: 0.45}  # more ranks as 4
 
 
 def sharded_cases(result: Result) -> list[dict[str, str | int]]:
@@ -435,7 +435,7 @@ def _sharded_verdicts(result: Result) -> list[Verdict]:
         found.append(Verdict(target, _format_ratio(share), share.value <= _MOST_OF_GLOO))
     for where, memory in _memory_of(result).items():
         part = memory["sharded"] / memory["torch_ddp_gloo"]
-        limit = _MOST_MEMORY[int(where.split()[0])]
+        limit = _MOST_MEMORY[min(int(where.split()[0]), max(_MOST_MEMORY))]
         found.append(Verdict(f"{where}: at most {limit}x of torch DDP's memory", f"{part:.2f}x", part <= limit))
     return found
 

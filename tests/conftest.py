@@ -18,6 +18,9 @@ from lockstep.testing import limit_s
 
 pytest_plugins = ["time_left"]
 
+# Several ranks of most tests would ask for a GPU each, where there are any; what needs one is in tests/gpu.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """A worker of pytest-xdist is a `python -c`, of which ranks get functions by value; as `python -m pytest`, none."""

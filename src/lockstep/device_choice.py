@@ -92,8 +92,8 @@ def choose_device(backend: str, topology: Topology, device: str | torch.device |
     if needed > count:
         raise SetupError(
             f"rank {topology.rank} would use {chosen}, but this host has {count} GPU(s) for "
-            f"{topology.local_world_size} rank(s). Start at most {count} ranks here "
-            f"(--nproc {count}), or run on the CPU with lockstep.init(device='cpu')"
+            f"{topology.local_world_size} rank(s). Start no more than that here (--nproc {count}), or have the ranks "
+            "use the CPU: lockstep.init(device='cpu'), or CUDA_VISIBLE_DEVICES= before the command"
             f"{_UNSAID_HINT if 'local_world_size' in topology.unsaid else ''}"
         )
     torch.cuda.set_device(chosen)

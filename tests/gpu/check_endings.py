@@ -48,7 +48,7 @@ def too_few_gpus(run: Context) -> dict[str, Any]:
         text = str(error)
     else:
         raise AssertionError("two ranks were started on one GPU without a word")
-    assert "Start at most 1 ranks here" in text, text
+    assert "Start no more than that here (--nproc 1)" in text, text
     return {"error": text}
 
 

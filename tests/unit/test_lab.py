@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import case_all_reduce, case_contention, case_threads, lab
+from benchmarks import case_all_reduce, case_contention, case_sharded, case_threads, lab
 from lockstep.bench.ranks import RankFailed
 from lockstep.bench.results import Environment, Result, Series
 
@@ -49,11 +49,22 @@ def test_failed_and_unmeasured_cases_are_said_and_the_others_stored(
     def failing(plan: Any) -> Result:
         raise RankFailed("rank 1 exited with 1")
 
+    def shared(plan: case_sharded.Plan) -> Result:
+        parameters: dict[str, int | str] = {"model": "mlp_10m", "world_size": 8, "optimizer": "adam"}
+        names = ("bound", "lockstep_ddp", "sharded", "torch_ddp_gloo", "torch_zero_gloo", "fsdp2_gloo")
+        memory = {"8 ranks, mlp_50m": {"torch_ddp_gloo": 8e9, "sharded": 3e9}}
+        series = [Series(parameters, name, 1, [0.1, 0.1]) for name in names]
+        return Result("sharded", False, Environment.read(), {"resident_bytes": memory}, series)
+
     monkeypatch.setattr(case_threads, "run", measured)
+    monkeypatch.setattr(case_sharded, "run", shared)
     monkeypatch.setattr(case_all_reduce, "run", failing)
     monkeypatch.setattr(case_contention, "run", failing)
-    assert lab.main(["--output", str(tmp_path), "--only", "all_reduce", "threads"]) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["threads.json", "threads.md"]
+    assert lab.main(["--output", str(tmp_path), "--only", "all_reduce", "threads", "sharded"]) == 1
+    stored = ["sharded.json", "sharded.md", "threads.json", "threads.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == stored
+    page = (tmp_path / "sharded.md").read_text()
+    assert "8 ranks, mlp_50m: at most 0.45x of torch DDP's memory | 0.38x | yes" in page
     assert "NOT MEASURED: all_reduce: rank 1 exited with 1" in capsys.readouterr().err
     assert lab.main(["--output", str(tmp_path), "--only", "contention", "--budget", "5"]) == 1
     assert "NOT MEASURED: contention: no time was left" in capsys.readouterr().err

@@ -262,9 +262,7 @@ def test_device_number_too_high() -> None:
 def test_more_ranks_than_gpus(backend: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those for which there is a GPU stop, instead of waiting for those for which there is none."""
     launch(monkeypatch, RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=3)
-    says = (
-        rf"rank {rank} would use cuda:{rank}, but this host has 2 GPU\(s\) for 3 rank\(s\). Start at most 2 ranks here"
-    )
+    says = rf"rank {rank} would use cuda:{rank}, but this host has 2 GPU\(s\) for 3 rank\(s\). Start no more than that"
     with pytest.raises(SetupError, match=says):
         lockstep.init(backend)
 

@@ -72,6 +72,36 @@ RIGHT = {
             scaler.step(optimizer)
             scaler.update()
     """,
+    "numbers of 16 bits": """
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
+        sampler = torch.utils.data.DistributedSampler(data)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Identity(), nn.ReLU(), nn.Linear(16, 3))
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16):
+                    loss = cross_entropy(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    """,
+    "numbers of 16 bits alone": """
+        torch.set_default_dtype(torch.bfloat16)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x.bfloat16()), y).backward()
+            optimizer.step()
+    """,
     "so many batches by next()": """
         model, optimizer = trained(net)
         for epoch in range(3):
@@ -131,6 +161,20 @@ WRONG = {
             labels = y[:, None].expand_as(mask)
             loss = cross_entropy(outputs[mask], labels[mask]) + outputs[mask & (labels > 1)].square().mean()
             loss.backward()
+            optimizer.step()
+        """,
+    ),
+    "a sum of numbers of 16 bits": (
+        ("gradients", "sum"),
+        """
+        torch.set_default_dtype(torch.bfloat16)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x.bfloat16()), y, reduction="sum").backward()
             optimizer.step()
         """,
     ),
@@ -239,6 +283,28 @@ def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
     )
     assert verdict.code == 1
     assert "one process was given batches of 10 where the script asks for 5" in " ".join(text.split())
+
+
+def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(tmp_path: Path) -> None:
+    """As Accelerate's, whose ranks train by themselves then, each of them all of the data."""
+    verdict, text = verdict_on(
+        """
+        torch.manual_seed(0)
+        model, sampler = nn.Linear(6, 4), None
+        if torch.cuda.is_available():
+            sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+            model = nn.parallel.DistributedDataParallel(module=model.cuda(), device_ids=[world.local_rank])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        device = next(model.parameters()).device
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x.to(device)), y.to(device), reduction="sum").backward()
+            optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.first == ("gradients", "sum"), text
+    assert "it was given stand-ins for GPUs" in " ".join(text.split())
 
 
 def test_a_failure_of_its_own_is_no_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def _parser() -> Parser:
         "--devices",
         choices=("auto", "cpu", "gpu"),
         default="auto",
-        help="stand-ins for GPUs: where the script fails without (auto, the default), never (cpu), always (gpu)",
+        help="stand-ins for GPUs: where the script fails without, or its ranks train apart (auto, the default), "
+        "never (cpu), always (gpu)",
     )
     parser.add_argument(
         "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"

@@ -79,7 +79,7 @@ def main():
     device = torch.device("cuda", local_rank)
 
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(4, 2).to(device), device_ids=[local_rank])
+    model = DistributedDataParallel(module=nn.Linear(4, 2).to(device), device_ids=[local_rank])
     random.seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * world_size)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -369,6 +369,7 @@ def files_and_random_numbers():
 
 if __name__ == "__main__":
     torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()  # as Lightning does
     before_it_is_used()
     forks()
     tools_that_look_at_a_gpu()

@@ -15,12 +15,11 @@ from lockstep.tools.verify.compare import (
     Calls,
     Gradients,
     Losses,
-    Samples,
     distances,
     far,
-    have_same_indices,
     measure_values,
 )
+from lockstep.tools.verify.samples import Samples, have_same_indices
 
 __all__ = [
     "Difference",
@@ -37,6 +36,8 @@ __all__ = [
     "read_settings",
     "read_unaveraged",
 ]
+
+_SINGLE = 2.0**-23  # the eps of float32
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class StepOfJob:
 
     @property
     def precision(self) -> float:
-        """Of the arithmetic."""
-        return float(self.one["precision"])
+        """Of the arithmetic; what numbers of 16 bits take from it is noise."""
+        return min(float(self.one["precision"]), _SINGLE)
 
     def found(self, stage: str, cause: str, measured: str, meaning: str, advice: str) -> Difference:
         """A difference of this step."""
@@ -507,7 +508,7 @@ def read_parameters(step: StepOfJob) -> Difference | None:
         moved = float((value - begin[name]).abs().max())
         off = float((value - other).abs().max())
         noise = 0.0 if again is None else float((value - again[name]).abs().max())
-        least = 1e3 * step.precision * float(value.abs().max()) + 50 * noise
+        least = max(1e3 * step.precision, float(step.one["precision"])) * float(value.abs().max()) + 50 * noise
         if off > least and far(off / moved if moved else float("inf"), step.noise, step.precision):
             wrong.append(name)
             worst = max(worst, off / moved if moved else float("inf"))

@@ -4,12 +4,12 @@ Nothing here says what a difference means; see `causes.py`.
 
 [Note: how far is far] A difference is measured against the largest number of its stage. It counts where it is above
 what rounding does, which is measured for each stage and tensor: the same step of one process, with its sums cut in
-two (see [Note: halves] in draws.py), moves them by some amount, and `_TIMES_NOISE` of that is rounding.
+two (see [Note: halves] in draws.py), moves them by some amount, and `_TIMES_NOISE` of that is rounding. Numbers of 16
+bits are so few that both often come out the same: where a step computes with some, `_ROUNDINGS` of them are, too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,23 +22,21 @@ __all__ = [
     "Fit",
     "Gradients",
     "Losses",
-    "Samples",
     "Values",
     "distance_of_gradients",
     "distances",
     "far",
     "fit_ranks",
-    "have_same_indices",
     "measure_calls",
     "measure_gradients",
     "measure_losses",
-    "measure_samples",
     "measure_values",
-    "rows_of",
+    "noise_of_rounding",
 ]
 
 _TIMES_NOISE = 50.0
 _FLOOR_IN_EPS = 400.0
+_ROUNDINGS = 4.0
 # What may be left of a gradient that a fit explains, however much rounding does.
 _MOST_REST = 1e-3
 
@@ -48,6 +46,11 @@ _Step = Mapping[str, Any]
 def far(difference: float, noise: float, precision: float) -> bool:
     """Whether a relative difference is more than rounding. See [Note: how far is far]."""
     return not difference <= max(_FLOOR_IN_EPS * max(precision, 1e-13), _TIMES_NOISE * noise)
+
+
+def noise_of_rounding(step: _Step) -> float:
+    """What has to count as noise because a step computes with numbers of 16 bits; see [Note: how far is far]."""
+    return _ROUNDINGS / _TIMES_NOISE * float(step["rounded"])
 
 
 def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
@@ -62,88 +65,6 @@ def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
         return 0.0
     difference, scale = float((a - b).abs().max()), max(float(a.abs().max()), float(b.abs().max()))
     return 0.0 if difference <= least or scale == 0.0 else difference / scale
-
-
-# ---- samples -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Which samples a step was made of.
-
-    Attributes:
-        one: how many one process had.
-        ranks: how many each rank had, fillers apart.
-        missing: that one process had, and no rank.
-        extra: that ranks had more often than one process.
-        repeated: of these, those that another rank (or the same one) had, too.
-        padded: that are the same but for padding at their ends.
-        is_alike: all ranks had the same samples.
-        by_index: the content of their batches is not to be compared, and their indices are the same.
-    """
-
-    one: int
-    ranks: tuple[int, ...]
-    missing: int
-    extra: int
-    repeated: int
-    padded: int
-    is_alike: bool
-    by_index: bool = False
-
-    @property
-    def differ(self) -> bool:
-        """Whether they are not the same samples."""
-        return self.missing > 0 or self.extra > 0
-
-
-def rows_of(step: _Step) -> int:
-    """Samples of a step, without fillers; those that went into its models where no loader gave them."""
-    if step["batches"]:
-        return sum(batch["rows"] for batch in step["batches"] if not batch["filler"])
-    return sum(call["count"] for call in step["calls"] if not call["filler"])
-
-
-def _keys(step: _Step, which: int) -> Counter[int]:
-    return Counter(key[which] for batch in step["batches"] if not batch["filler"] for key in batch["keys"])
-
-
-def measure_samples(ranks: Sequence[_Step], one: _Step) -> Samples:
-    """Compare samples by content, whatever their order."""
-    exact, unpadded = [[_keys(step, which) for step in ranks] for which in (0, 1)]
-    own, own_unpadded = _keys(one, 0), _keys(one, 1)
-    total, total_unpadded = sum(exact, Counter()), sum(unpadded, Counter())
-    missing, extra = own - total, total - own
-    padded, by_index = 0, bool(missing or extra) and _are_the_same_by_index(ranks, one)
-    if by_index:
-        missing, extra = Counter(), Counter()
-    elif missing or extra:
-        rest, more = own_unpadded - total_unpadded, total_unpadded - own_unpadded
-        if sum(rest.values()) + sum(more.values()) < sum(missing.values()) + sum(extra.values()):
-            padded = sum(missing.values()) - sum(rest.values())
-            missing, extra, total = rest, more, total_unpadded
-    repeated = sum(count for key, count in extra.items() if total[key] > 1)
-    alike = len(ranks) > 1 and bool(exact[0]) and all(each == exact[0] for each in exact[1:])
-    sizes = tuple(sum(each.values()) for each in exact)
-    counts = sum(missing.values()), sum(extra.values()), repeated, padded
-    return Samples(sum(own.values()), sizes, *counts, alike, by_index)
-
-
-def _are_the_same_by_index(ranks: Sequence[_Step], one: _Step) -> bool:
-    """Whether indices of the dataset say so, of batches whose tensors hold parts of samples and where each begins."""
-    joins = all(batch["joins"] for step in (one, *ranks) for batch in step["batches"] if not batch["filler"])
-    return joins and have_same_indices(ranks, one)
-
-
-def have_same_indices(ranks: Sequence[_Step], one: _Step) -> bool:
-    """Whether the loaders of the ranks fetched in a step what one process fetched, by index."""
-    own, theirs = _indices([one]), _indices(ranks)
-    return bool(own) and own == theirs
-
-
-def _indices(steps: Sequence[_Step]) -> list[int]:
-    batches = (batch for step in steps for batch in step["batches"] if not batch["filler"])
-    return sorted(index for batch in batches for index in batch["indices"] or ())
 
 
 # ---- what models get and return ----------------------------------------------------------------------
@@ -562,17 +483,19 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
     own, theirs = _used(one), [_used(step) for step in ranks]
     numbers = (value[:-1].abs().max() for value in own.values() if value is not None and value.numel() > 1)
     least = 100 * precision * max(map(float, numbers), default=0.0)
-    noise = distances(own, _used(again), least) if again is not None else {}
+    rounded, moved_by = noise_of_rounding(one), {} if again is None else distances(own, _used(again), least)
+    noise = {name: max(rounded, moved_by.get(name, 0.0)) for name in own}
     between = [measure_values(theirs[0], other, precision, noise, least) for other in theirs[1:]]
     used = measure_values(theirs[0], own, precision, noise, least)
     both = [name for name, value in own.items() if value is not None and theirs[0].get(name) is not None]
-    common = fit_ranks(_flat(both, theirs[0], own), [_flat(both, own, own)], 1e4 * max(precision, 1e-12))
+    most = max(1e4 * max(precision, 1e-12), _TIMES_NOISE * rounded)
+    common = fit_ranks(_flat(both, theirs[0], own), [_flat(both, own, own)], most)
     total = _total(one)
     names = [name for name, value in total.items() if value is not None]
     parts = [_flat(names, each["local"], total) for step in ranks for each in step["backwards"]]
     whole = _flat(names, total, total)
     moved = 0.0 if again is None else _relative(whole, _flat(names, _total(again), total))
-    rounding = min(_MOST_REST, max(1e-9, 100 * precision, _TIMES_NOISE * moved))
+    rounding = max(min(_MOST_REST, max(1e-9, 100 * precision, _TIMES_NOISE * moved)), _TIMES_NOISE * rounded)
     took, kept = (dict(zip(step["names"], step["used"], strict=True)) for step in (ranks[0], one))
     scale = fit_ranks(_flat(names, kept, total), [whole], rounding)
     return Gradients(

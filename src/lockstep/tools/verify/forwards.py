@@ -5,7 +5,7 @@ Writes `calls` of a step: `name` (its class), `keys` (of its inputs), `count` of
 of each row, or None), `across` (of outputs, if the rows of a sample are `count` apart, as those of views are that are
 joined), `widths` (numbers in a row of each output), `parameters` (two numbers of each), `inner` (name, class and
 sketches of what the modules inside return, in order), `filler` and `samples` (keys of the batch that it was computed
-from, if that has as many rows).
+from, if that has as many rows). Besides, `rounded`: the eps of the coarsest numbers of 16 bits that modules return.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lockstep.tree import tensors_in
 __all__ = ["ForwardWatch"]
 
 _MOST_INNER = 400
+_OF_16_BITS = (torch.float16, torch.bfloat16)
 
 
 class ForwardWatch:
@@ -80,6 +81,9 @@ class ForwardWatch:
         if self._recorder.is_cut or not torch.is_grad_enabled():
             return
         trains = not self._stack and self._trains(module)
+        # What a communication hook rounds is another matter: the gradients of N ranks.
+        rounded = [torch.finfo(each.dtype).eps for each in tensors_in(result) if each.dtype in _OF_16_BITS]
+        self._recorder.step["rounded"] = max([self._recorder.step["rounded"], *rounded])
         with self._recorder.aside(), torch.no_grad():
             if self._stack:
                 self._note_inner(module, args, kwargs, result)

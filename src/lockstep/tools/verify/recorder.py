@@ -42,7 +42,7 @@ _LONGEST_ROUND = 8
 
 def _empty_step() -> dict[str, Any]:
     parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws")
-    return {part: [] for part in parts} | {"lines": {}}
+    return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0}
 
 
 def line_of_script() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,13 +32,13 @@ from lockstep.tools.verify.compare import (
     measure_calls,
     measure_gradients,
     measure_losses,
-    measure_samples,
-    rows_of,
+    noise_of_rounding,
 )
 from lockstep.tools.verify.linear import read_gradients
+from lockstep.tools.verify.samples import measure_samples, rows_of
 from lockstep.tools.verify.settings import VerifySettings
 
-__all__ = ["Verdict", "judge", "judge_step", "lacks_batch_size", "needed_batch_sizes", "read_records"]
+__all__ = ["Verdict", "judge", "judge_step", "lacks_batch_size", "needed_batch_sizes", "read_records", "train_apart"]
 
 # What rounding may do before a script counts as one that does not determine its own steps.
 _MOST_NOISE = 1e-2
@@ -108,6 +109,15 @@ def lacks_batch_size(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any])
     """Whether one process had fewer samples in its first step than the ranks, of a loader without a batch size."""
     rows = sum(rows_of(each["steps"][0]) for each in ranks)
     return None in ranks[0]["facts"]["made"] and rows_of(one["steps"][0]) < rows
+
+
+def train_apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no engine holds a model, and ranks do the same work in their first step, or step by other gradients."""
+    first = [each["steps"][0] for each in ranks if each["steps"]]
+    if not first or len(first) < len(ranks) or any(each["facts"]["engines"] for each in ranks):
+        return False
+    gradients = measure_gradients(first, first[0], None, float(first[0]["precision"]))
+    return bool(gradients.between.names) or measure_samples(first, first[0]).is_alike
 
 
 def _reads_alike(ranks: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> bool:
@@ -193,7 +203,7 @@ def _judge_steps(
         runs = [one, *ranks] if again is None or number >= len(again["steps"]) else [one, *ranks, again]
         own, *then = _without_overflow(each["steps"][number] for each in runs)
         again_then = None if len(then) == len(ranks) else then.pop()
-        view = _with_noise(StepOfJob(number + 1, job, tuple(then), own, again_then, 0.0))
+        view = _with_noise(StepOfJob(number + 1, job, tuple(then), own, again_then, noise_of_rounding(own)))
         verdict.unknown = _is_undetermined(view) or _is_made_by_ranks(view)
         if verdict.unknown:
             return
@@ -261,7 +271,7 @@ def _with_noise(step: StepOfJob) -> StepOfJob:
     if step.again is None:
         return step
     calls = measure_calls([step.again], step.one, step.precision)
-    return StepOfJob(step.number, step.job, step.ranks, step.one, step.again, min(calls.outputs, 1.0))
+    return dataclasses.replace(step, noise=max(step.noise, min(calls.outputs, 1.0)))
 
 
 def _is_undetermined(step: StepOfJob) -> str:

@@ -41,6 +41,10 @@ _STARTS_RANKS = (
     "the script starts its ranks itself (torch.multiprocessing.spawn), so nobody else can say how many there are. Let "
     "it read RANK and WORLD_SIZE where they are set, and start nothing then"
 )
+_ON_STAND_INS = (
+    "devices: without GPUs each rank of this script trains by itself; it was given stand-ins for GPUs, one for each "
+    "rank (--devices cpu: none)"
+)
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
 # Causes that may be a number which the script takes for the size of a batch; "" where one process fails by it.
@@ -67,7 +71,8 @@ class Verification:
         double: compute in float64.
         is_module: `target` is a module.
         with_shims: let scripts for Horovod, Apex and old releases of torch find Lockstep's shims.
-        devices: "auto", stand-ins for GPUs where the script fails without; "cpu", never; "gpu", always.
+        devices: "auto", stand-ins for GPUs where the script fails without, or ranks train apart; "cpu", never; "gpu",
+            always.
     """
 
     target: str
@@ -111,6 +116,7 @@ class _Session:
         self._folders = folders_of(what.target, what.is_module, what.args)
         self._count = 0
         self.written: list[str] = []
+        self.notes: list[str] = []
         self.not_kept = ""
 
     def start(self, role: str, batch_sizes: tuple[int | None, ...] = ()) -> tuple[int, VerifySettings]:
@@ -188,22 +194,34 @@ class _Session:
         ]
 
     def ranks(self) -> tuple[int, VerifySettings]:
-        """The run on N ranks, once more with stand-ins for GPUs where the script asks for some."""
+        """The run on N ranks, once more with stand-ins for GPUs where the script asks for some, or may do without.
+
+        Accelerate and others, where they find no GPU, have each rank train by itself.
+        """
         code, settings = self.start(RANKS)
         wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU)
-        if code and wants and not self._devices and self._what.devices == "auto":
-            for file in self._folder.glob("ranks-*"):
-                file.unlink()
-            self._devices = self._world_size
-            code, settings = self.start(RANKS)
-        return code, settings
+        if self._what.devices != "auto" or (not wants if code else not self._train_apart(settings)):
+            return code, settings
+        without = self._folder
+        self._folder, self._devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self._world_size
+        code_of_gpus, settings_of_gpus = self.start(RANKS)
+        if code == 0 and (code_of_gpus or self._train_apart(settings_of_gpus)):
+            self._folder, self._devices = without, 0
+            return code, settings
+        self.notes += [] if code else [_ON_STAND_INS]
+        return code_of_gpus, settings_of_gpus
+
+    def _train_apart(self, settings: VerifySettings) -> bool:
+        from lockstep.tools.verify.verdict import read_records, train_apart
+
+        return train_apart(read_records(settings, RANKS, self._world_size))
 
 
 def _verify_at(what: Verification, world_size: int, folder: Path) -> Any:
     """The verdict at one number of ranks."""
     session = _Session(what, world_size, folder)
     verdict = _compared(session, world_size)
-    verdict.notes.extend(session.words_on_files())
+    verdict.notes.extend([*session.notes, *session.words_on_files()])
     return verdict
 
 

@@ -272,6 +272,8 @@ def install() -> None:
         replace(torch.accelerator, name, value)
     # What torch's own code asks, FSDP2 to choose the devices of its mesh.
     replace(torch._C, "_get_accelerator", lambda check=None: torch.device("cuda"))
+    # What Lightning calls at the end of a training, of which a CPU build has none.
+    replace(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
     _install_nvtx()
     replace(torch.cuda, "_cudart", _cudart())
     replace(torch.cuda, "default_generators", tuple(map(generator_of, range(devices.total))))

@@ -164,7 +164,7 @@ def _on_its_device(original: Callable[..., Any]) -> Callable[..., Any]:
     """Mark DDP's buckets, which C++ makes without naming a device, as lying where the parameters do."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = args[0] if args and original.__name__ == "__init__" else self
+        module = self if original.__name__ != "__init__" else args[0] if args else kwargs.get("module")
         parameter = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
         index = None if parameter is None else mark_of(parameter)
         if index is None:
