@@ -337,6 +337,7 @@ def interrupted(at: int, call: Callable[[], object]) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 heeds the other frames' only if one had it before settrace
     sys.settrace(trace)
     try:
         call()
@@ -406,7 +407,10 @@ print("silent peer is lost:", zero.lost)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, and unshare of util-linux")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("ip"),
+    reason="needs root, unshare of util-linux and ip of iproute2",
+)
 def test_a_host_that_answers_nothing_is_gone() -> None:
     """Keepalive does not probe while bytes are on their way."""
     command = ["unshare", "--net", sys.executable, "-c", _SILENT, str(limit_s(30))]

@@ -14,7 +14,7 @@ from lockstep.comm.contract import Algorithms
 from lockstep.errors import InputError, InputTypeError
 from lockstep.shm.kernels import divide, find_kernel, op_name
 from lockstep.torch_private.autograd import base_of
-from lockstep.torch_private.tensors import num_specified
+from lockstep.torch_private.tensors import make_sparse, num_specified
 
 __all__ = ["all_reduce_sparse", "check_sparse", "describe_sparse"]
 
@@ -65,16 +65,12 @@ def all_reduce_sparse(algorithms: Algorithms, world_size: int, tensor: torch.Ten
     kernel = find_kernel(op, tensor.dtype)
     if kernel.accumulate is not None:
         values = values.to(kernel.accumulate)
-    total = torch.sparse_coo_tensor(indices, values, tensor.shape, device="cpu", check_invariants=True).coalesce()
+    total = make_sparse(indices, values, tensor.shape, is_checked=True).coalesce()
     values = total.values()
     if kernel.divide:
         divide(values, world_size)
-    result = torch.sparse_coo_tensor(
-        *(total.indices(), values.to(tensor.dtype), tensor.shape),
-        device="cpu",
-        check_invariants=True,
-        is_coalesced=True,
-    )
+    values = values.to(tensor.dtype)
+    result = make_sparse(total.indices(), values, tensor.shape, is_checked=True, is_coalesced=True)
     with torch.no_grad():
         tensor.copy_(result.to(tensor.device))
 

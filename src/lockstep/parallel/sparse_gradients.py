@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.agreement import collective_device
 from lockstep.parallel.graph import accumulating_node
-from lockstep.torch_private.tensors import indices_of, values_of
+from lockstep.torch_private.tensors import indices_of, make_sparse, values_of
 
 __all__ = ["SparseGradients"]
 
@@ -63,7 +63,7 @@ class SparseGradients:
         if own is None:
             shape = parameter.shape
             indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            return _sparse(indices, parameter.new_empty((0, *shape[1:])).detach(), shape)
+            return make_sparse(indices, parameter.new_empty((0, *shape[1:])).detach(), shape)
         return own if own.is_sparse else own.to_sparse(1)
 
     @torch.no_grad()
@@ -154,17 +154,10 @@ class SparseGradients:
         shape, dtype = parameter.shape, parameter.dtype
         indices = torch.cat([each.view(torch.int64) for each, _ in parts])
         values = torch.cat([each.view(dtype) for _, each in parts]).view(len(indices), *shape[1:])
-        total = _sparse(indices.unsqueeze(0), values.to(_WIDE.get(dtype, dtype)), shape).coalesce()
+        values = values.to(_WIDE.get(dtype, dtype))
+        total = make_sparse(indices.unsqueeze(0), values, shape).coalesce()
         mean = (total.values() / self._world_size).to(dtype)
-        return _sparse(total.indices(), mean, shape, is_coalesced=True).to(parameter.device)
-
-
-def _sparse(
-    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool | None = None
-) -> torch.Tensor:
-    return torch.sparse_coo_tensor(
-        indices, values, shape, device=values.device, check_invariants=False, is_coalesced=is_coalesced
-    )
+        return make_sparse(total.indices(), mean, shape, is_coalesced=True).to(parameter.device)
 
 
 def _normalised(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -224,4 +217,4 @@ def _without_zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
         return gradient
     indices, values = indices_of(gradient.detach()), values_of(gradient.detach())
     is_kept = (values != 0).flatten(1).any(1)
-    return _sparse(indices[:, is_kept], values[is_kept], gradient.shape)
+    return make_sparse(indices[:, is_kept], values[is_kept], gradient.shape)

@@ -18,6 +18,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "indices_of",
+    "make_sparse",
     "make_wrapper",
     "may_overlap",
     "num_specified",
@@ -123,6 +124,22 @@ def storage_key(tensor: torch.Tensor) -> int:
 def values_of(sparse: torch.Tensor) -> torch.Tensor:
     """The values of a sparse COO tensor, coalesced or not, without autograd."""
     return _values(sparse)
+
+
+def make_sparse(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: torch.Size,
+    *,
+    is_checked: bool = False,
+    is_coalesced: bool | None = None,
+) -> torch.Tensor:
+    """A sparse tensor on the device of its values.
+
+    torch 2.11 warns that tensors are not checked, whatever it is told for one, unless it was told for all.
+    """
+    with torch.sparse.check_sparse_tensor_invariants(enable=is_checked):  # type: ignore[no-untyped-call]
+        return torch.sparse_coo_tensor(indices, values, shape, device=values.device, is_coalesced=is_coalesced)
 
 
 def indices_of(sparse: torch.Tensor) -> torch.Tensor:

@@ -147,15 +147,16 @@ def _after_losses(
     )
 
 
-def _has_one_ratio(a: list[float], b: list[float]) -> bool:
+def _has_one_ratio(a: list[float], b: list[float], tolerance: float = _CLOSE) -> bool:
     ratios = [x / y for x, y in zip(a, b, strict=True) if abs(y) > 1e-9]
-    return bool(ratios) and all(_close(each, ratios[0]) for each in ratios)
+    return bool(ratios) and all(_close(each, ratios[0], tolerance) for each in ratios)
 
 
 def _meaning(
     step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], needed: list[float] | None, taken: list[float] | None
 ) -> tuple[str, str, str]:
-    if losses.are("sum", 1e-6) and not losses.are("weighted", 1e-3):
+    rounding = 50 * step.noise
+    if losses.are("sum", max(1e-6, rounding)) and not losses.are("weighted", max(1e-3, rounding)):
         return _SUM
     is_whole = all(_close(loss, one, 1e-5) for loss, one in _pairs(losses))
     if needed is None:
@@ -163,8 +164,9 @@ def _meaning(
     if is_whole and len(set(losses.shares)) > 1:
         return _WHOLE
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
-    if all(counted) and _has_one_ratio(needed, counted):
-        return _one_factor(counted[0] / needed[0], len(step.ranks), is_whole)
+    tolerance = max(_CLOSE, rounding)
+    if all(counted) and _has_one_ratio(needed, counted, tolerance):
+        return _one_factor(counted[0] / needed[0], len(step.ranks), is_whole, tolerance)
     return _by_weights(step, losses, zeros, needed)
 
 
@@ -172,8 +174,8 @@ def _unexplained(step: StepOfJob) -> tuple[str, str, str]:
     return _KEPT if step.number > 1 and _is_first_odd(step) else _NOT_LINEAR
 
 
-def _one_factor(factor: float, world_size: int, is_whole: bool) -> tuple[str, str, str]:
-    if _close(factor * world_size, 1.0):
+def _one_factor(factor: float, world_size: int, is_whole: bool, tolerance: float) -> tuple[str, str, str]:
+    if _close(factor * world_size, 1.0, tolerance):
         return _WHOLE if is_whole else _SUM
     return (
         "factor",

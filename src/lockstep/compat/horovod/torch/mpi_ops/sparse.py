@@ -11,7 +11,7 @@ from lockstep.compat.horovod.torch.mpi_ops.handles import channel_of
 from lockstep.compat.horovod.torch.mpi_ops.reductions import Average, ReductionOp, Sum
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.errors import InputError
-from lockstep.torch_private.tensors import indices_of, values_of
+from lockstep.torch_private.tensors import indices_of, make_sparse, values_of
 
 __all__ = ["sparse_allreduce_async"]
 
@@ -49,8 +49,6 @@ def sparse_allreduce_async(
         gathered = values.wait()
         if op == Average:
             gathered = gathered / size
-        return torch.sparse_coo_tensor(
-            indices.wait().t(), gathered, shape, device=gathered.device, check_invariants=False
-        )
+        return make_sparse(indices.wait().t(), gathered, shape)
 
     return finish
