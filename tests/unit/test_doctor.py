@@ -14,6 +14,7 @@ import torch
 
 from lockstep import cli
 from lockstep.errors import WorkerFailed
+from lockstep.launch import control_groups
 from lockstep.tools.capabilities import measure, table
 from lockstep.tools.capabilities.measure import Column
 from lockstep.tools.capabilities.verbs import CLASSIC, VERBS
@@ -108,9 +109,9 @@ def test_what_is_needed_and_missing_is_an_exit_code(
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Control groups of a container: files that tests write, in the folder that is returned."""
-    monkeypatch.setattr(limits, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(limits, "_OF_PROCESS", tmp_path / "self")
-    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(control_groups, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "_OF_PROCESS", tmp_path / "self")
+    monkeypatch.setattr(control_groups, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(limits, "visible_cores", lambda: 8)
     (tmp_path / "meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable: 32000000 kB\n")
     return tmp_path
@@ -124,8 +125,8 @@ def test_container_of_version_2(container: Path) -> None:
     (container / "pod/mine/memory.max").write_text(f"{3 << 30}\n")
     (container / "pod/mine/memory.current").write_text(f"{1 << 30}\n")
     (container / "pod/mine/pids.max").write_text("100\n")
-    assert limits.allowed_cores() == 2.5
-    assert limits.available_mib() == 2048
+    assert control_groups.allowed_cores() == 2.5
+    assert control_groups.available_mib() == 2048
     found = {result.subject: result for result in limits.look()}
     assert found["cores"].command == "lockstep run --nproc 2 train.py"
     assert found["memory"].command == "lockstep run --nproc 2 train.py"
@@ -153,15 +154,15 @@ def test_container_of_version_1(container: Path) -> None:
     (container / "memory/mine").mkdir(parents=True)
     (container / "memory/mine/memory.limit_in_bytes").write_text(f"{100 << 20}\n")
     (container / "memory/mine/memory.usage_in_bytes").write_text(f"{90 << 20}\n")
-    assert limits.allowed_cores() == 0.5
+    assert control_groups.allowed_cores() == 0.5
     found = {result.subject: result for result in limits.look()}
     assert found["cores"].command == "lockstep run --nproc 1 train.py"
     assert "already be killed" in found["memory"].remedy
 
 
 def test_no_container(container: Path) -> None:
-    assert limits.allowed_cores() is None
-    assert limits.available_mib() == 31250
+    assert control_groups.allowed_cores() is None
+    assert control_groups.available_mib() == 31250
     assert {result.status for result in limits.look() if result.subject in ("cores", "memory")} == {"ok"}
 
 

@@ -6,7 +6,7 @@ General layout:
 * `reaper`: finds and kills every process of a job; also the program that does so when
   the launcher itself was killed.
 * `attempt_folder`, `free_port`: the private folder of one attempt, and the port of its rank 0.
-* `environment`: the variables that each rank gets.
+* `environment`: the variables that each rank gets; `control_groups`: what a container leaves of cores and memory.
 * `report`, `root_cause`, `headline`: the error report of a failing rank, which failure was the first, and its one line.
 * `positions`, `stacks`: where every rank is, from its status file, and from py-spy.
 * `streams`, `terminal`, `screen`, `output`: the lines of each rank, and many ranks on one terminal.

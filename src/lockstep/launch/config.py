@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.machinery
 import importlib.util
 import math
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import LaunchError
+from lockstep.launch.control_groups import available_mib
 from lockstep.launch.environment import visible_cores, visible_gpus
 
 __all__ = ["LaunchConfig", "check_target", "resolve_nproc"]
@@ -140,14 +140,12 @@ def _check_memory(number: int) -> None:
     Raises:
         LaunchError: there is not the memory for their interpreters and torch.
     """
-    with contextlib.suppress(OSError):  # a system that does not say
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free_mib = int(fields["MemAvailable"].split()[0]) >> 10
-        if number > _FEW_RANKS and number * _MIB_OF_RANK > free_mib:
-            raise LaunchError(
-                f"nproc is {number}: so many ranks take {number * _MIB_OF_RANK >> 10} GiB before they have a model, "
-                f"and {free_mib >> 10} GiB are free here; start {max(_FEW_RANKS, free_mib // _MIB_OF_RANK)} at most"
-            )
+    free_mib = available_mib() if number > _FEW_RANKS else None
+    if free_mib is not None and number * _MIB_OF_RANK > free_mib:
+        raise LaunchError(
+            f"nproc is {number}: so many ranks take {number * _MIB_OF_RANK >> 10} GiB before they have a model, "
+            f"and {free_mib >> 10} GiB are free here; start {max(_FEW_RANKS, free_mib // _MIB_OF_RANK)} at most"
+        )
 
 
 def _has_module(name: str) -> bool:

@@ -45,6 +45,13 @@ def _empty_step() -> dict[str, Any]:
     return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0}
 
 
+def _by_batch(draws: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    for each in draws:
+        found.setdefault(each["after"], []).append(each)
+    return found
+
+
 def line_of_script() -> str:
     """`train.py:81`, the innermost line of the script's own code that has led here; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
@@ -109,7 +116,7 @@ class StepRecorder:
         self._is_written = False
         self._began_at = self._cut_at = self._first_cut_at = 0.0
         self._epochs = 1
-        self._drawn: list[list[dict[str, Any]]] = []
+        self._drawn: list[dict[int, list[dict[str, Any]]]] = []  # of each rank, by `after`
 
     @property
     def is_evaluating(self) -> bool:
@@ -222,7 +229,7 @@ class StepRecorder:
         if self.settings.is_reference:
             files = [self.settings.draws_file(len(self.steps), rank) for rank in range(self.settings.world_size)]
             if all(file.exists() for file in files):
-                self._drawn = [torch.load(file, weights_only=True) for file in files]
+                self._drawn = [_by_batch(torch.load(file, weights_only=True)) for file in files]
 
     def on_draw(self, name: str, values: Tensor) -> Tensor | None:
         """The script has drawn: note it, or return what the ranks drew. See `draws.py`."""
@@ -239,8 +246,7 @@ class StepRecorder:
         # Counted from the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
         place = self.step["own_draws"].count(after)
         self.step["own_draws"].append(after)
-        since = [[one for one in each if one["after"] == after] for each in self._drawn]
-        drawn = [each[place] for each in since if place < len(each)]
+        drawn = [each[after][place] for each in self._drawn if place < len(each.get(after, ()))]
         if len(drawn) != self.settings.world_size or any(each["name"] != name for each in drawn):
             joined = None
         else:
