@@ -11,6 +11,7 @@ import torch.distributed as dist
 import lockstep
 from hosts_programs import raised_by, world
 from lockstep.parallel.sharded.optimizer import ZeroRedundancyOptimizer
+from lockstep.recipes.imagenet import strategies
 
 _STEPS = 5
 
@@ -113,3 +114,15 @@ def resume(state: dict[str, Any] | None) -> dict[str, Any]:
         for number in range(_STEPS):
             _step(model, optimizer, 0, number)
         return {"model": copy.deepcopy(model.module).state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def recipe() -> list[bool]:
+    """Whether the image recipe shares out the steps of a large network, and of a small one."""
+    with world() as opened:
+        found = []
+        for width in (1000, 10):
+            module = torch.nn.Linear(width, width)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            made = strategies.prepare("ddp", module, optimizer, opened, precision="fp32", shards=None).optimizer
+            found.append(isinstance(made, ZeroRedundancyOptimizer))
+        return found

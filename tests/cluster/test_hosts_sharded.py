@@ -34,6 +34,11 @@ def test_a_host_has_parameters_and_state_once(hosts: Cluster) -> None:
         assert "written to outside of" in said
 
 
+def test_the_image_recipe_shares_where_a_host_has_several_ranks(hosts: Cluster) -> None:
+    assert hosts.run(programs.recipe, (2, 1)) == [[True, False]] * 3
+    assert hosts.run(programs.recipe, (1, 1)) == [[False, False]] * 2
+
+
 def test_the_state_comes_to_one_rank(hosts: Cluster) -> None:
     for rank, found in enumerate(hosts.run(programs.consolidate, (2, 2), 3)):
         assert found == ([0, 1, 2, 3] if rank == 3 else ["CheckpointError"])

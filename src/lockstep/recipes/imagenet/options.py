@@ -208,8 +208,8 @@ def _add_own(group: argparse._ArgumentGroup) -> None:
         "--shard-optimizer",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="each rank steps a share of the parameters, with the same answer (default: on the CPU, where the ranks of "
-        "one host share memory and the network has a million parameters or more)",
+        help="each rank steps a share of the parameters, with the same answer (default: on the CPU, where a host has "
+        "several ranks and the network has a million parameters or more)",
     )
     group.add_argument("--channels-last", action="store_true", help="store images with channels last")
     group.add_argument("--compile", action="store_true", help="compile the network by torch.compile")

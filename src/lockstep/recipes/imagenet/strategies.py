@@ -16,8 +16,9 @@ what each has computed, so the loss is multiplied by the rank's share before its
 
 [Note: worth a share] With ddp, spawn and slurm each rank can step a share of the parameters, by
 `ZeroRedundancyOptimizer`. On the CPUs of one host no rank then sums and steps what others do as well, and every step
-has some more calls and meetings. With this SGD at two ranks, a tenth of a million parameters took longer so, and half a
-million less long. The larger the images, the less either shows beside the convolutions.
+has some more calls and meetings; on several hosts that holds for the ranks of each. With this SGD at two ranks, a tenth
+of a million parameters took longer so, and half a million less long. The larger the images, the less either shows
+beside the convolutions.
 """
 
 from __future__ import annotations
@@ -214,11 +215,12 @@ def prepare(
 
 
 def _is_worth_shares(module: nn.Module, world: World) -> bool:
-    """See [Note: worth a share]. Local, the same on all ranks."""
+    """See [Note: worth a share]. Collective."""
     engine = engine_of(torch.distributed.group.WORLD)
-    shares_memory = engine is not None and engine.team.shares_memory and world.device.type == "cpu"
     numel = sum(parameter.numel() for parameter in module.parameters())
-    return world.world_size > 1 and shares_memory and numel >= _WORTH_A_SHARE
+    if engine is None or world.device.type != "cpu" or numel < _WORTH_A_SHARE:
+        return False
+    return lockstep.any(len(engine.team.near) > 1)
 
 
 def _prepare_apex(module: nn.Module, optimizer: torch.optim.Optimizer, precision: str, opt_level: str) -> Strategy:

@@ -9,7 +9,7 @@ General layout, from the bottom up:
 * `scratch`: what the script writes, kept apart from the user's files.
 * `rank`: what runs in a process before the script.
 * `orders`: the ranks' orders of samples, for one process to walk in.
-* `compare`: how far N ranks are from one process, stage by stage.
+* `samples`, `compare`: how far N ranks are from one process, stage by stage.
 * `causes`, `linear`: what that means, and what to write.
 * `aftermath`: the same for what follows the steps: evaluations, printed numbers, checkpoints.
 * `verdict`: of all steps, and of what follows them; `report`: says it, to people, programs and as a picture.
