@@ -15,7 +15,10 @@ from typing import Any
 
 from lockstep.tools.verify.causes import Difference
 
-__all__ = ["judge_aftermath"]
+__all__ = ["LOGGED", "judge_aftermath"]
+
+LOGGED = "logged: "
+"""With which a note on printed numbers begins."""
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 _CLOSE = 5e-4
@@ -127,7 +130,7 @@ def _printed(
             return [dataclasses.replace(_evaluated(ranks, one, measured), lines=(where,) if where else ())], notes
         if not notes:
             notes.append(
-                f"logged: {measured}. The training is the same. If it is a number of this rank's samples, and no time, "
+                f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
                 "lockstep.mean(loss * len(y), len(y)) makes it that of all"
             )
     return [], notes
