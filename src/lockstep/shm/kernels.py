@@ -229,8 +229,8 @@ def find_kernel(op: Any, dtype: torch.dtype) -> Kernel:
     if name == "AVG" and dtype in _INTEGERS and dtype is not torch.int64:
         accumulate = torch.int64
     if name == "PREMUL_SUM":
-        # The factor belongs to this one call.
-        return Kernel(name, _COMBINE[name], accumulate, factor=op.factor)
+        # The factor belongs to this one call; before torch 2.13 only pickle can read it.
+        return Kernel(name, _COMBINE[name], accumulate, factor=op.__getstate__()[1])
     kernel = Kernel(name, _find_combine(name, dtype), accumulate, divide=name == "AVG")
     _cache[(kind, dtype)] = kernel
     return kernel
