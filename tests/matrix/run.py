@@ -3,8 +3,8 @@
     python tests/matrix/run.py                                    all of RELEASES; writes docs/versions.md
     python tests/matrix/run.py --versions 2.15 2.6                some of them; the rows of the others stay
     python tests/matrix/run.py --environment 2.15=/path/to/venv   an environment that is there already
-    python tests/matrix/run.py --newest                           what CI does: the newest that can be had here, few
-                                                                  tests, no table
+    python tests/matrix/run.py --ends                             what CI does: the newest that can be had here and the
+                                                                  oldest, few tests, no table
 
 Environments are made one at a time under .venv-matrix, about 6 GB each, and removed again; `--keep` leaves them. A
 release that cannot be installed here, or whose Python is missing, is a line that says so, and no failure.
@@ -41,13 +41,13 @@ def run_release(release: Release, python: Path, chosen: groups.Choice) -> dict[s
 def try_release(release: Release, given: Path | None, options: argparse.Namespace) -> table.Row:
     """One row of the table, whether the release can be had here or not."""
     today = datetime.date.today().isoformat()
-    is_short = options.newest or release.name in options.short
+    is_short = options.ends or release.name in options.short
     chosen = [group for group in (groups.SHORT if is_short else groups.ALL) if group.name in options.groups]
     made: Path | None = None
     try:
         if given is None:
             print(f"torch {release.torch}: making an environment with Python {release.python}", flush=True)
-            made = environments.make(release, ROOT, any_python=options.newest)
+            made = environments.make(release, ROOT, any_python=options.ends)
         python = environments.python_of(given or made or Path())
         version = subprocess.run(
             [
@@ -80,29 +80,30 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Rel
     parser.add_argument("--short", nargs="*", choices=known, default=[], help="releases with which fewer tests run")
     names = [group.name for group in groups.ALL]
     parser.add_argument("--groups", nargs="+", choices=names, default=names, help="the other cells of a row stay")
-    parser.add_argument("--newest", action="store_true", help="only the newest there is here, few tests, and no table")
+    parser.add_argument("--ends", action="store_true", help="the newest there is here, the oldest, few tests, no table")
     parser.add_argument("--keep", action="store_true", help="leave the environments that were made")
     options = parser.parse_args(arguments)
     pairs = dict(pair.split("=", 1) for pair in options.environment)
     unknown = pairs.keys() - known.keys()
     if unknown:
         parser.error(f"--environment: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
-    names = environments.newer_than_pinned(ROOT) if options.newest else options.versions
+    names = environments.newer_than_pinned(ROOT) if options.ends else options.versions
     return options, [known[name] for name in names], {name: Path(folder).absolute() for name, folder in pairs.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the releases one after another, of the newest ones until one could be had; 1 if a test failed."""
     options, releases, given = parse(arguments)
-    failed = False
+    rows: list[table.Row] = []
     for release in releases:
-        row = try_release(release, given.get(release.name), options)
-        failed = failed or any(counts.failed for counts in row.results.values())
-        if not options.newest:
-            table.update(ROOT / "docs" / "versions.md", row)
-        elif row.results:
+        rows.append(try_release(release, given.get(release.name), options))
+        if not options.ends:
+            table.update(ROOT / "docs" / "versions.md", rows[-1])
+        elif rows[-1].results:
             break
-    return int(failed)
+    if options.ends:
+        rows.append(try_release(RELEASES[0], given.get(RELEASES[0].name), options))
+    return int(any(counts.failed for row in rows for counts in row.results.values()))
 
 
 if __name__ == "__main__":

@@ -441,7 +441,8 @@ def all_reduce_options(op: Any) -> Any:
     """What a group's own `allreduce` takes, for a call that is waited for later. Local."""
     options: Any = dist.AllreduceOptions()
     options.reduceOp = op
-    options.asyncOp = True  # from torch 2.7 on; before, all were
+    if hasattr(options, "asyncOp"):  # from torch 2.7 on; before, all were
+        options.asyncOp = True
     return options
 
 
