@@ -102,6 +102,22 @@ RIGHT = {
             cross_entropy(model(x.bfloat16()), y).backward()
             optimizer.step()
     """,
+    "gradients of each sample by torch.func": """
+        from torch.func import functional_call, grad, vmap
+
+        model, optimizer = trained(nn.Linear(6, 4))
+
+        def loss_of(weights, x, y):
+            return cross_entropy(functional_call(model.module, weights, (x[None],)), y[None])
+
+        for x, y in loader:
+            weights = dict(model.module.named_parameters())
+            norms = vmap(grad(loss_of), (None, 0, 0))(weights, x, y)["weight"].flatten(1).norm(dim=1)
+            optimizer.zero_grad()
+            loss = (cross_entropy(model(x), y, reduction="none") / norms.detach().clamp(min=1)).mean()
+            loss.backward()
+            optimizer.step()
+    """,
     "so many batches by next()": """
         model, optimizer = trained(net)
         for epoch in range(3):
@@ -178,6 +194,94 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "counts of numbers of 16 bits": (
+        ("gradients", "count"),
+        """
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                outputs = model(x.float())
+            keep = y > 0
+            (cross_entropy(outputs.float(), y, reduction="none") * keep).sum().div(keep.sum()).backward()
+            optimizer.step()
+        """,
+    ),
+    "a batch that is divided by the ranks": (
+        ("samples", "batch-size"),
+        """
+        model, optimizer = trained(net)
+        for x, y in lockstep.DataLoader(data, batch_size=20 // world.world_size, shuffle=True, seed=0):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "rank 0 in eval mode": (
+        ("outputs", "mode"),
+        """
+        model, optimizer = trained(net)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if world.rank == 0:
+                model.eval()
+        """,
+    ),
+    "a schedule on rank 0": (
+        ("parameters", "settings"),
+        """
+        model, optimizer = trained(net)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if world.rank == 0:
+                schedule.step()
+        """,
+    ),
+    "a state that rank 0 alone has": (
+        ("parameters", "optimizer"),
+        """
+        model, _ = trained(net)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            if world.rank == 1:
+                optimizer.state.clear()
+            optimizer.step()
+        """,
+    ),
+    "a mean of means by lockstep.mean": (
+        ("gradients", "uneven"),
+        """
+        model, optimizer = trained(net)
+        for x, y in lockstep.DataLoader(data, batch_size=5, shuffle=True, seed=0):
+            optimizer.zero_grad()
+            lockstep.mean(cross_entropy(model(x), y), 1).backward()
+            optimizer.step()
+        """,
+    ),
+    "an optimizer for each parameter, and a last batch that is filled up": (
+        ("samples", "padded"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+        optimizers = [torch.optim.SGD([each], 0.1) for each in model.parameters()]
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=torch.utils.data.DistributedSampler(data)):
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        """,
+    ),
     "batch statistics within a model that returns its loss": (
         ("outputs", "batch-norm"),
         """
@@ -241,10 +345,10 @@ WRONG = {
 }
 
 
-def verdict_on(program: str, folder: Path) -> tuple[Verdict, str]:
+def verdict_on(program: str, folder: Path, double: bool = False) -> tuple[Verdict, str]:
     script = folder / "train.py"
     script.write_text(COMMON + textwrap.dedent(program))
-    (verdict,) = verify(Verification(str(script), steps=3))
+    (verdict,) = verify(Verification(str(script), steps=3, double=double))
     return verdict, format_text("train.py", [verdict])
 
 
@@ -262,7 +366,7 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     assert verdict.differences[0].lines, text
     line = int(verdict.differences[0].lines[0].rpartition(":")[2])
     written = (tmp_path / "train.py").read_text().splitlines()[line - 1]
-    assert any(word in written for word in ("backward()", "model(", "print(")), written
+    assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ")), written
 
 
 def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
@@ -305,6 +409,21 @@ def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(tmp_
     )
     assert verdict.first == ("gradients", "sum"), text
     assert "it was given stand-ins for GPUs" in " ".join(text.split())
+
+
+def test_numbers_that_double_leaves_single_are_no_finding(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        model, optimizer = trained(nn.Linear(6, 4))
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x).float(), y).backward()
+            optimizer.step()
+        """,
+        tmp_path,
+        double=True,
+    )
+    assert verdict.code == 0, text
 
 
 def test_a_failure_of_its_own_is_no_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

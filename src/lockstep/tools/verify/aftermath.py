@@ -127,7 +127,8 @@ def _printed(
         tried = theirs if evaluates_all else _numbers_of(third, key, [])
         stays = tried and all(tried[place] == theirs[place] for place in wrong)
         if is_evaluation and (not stays or any(_is_times(numbers[each], theirs[each], len(ranks)) for each in wrong)):
-            return [dataclasses.replace(_evaluated(ranks, one, measured), lines=(where,) if where else ())], notes
+            found = _evaluated(ranks, one, measured, evaluates_all)
+            return [dataclasses.replace(found, lines=(where,) if where else ())], notes
         if not notes:
             notes.append(
                 f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
@@ -164,7 +165,7 @@ def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
     ]
 
 
-def _evaluated(ranks: Sequence[Facts], one: Facts, measured: str) -> Difference:
+def _evaluated(ranks: Sequence[Facts], one: Facts, measured: str, evaluates_all: bool) -> Difference:
     each = [_evaluation_keys(facts) for facts in ranks]
     own = _evaluation_keys(one)
     if own and all(each):
@@ -188,7 +189,8 @@ def _evaluated(ranks: Sequence[Facts], one: Facts, measured: str) -> Difference:
         "evaluated",
         "metric",
         measured,
-        "the metric is that of one rank's samples, or a mean of the ranks' metrics, of which each counts alike",
+        "the metric is that of one rank's samples, or a mean of the ranks' metrics, of which each counts alike"
+        + ("; or the model that rank 0 evaluates keeps statistics of its own samples" if evaluates_all else ""),
         "lockstep.metrics, or add up numerators and denominators of all ranks before dividing "
         "(lockstep.mean(total, count))",
     )

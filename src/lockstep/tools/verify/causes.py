@@ -99,7 +99,7 @@ class StepOfJob:
     @property
     def precision(self) -> float:
         """Of the arithmetic; what numbers of 16 bits take from it is noise."""
-        return min(float(self.one["precision"]), _SINGLE)
+        return _SINGLE if self.one["single"] else min(float(self.one["precision"]), _SINGLE)
 
     def found(self, stage: str, cause: str, measured: str, meaning: str, advice: str) -> Difference:
         """A difference of this step."""
@@ -209,6 +209,16 @@ def _entered(step: Mapping[str, Any]) -> list[int]:
 def _other_samples(step: StepOfJob, loaders: Sequence[Mapping[str, Any]], measured: str) -> Difference:
     if any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
         return _unsplit(step, measured)
+    ones = [step.job.one["loaders"][each["loader"]]["batch_size"] for each in step.one["batches"]]
+    sizes = next(((one, each["batch_size"]) for one, each in zip(ones, loaders, strict=False) if each["own"]), None)
+    if sizes is not None and sizes[0] != sizes[1]:
+        return step.found(
+            "samples",
+            "batch-size",
+            f"{measured}; the batch_size of lockstep.DataLoader is {sizes[0]} on one process, and {sizes[1]} here",
+            "that is the size of the batch of all ranks together, and it depends on the number of ranks",
+            "lockstep.DataLoader(dataset, batch_size=GLOBAL), neither divided nor multiplied by the number of ranks",
+        )
     if any(each["own"] for each in loaders):
         return step.found(
             "samples",
@@ -386,12 +396,22 @@ def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference 
             "the model sees the padding, which a rank makes as long as the longest of its own samples",
             "pad to one length, or mask the padding",
         )
+    modes = [[call["resting"] for call in each["calls"]] for each in (step.one, *step.ranks)]
+    if any(each != modes[0] for each in modes):
+        counts = [each[0] if each else 0 for each in modes]
+        return step.found(
+            "outputs",
+            "mode",
+            f"{measured} Modules in eval mode: one process {counts[0]}, the ranks {', '.join(map(str, counts[1:]))}.",
+            "parts of the model are in eval() on some ranks alone, where dropout and batch normalization are off",
+            "call model.train() on all ranks, after an evaluation by one of them too",
+        )
     if step.one["unlike_draws"]:
         return step.found(
             "outputs",
             "drawn",
             f"{measured} {_draws(step.one['unlike_draws'])}",
-            "each rank draws its own numbers within forward()",
+            "each rank draws its own numbers, within forward() or handed to it",
             "draw them from a generator that all ranks seed alike",
         )
     return step.found(
@@ -455,7 +475,8 @@ def _past_engine(step: StepOfJob, gradients: Gradients, measured: str) -> tuple[
             "past-engine",
             measured,
             "a part of these gradients came past the engine: by another backward pass, by hand, or under no_sync",
-            "compute it with the wrapped model, and add up all losses before one backward() that averages",
+            "compute it with the wrapped model, and add up all losses before one backward() that averages; or leave "
+            "no_sync() before the last backward() of each window",
         )
     return (
         "not-averaged",
@@ -476,6 +497,8 @@ def read_settings(step: StepOfJob) -> Difference | None:
         for number, (mine, theirs) in enumerate(zip(own, other["settings"], strict=False)):
             for name in mine:
                 if name in theirs and _is_far(step, mine[name], theirs[name]):
+                    if rank:
+                        return _on_some_ranks(step, name, number, rank)
                     return step.found(
                         "parameters",
                         "settings",
@@ -489,6 +512,17 @@ def read_settings(step: StepOfJob) -> Difference | None:
     return None
 
 
+def _on_some_ranks(step: StepOfJob, name: str, number: int, rank: int) -> Difference:
+    values = [each["settings"][number][name] for each in (step.ranks[0], step.ranks[rank])]
+    return step.found(
+        "parameters",
+        "settings",
+        f"{name} of group {number} is {values[0]} with one process and on rank 0, and {values[1]} on rank {rank}",
+        f"{name} is set or scheduled on some ranks alone (if rank == 0: scheduler.step()), or by what one has seen",
+        f"set {name} on all ranks alike, by what all of them have (lockstep.mean)",
+    )
+
+
 def _is_far(step: StepOfJob, a: Any, b: Any) -> bool:
     if not isinstance(a, int | float) or not isinstance(b, int | float):
         return bool(a != b)
@@ -497,10 +531,28 @@ def _is_far(step: StepOfJob, a: Any, b: Any) -> bool:
 
 def read_parameters(step: StepOfJob) -> Difference | None:
     """Parameters after the step, against how far it moved them."""
-    own, theirs = (_parameters_of(each, "end") for each in (step.one, step.ranks[0]))
+    for rank, ranks in enumerate(step.ranks):
+        wrong, worst = _stepped_apart(step, ranks)
+        if wrong:
+            kind, whose = ranks["kind"], f" of rank {rank}" if rank else ""
+            return step.found(
+                "parameters",
+                "optimizer",
+                f"{len(wrong)} of {len(step.one['names'])} parameters{whose} differ after the step ({_names(wrong)}), "
+                f"by up to {worst:.1e} of what it moved them",
+                f"the same gradients make other steps: {kind} goes by something that each rank has of its own, such as "
+                "a state that one rank alone has loaded",
+                "give the optimizer what all ranks have; a closure returns lockstep.mean(loss * len(y), len(y))",
+            )
+    return None
+
+
+def _stepped_apart(step: StepOfJob, ranks: Mapping[str, Any]) -> tuple[list[str], float]:
+    """Parameters of a rank that are not those of one process, and by how much of what the step moved them."""
+    own, theirs = (_parameters_of(each, "end") for each in (step.one, ranks))
     begin = _parameters_of(step.one, "begin")
     again = None if step.again is None else _parameters_of(step.again, "end")
-    wrong, worst = [], 0.0
+    wrong, worst = list[str](), 0.0
     for name, value in own.items():
         other = theirs.get(name)
         if other is None or other.shape != value.shape:
@@ -512,16 +564,7 @@ def read_parameters(step: StepOfJob) -> Difference | None:
         if off > least and far(off / moved if moved else float("inf"), step.noise, step.precision):
             wrong.append(name)
             worst = max(worst, off / moved if moved else float("inf"))
-    if not wrong:
-        return None
-    kind = step.ranks[0]["kind"]
-    meaning = f"the same gradients make other steps: {kind} goes by something that each rank has of its own"
-    advice = "give the optimizer what all ranks have; a closure returns lockstep.mean(loss * len(y), len(y))"
-    measured = (
-        f"{len(wrong)} of {len(own)} parameters differ after the step ({_names(wrong)}), by up to {worst:.1e} of what "
-        "it moved them"
-    )
-    return step.found("parameters", "optimizer", measured, meaning, advice)
+    return wrong, worst
 
 
 def read_buffers(step: StepOfJob) -> Difference | None:

@@ -320,8 +320,8 @@ def _rows_at(step: _Step, number: int) -> int:
 
 def _weight_at(step: _Step, number: int, world_size: int) -> float:
     """What averaging makes the mean loss of a backward pass count: by its loader's share, else one of N."""
-    batch = step["backwards"][number]["batch"]
-    weight = step["batches"][batch]["weight"] if 0 <= batch < len(step["batches"]) else None
+    batch, is_weighed = step["backwards"][number]["batch"], step["backwards"][number]["weighed"]
+    weight = step["batches"][batch]["weight"] if 0 <= batch < len(step["batches"]) and not is_weighed else None
     return 1 / world_size if weight is None else float(weight)
 
 

@@ -63,12 +63,19 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         on_draw: called with the operator's name and what it drew; returns what to take instead, or None.
+        on_single: called when numbers of 64 bits are rounded to 32.
         cuts: whether to cut a product or sum in two now; see [Note: halves].
     """
 
-    def __init__(self, on_draw: Callable[[str, Tensor], Tensor | None], cuts: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        on_draw: Callable[[str, Tensor], Tensor | None],
+        on_single: Callable[[], None],
+        cuts: Callable[[], bool],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_draw = on_draw
+        self._on_single = on_single
         self._cuts = cuts
         self._draws: dict[Any, bool] = {}
         self._thread = threading.get_ident()
@@ -80,6 +87,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = None if cut is None else cut(*args, **kwargs)
         if result is None:
             result = func(*args, **kwargs)
+        if func is _ATEN._to_copy.default and (args[0].dtype, result.dtype) == (torch.float64, torch.float32):
+            self._on_single()
         draws = self._draws.get(func)
         if draws is None:
             draws = self._draws[func] = torch.Tag.nondeterministic_seeded in func.tags

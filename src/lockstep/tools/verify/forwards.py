@@ -1,11 +1,12 @@
 """Forward passes that train: what enters the outermost module and comes out of it, sample by sample, and what is
 inside.
 
-Writes `calls` of a step: `name` (its class), `keys` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches
-of each row, or None), `across` (of outputs, if the rows of a sample are `count` apart, as those of views are that are
-joined), `widths` (numbers in a row of each output), `parameters` (two numbers of each), `inner` (name, class and
-sketches of what the modules inside return, in order), `filler` and `samples` (keys of the batch that it was computed
-from, if that has as many rows). Besides, `rounded`: the eps of the coarsest numbers of 16 bits that modules return.
+Writes `calls` of a step: `name` (its class), `resting` (modules in eval mode), `keys` (of its inputs), `count` of rows,
+`inputs` and `outputs` (sketches of each row, or None), `across` (of outputs, if the rows of a sample are `count` apart,
+as those of views are that are joined), `widths` (numbers in a row of each output), `parameters` (two numbers of each),
+`inner` (name, class and sketches of what the modules inside return, in order), `filler` and `samples` (keys of the
+batch that it was computed from, if that has as many rows). Besides, `rounded`: the eps of the coarsest numbers of 16
+bits that modules return.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class ForwardWatch:
         register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _is_seen(self) -> bool:
-        return not self.in_backward and threading.get_ident() == self._thread and self._recorder.busy == 0
+        # What torch.func computes with has no numbers to read.
+        is_plain = torch._C._functorch.peek_interpreter_stack() is None
+        is_here = not self.in_backward and threading.get_ident() == self._thread
+        return is_here and is_plain and self._recorder.busy == 0
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if not self._is_seen():
@@ -125,6 +129,7 @@ class ForwardWatch:
             {
                 "name": type(getattr(module, "module", module)).__name__,
                 "count": count,
+                "resting": sum(not each.training for each in module.modules()),
                 "keys": [key for key, _ in sample_keys(given, count)] if count else [],
                 "inputs": _joined([row_sketch(each, count) for each in inputs]),
                 "outputs": _joined([row_sketch(each, count) for each in outputs]),

@@ -1,11 +1,11 @@
 """Losses, the gradients that a process computes, and what its optimizers make of them.
 
-Writes `backwards` of a step (`losses`: the numbers that backward() was called on, None for what is no number;
-`local`: what reached each parameter in this process, before anybody averaged it), `after` (`.grad` when the last of
-them had returned), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
-`closure` (it made backward passes itself), `names` (of its parameters), `held` (whether an engine holds each),
-`settings` (of its groups), `used` (the gradients that it took), `begin`, `end` (the parameters before and after it),
-and `buffers`. All values are `rows.value_sample`s.
+Writes `backwards` of a step (`losses`: the numbers that backward() was called on, None for what is no number; `local`:
+what reached each parameter in this process, before anybody averaged it; `weighed`: by lockstep.mean), `after` (`.grad`
+when the last of them had returned), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its
+parameters), `closure` (it made backward passes itself), `names` (of its parameters), `held` (whether an engine holds
+each), `settings` (of its groups), `used` (the gradients that it took), `begin`, `end` (the parameters before and after
+it), and `buffers`. All values are `rows.value_sample`s.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lockstep import batch
 from lockstep.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.forwards import ForwardWatch
@@ -30,6 +31,8 @@ __all__ = ["GradientWatch"]
 
 # Of losses in float16: far from overflow, and from where gradients vanish; and after how many steps it grows.
 _SCALE, _NEVER = 1024.0, 2**31 - 1
+# What lockstep.mean and its like leave behind a loss: each rank's then counts one of N, whatever it has of the batch.
+_OF_MEANS = "_RescaleBackward"
 # What a group of an optimizer says that two runs can compare.
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "alpha", "rho")
 
@@ -162,7 +165,12 @@ class GradientWatch:
             losses = [float(one.detach()) if one.numel() == 1 else None for one in each]
             local = {self._names[key]: value for key, value in (self._local or {}).items()}
             recorder.step["backwards"].append(
-                {"losses": losses, "local": local, "batch": len(recorder.step["batches"]) - 1}
+                {
+                    "losses": losses,
+                    "local": local,
+                    "batch": len(recorder.step["batches"]) - 1,
+                    "weighed": all(_OF_MEANS in batch.names_behind(one) for one in each),
+                }
             )
             recorder.step["after"] = {
                 self._names[id(one)]: value_sample(one.grad) for one in self._kept if one.grad is not None

@@ -32,10 +32,11 @@ _WHOLE = (
 _KEPT = (
     "kept-state",
     "the steps before were those of one process, and no mean of the ranks makes its gradient now: something that is "
-    "kept from step to step (a centre, a queue, weights by earlier losses) follows one rank's rows; or the loss "
-    "compares samples, is cut off, or adds terms that are divided by different counts",
-    "update what is kept by the samples of all ranks: lockstep.all_gather(rows), or lockstep.mean(total, count) for "
-    "one number",
+    "kept from step to step (a centre, a queue, weights by earlier losses) follows one rank's rows; or a term came in, "
+    "or counts were equal by chance before, and the loss compares samples, is cut off, or adds terms that are divided "
+    "by different counts",
+    "update what is kept by the samples of all ranks (lockstep.all_gather(rows)); in the loss, lockstep.mean(total, "
+    "count) for each mean, lockstep.sum for sums, lockstep.all_gather(output) before samples are compared",
 )
 _NOT_LINEAR = (
     "not-linear",
@@ -59,10 +60,15 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
     least = max(1e-9, 100 * step.precision, 50 * step.noise)
     stage = "gradients" if losses.are("weighted", least) or losses.are("sum", least) else "loss"
-    measured = _measured(gradients, losses, any(call["outputs"] is not None for call in step.one["calls"]))
+    seen = "the outputs are the same"
+    if not any(call["outputs"] is not None for call in step.one["calls"]):
+        seen = "no output is a row for each sample"
+    elif padded:
+        seen = "outputs of samples that are padded to other lengths are not compared"
+    measured = _measured(gradients, losses, seen, max(_CLOSE, 50 * step.noise))
     given = _given(step, losses)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
-    averaging = _after_losses(needed, taken, given, losses)
+    averaging = _after_losses(step, needed, taken, given, losses)
     if averaging is not None:
         return step.found("gradients", averaging[0], measured, *averaging[1:])
     if padded and needed is None:
@@ -70,24 +76,23 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
             stage,
             "padding",
             f"{measured}; {padded} samples were padded to another length",
-            "the loss sees the padding, which a rank makes as long as the longest of its own samples; or, if that is "
-            "masked, it adds terms that are divided by different counts",
+            "the loss or the model sees the padding, which a rank makes as long as the longest of its own samples; or, "
+            "if that is masked in both, the loss adds terms that are divided by different counts",
             "pad to one length, or mask the padding; and lockstep.mean(total, count) for each term",
         )
     cause, meaning, advice = _meaning(step, losses, gradients.zeros, needed, taken)
     return step.found(stage, cause, measured, meaning, advice)
 
 
-def _measured(gradients: Gradients, losses: Losses, is_seen: bool) -> str:
+def _measured(gradients: Gradients, losses: Losses, seen: str, tolerance: float) -> str:
     ranks = "; ".join(_numbers([value for value in each if value is not None]) for each in losses.ranks)
     ones = _numbers([value for value in losses.one if value is not None])
-    seen = "the outputs are the same" if is_seen else "no output is a row for each sample"
-    text = f"{seen}; loss of one process {ones}, of the ranks {ranks}"
+    text = f"{seen}; loss of one process {ones}, of the ranks {ranks}" if ones else f"{seen}; backward() was not called"
     for how, words in (("weighted", "their weighted mean"), ("sum", "their sum")):
         found = losses.sums(how)
-        if found is not None:
+        if ones and found is not None:
             text += f" ({words} {found[1]:.6g})"
-    if gradients.factor is not None and not _close(gradients.factor, 1.0):
+    if gradients.factor is not None and not _close(gradients.factor, 1.0, tolerance):
         return text + f"; the gradient of every parameter is {gradients.factor:.4g} times that of one process"
     names = gradients.used.names
     if len(names) < gradients.used.count:
@@ -121,7 +126,7 @@ def _are_close(a: list[float], b: list[float], tolerance: float = 1e-2) -> bool:
 
 
 def _after_losses(
-    needed: list[float] | None, taken: list[float] | None, given: list[float], losses: Losses
+    step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float], losses: Losses
 ) -> tuple[str, str, str] | None:
     """What is wrong with the averaging, where one process's loss is the mean over samples of the ranks'."""
     if needed is None or not _are_close(needed, losses.shares):
@@ -137,11 +142,14 @@ def _after_losses(
         )
     if _are_close(given, losses.shares):
         return None
+    by_means = any(each["weighed"] for ranks in step.ranks for each in ranks["backwards"])
     return (
         "uneven",
         f"the ranks had {', '.join(str(row) for each in losses.rows for row in each)} samples, and their means count "
         f"{_numbers(given)} of the whole",
-        "give all ranks equally many samples in each step (drop_last=True), or train with lockstep.DataLoader and "
+        "lockstep.mean(loss * len(y), len(y)): a rank's part counts as much as it is given to"
+        if by_means
+        else "give all ranks equally many samples in each step (drop_last=True), or train with lockstep.DataLoader and "
         "lockstep.DistributedDataParallel, which weigh ranks by their samples; model.samples(n) says how many a pass "
         "holds",
     )
@@ -235,7 +243,7 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
             "of the batch, such as a maximum or median, or is cut off",
             "lockstep.all_gather(values) before max() or median()",
         )
-    tolerance = max(1e-9, 100 * step.precision)
+    tolerance = max(1e-9, 100 * step.precision, 50 * step.noise)
     is_mean = _close(whole, passes, tolerance) and all(each >= -1e-6 for each in weights)
     if all(_close(loss, one) for loss, one in _pairs(losses)):
         return _NOT_LINEAR  # it is divided by itself
@@ -250,7 +258,7 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
         return _KEPT
     return (
         "function-of-mean",
-        f"the ranks' losses would have to weigh {shown}, which do not add up to {passes:.4g}: the loss is a "
-        "function of a mean over the batch (a root, a logarithm, a ratio, a threshold)",
+        f"the ranks' losses would have to weigh {shown}, which add up to {whole:.6g} and not to {passes:.4g}: the loss "
+        "is a function of a mean over the batch (a root, a logarithm, a ratio, a threshold)",
         "take the mean of all ranks first: lockstep.mean(total, count), and then the function of it",
     )

@@ -133,10 +133,7 @@ class LoaderWatch:
         recorder = self._recorder
         is_next = len(recorder.steps) + max(1, len(recorder.optimizers)) >= recorder.settings.steps
         has_begun = any(batch["loader"] in self._trains for batch in recorder.step["batches"])
-        if not is_next or has_begun or recorder.is_last_batch:
-            return False
-        length = _length_of(iterator)
-        return length is None or 1 < length <= _MOST_SKIPPED
+        return recorder.has_last_batch and is_next and not has_begun and not recorder.is_last_batch
 
     def _last(self, iterator: Any, one: dict[str, Any], batch: Any, take: Callable[[], Any]) -> Any:
         self._recorder.is_last_batch = True
@@ -172,6 +169,8 @@ class LoaderWatch:
             one["finished"] |= len(one["keys"]) == recorder.facts["loaders"][one["loader"]]["batches"]
         if not recorder.is_cut and torch.is_grad_enabled():  # else it is evaluated
             lengths = [each.size(0) for each in tensors_in(batch) if each.ndim]
+            length = _length_of(iterator)
+            recorder.has_last_batch = length is None or 1 < length <= _MOST_SKIPPED
             recorder.begin_work()
             recorder.note_line("batch")
             recorder.step["batches"].append(

@@ -56,7 +56,8 @@ def install(settings: VerifySettings) -> StepRecorder:
     outputs.install(recorder)
     watch_numpy_and_random(recorder.on_draw)
     cuts = settings.role == HALVES
-    OperatorWatch(recorder.on_draw, lambda: cuts and recorder.is_recording).__enter__()  # type: ignore[no-untyped-call]
+    watched = OperatorWatch(recorder.on_draw, recorder.note_single, lambda: cuts and recorder.is_recording)
+    watched.__enter__()  # type: ignore[no-untyped-call]
     if settings.role == RANKS:
         for name in ("spawn", "start_processes"):
             wrap(torch.multiprocessing, name, lambda original: functools.partial(_refuse, recorder))

@@ -38,11 +38,13 @@ _EPOCHS_S, _MOST_EPOCHS = 10.0, 8
 _FEW_BATCHES, _MOST_BYTES = 40, 1 << 31
 # Steps of optimizers that take turns, after which their round need not be complete.
 _LONGEST_ROUND = 8
+# Steps until a batch is asked for: more than any round has.
+_LONGEST_WAIT = 32
 
 
 def _empty_step() -> dict[str, Any]:
     parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws")
-    return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0}
+    return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0, "single": False}
 
 
 def _by_batch(draws: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -82,6 +84,7 @@ class StepRecorder:
         busy: above 0 while a loader fetches: what happens then is none of the step.
         is_cut: nothing is recorded of training before the next epoch begins.
         until: the number of steps at which it is cut.
+        has_last_batch: the loader that is trained on has a last batch that can be come to.
         is_last_batch: the last batch of the first epoch has been handed out.
         orders: indices for the loaders to hand out, for each pass by its number; see `orders.py`.
     """
@@ -109,7 +112,7 @@ class StepRecorder:
         self.busy = 0
         self.is_cut = False
         self.until = settings.steps
-        self.is_last_batch = False
+        self.has_last_batch = self.is_last_batch = False
         self.orders: dict[int, list[list[int]]] = {}
         self._has_begun = False
         self._is_active = False
@@ -162,7 +165,9 @@ class StepRecorder:
         self._read_draws()
         over = len(self.steps) - self.until
         is_round = self.steps[-1]["optimizer"] == len(self.optimizers) - 1
-        if over >= 0 and (is_round or over >= _LONGEST_ROUND):
+        # A step of several optimizers may have been the last to record before the last batch was thought of.
+        waits = self.has_last_batch and not self.is_last_batch and over < _LONGEST_WAIT
+        if over >= 0 and (is_round or over >= _LONGEST_ROUND) and not waits:
             self.is_cut, self._cut_at = True, time.monotonic()
             self._first_cut_at = self._first_cut_at or self._cut_at
 
@@ -181,7 +186,7 @@ class StepRecorder:
         is_short = batches <= _FEW_BATCHES and batches * per_batch_s < _EPOCHS_S
         size = self.settings.state_file(len(self.steps)).stat().st_size if self.rank == 0 else 0
         goes = self._of_rank_0(1, is_short and size * batches * _MOST_EPOCHS < _MOST_BYTES)
-        self.until = sys.maxsize if goes else self.until
+        self.until = sys.maxsize if goes else max(self.until, len(self.steps))
         return bool(goes)
 
     def end_whole_epoch(self) -> None:
@@ -212,6 +217,11 @@ class StepRecorder:
         lines, line = self.step["lines"].setdefault(event, []), line_of_script()
         if line and line not in lines:
             lines.append(line)
+
+    def note_single(self) -> None:
+        """Numbers of 64 bits were rounded to 32, so that what the step computes is no more precise."""
+        if self.is_recording:
+            self.step["single"] = True
 
     @contextlib.contextmanager
     def aside(self) -> Any:

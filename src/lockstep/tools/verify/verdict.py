@@ -117,7 +117,7 @@ def train_apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
     if not first or len(first) < len(ranks) or any(each["facts"]["engines"] for each in ranks):
         return False
     gradients = measure_gradients(first, first[0], None, float(first[0]["precision"]))
-    return bool(gradients.between.names) or measure_samples(first, first[0]).is_alike
+    return bool(gradients.between.names) or _work_alike(ranks)
 
 
 def _reads_alike(ranks: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> bool:
@@ -400,11 +400,19 @@ def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str
     verdict.notes.extend(_unseen(ranks))
     if verdict.differences:
         return
+    if _work_alike(ranks):
+        verdict.notes.append(
+            "samples: all ranks were given the same ones, so that N ranks do the work of one. If that is not "
+            "meant, split the data: a DistributedSampler, or lockstep.DataLoader"
+        )
+
+
+def _work_alike(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all ranks train on the same samples in their first steps, of a loader or without one."""
     first = [each["steps"][0] for each in ranks if each["steps"]]
-    if len(first) == len(ranks) > 1:
-        samples = measure_samples(first, one["steps"][0]) if one["steps"] else None
-        if samples is not None and samples.is_alike:
-            verdict.notes.append(
-                "samples: all ranks were given the same ones, so that N ranks do the work of one. If that is not "
-                "meant, split the data: a DistributedSampler, or lockstep.DataLoader"
-            )
+    if len(first) < len(ranks):
+        return False
+    if any(each["batches"] for each in first):
+        return measure_samples(first, first[0]).is_alike
+    keys = [[call["keys"] for call in each["calls"]] for each in first]
+    return any(keys[0]) and all(each == keys[0] for each in keys[1:])
