@@ -118,6 +118,51 @@ RIGHT = {
             loss.backward()
             optimizer.step()
     """,
+    "draws on GPUs, in rows that do not begin with the sample": """
+        import torch.distributed as dist
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(
+            nn.TransformerEncoderLayer(6, 2, 8, 0.3).cuda(), device_ids=[world.local_rank]
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            steps = x.float().cuda()[None].repeat(3, 1, 1)
+            cross_entropy(model(steps).mean(0), y.cuda()).backward()
+            optimizer.step()
+    """,
+    "a module that is wrapped on several ranks alone": """
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"net": nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))})
+        module.forward = lambda x: module["net"](x)
+        model = nn.parallel.DistributedDataParallel(module) if world.world_size > 1 else module["net"]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "accumulation whose last pass is in a closure": """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        batches = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
+        for number, (x, y) in enumerate(batches):
+            def compute():
+                if number % 2 == 0:
+                    optimizer.zero_grad()
+                loss = cross_entropy(model(x), y) / 2
+                loss.backward()
+                return loss
+            if number % 2:
+                optimizer.step(compute)
+            else:
+                compute()
+    """,
     "so many batches by next()": """
         model, optimizer = trained(net)
         for epoch in range(3):
@@ -208,6 +253,35 @@ WRONG = {
                 outputs = model(x.float())
             keep = y > 0
             (cross_entropy(outputs.float(), y, reduction="none") * keep).sum().div(keep.sum()).backward()
+            optimizer.step()
+        """,
+    ),
+    "counts, and losses that hardly differ": (
+        ("loss", "count"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        nn.init.normal_(model.module.weight, std=1e-2)
+        nn.init.zeros_(model.module.bias)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y.where(y > 0, -100)).backward()
+            optimizer.step()
+        """,
+    ),
+    "a learning rate by the number of GPUs": (
+        ("parameters", "settings"),
+        """
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4).cuda(), device_ids=[world.local_rank])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1 * torch.cuda.device_count())
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x.float().cuda()), y.cuda()).backward()
             optimizer.step()
         """,
     ),
@@ -409,6 +483,36 @@ def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(tmp_
     )
     assert verdict.first == ("gradients", "sum"), text
     assert "it was given stand-ins for GPUs" in " ".join(text.split())
+
+
+def test_what_computes_in_16_bits_is_compared_in_64(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+        import torch
+        from torch import nn
+
+        torch.distributed.init_process_group("gloo")
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randint(0, 3, (48,)))
+        sampler = torch.utils.data.DistributedSampler(data)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for x, y in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """
+        )
+    )
+    (verdict,) = verify(Verification(str(script), steps=3))
+    text = " ".join(format_text("train.py", [verdict]).split())
+    assert verdict.code == 0, text
+    assert "it was compared in float64" in text
+    assert verdict.digits[-1]["gradients"] < 1e-10
 
 
 def test_numbers_that_double_leaves_single_are_no_finding(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def _unsplit(step: StepOfJob, measured: str) -> Difference:
 def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
     """Backward passes that are more or fewer than in one process."""
     counts = [len(each) for each in losses.ranks]
-    if step.ranks[0]["closure"] and max(len(losses.one), *counts) > 1:  # Trainers give a closure to any optimizer
+    if max(each["closure"] for each in (step.one, *step.ranks)) > 1:  # Trainers give a closure to any optimizer
         return _by_closure(step, losses, counts)
     if len(set(counts)) == 1 and counts[0] == len(losses.one):
         return None

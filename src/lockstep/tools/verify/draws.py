@@ -1,9 +1,9 @@
 """Random numbers and sums, operator by operator: the draws of N ranks are kept, and given to the one process.
 
-[Note: draws by sample] Dropout, and noise that a model draws, have a row for each sample. N ranks draw other numbers
-than one process, which is set aside: the one process is given the rows that the ranks drew, in the places where it
-has their samples. A draw that cannot be put together so (one process permutes ten samples, two ranks five each) is
-its own, and said.
+[Note: draws by sample] Dropout, and noise that a model draws, have a row for each sample, or some, along the dimension
+that is longer on one process. N ranks draw other numbers than one process, which is set aside: the one process is given
+the rows that the ranks drew, in the places where it has their samples. A draw that cannot be put together so (one
+process permutes ten samples, two ranks five each) is its own, and said.
 
 [Note: halves] What rounding does is measured: the one process takes each step once more, with every product and sum
 over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script. What
@@ -39,23 +39,26 @@ def join_draws(name: str, own: Tensor, drawn: list[Tensor], order: list[int] | N
     Args:
         name: of the operator.
         own: what it has drawn itself.
-        drawn: what each rank drew, the ranks in order.
-        order: for each of its rows, which row of those of all ranks it is; None for the same order.
+        drawn: what each rank drew, in host memory, the ranks in order.
+        order: for each of its samples, which of those of all ranks it is; None for the same order.
 
     Returns:
         A tensor like `own`; None where the ranks' numbers do not make one.
     """
     if all(each.shape == own.shape for each in drawn):
         alike = all(torch.equal(each, drawn[0]) for each in drawn[1:])
-        return drawn[0] if alike else None
-    if not own.ndim or any(each.ndim != own.ndim or each.shape[1:] != own.shape[1:] for each in drawn):
+        return drawn[0].to(own.device) if alike else None
+    if name == "randperm" or any(each.ndim != own.ndim for each in drawn):
         return None
-    if name == "randperm" or sum(each.size(0) for each in drawn) != own.size(0):
+    apart = [axis for axis in range(own.ndim) if any(each.size(axis) != own.size(axis) for each in drawn)]
+    if len(apart) != 1 or sum(each.size(apart[0]) for each in drawn) != own.size(apart[0]):
         return None
-    joined = torch.cat(drawn)
-    if order is not None and len(order) == len(joined):
-        joined = joined[order]
-    return joined
+    joined = torch.cat(drawn, apart[0])
+    if order and len(joined) and own.size(apart[0]) % len(order) == 0:
+        each_has = own.size(apart[0]) // len(order)  # of each sample, such as the heads of attention
+        places = [place * each_has + number for place in order for number in range(each_has)]
+        joined = joined.index_select(apart[0], torch.tensor(places, device="cpu"))
+    return joined.to(own.device)
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -66,6 +69,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_single: called when numbers of 64 bits are rounded to 32.
         cuts: whether to cut a product or sum in two now; see [Note: halves].
     """
+
+    supports_higher_order_operators = True  # such as flex_attention
 
     def __init__(
         self,
@@ -83,6 +88,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, then take note or replace."""
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
         cut = _CUTS.get(func) if self._cuts() else None
         result = None if cut is None else cut(*args, **kwargs)
         if result is None:

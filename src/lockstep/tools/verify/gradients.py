@@ -3,9 +3,9 @@
 Writes `backwards` of a step (`losses`: the numbers that backward() was called on, None for what is no number; `local`:
 what reached each parameter in this process, before anybody averaged it; `weighed`: by lockstep.mean), `after` (`.grad`
 when the last of them had returned), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its
-parameters), `closure` (it made backward passes itself), `names` (of its parameters), `held` (whether an engine holds
-each), `settings` (of its groups), `used` (the gradients that it took), `begin`, `end` (the parameters before and after
-it), and `buffers`. All values are `rows.value_sample`s.
+parameters), `closure` (how many backward passes it made itself), `names` (of its parameters), `held` (whether an engine
+holds each), `settings` (of its groups), `used` (the gradients that it took), `begin`, `end` (the parameters before and
+after it), and `buffers`. All values are `rows.value_sample`s.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class GradientWatch:
             recorder.step.update(
                 optimizer=next(number for number, one in enumerate(recorder.optimizers) if one is optimizer),
                 kind=type(optimizer).__name__,
-                closure=len(recorder.step["backwards"]) > self._passes,
+                closure=len(recorder.step["backwards"]) - self._passes,
                 precision=max(torch.finfo(each.dtype).eps for each in self._parameters(optimizer)),
                 held=[id(each) in self._held for each in self._parameters(optimizer)],
                 names=[self._names.get(id(each), "") for each in self._parameters(optimizer)],

@@ -245,7 +245,7 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
         )
     tolerance = max(1e-9, 100 * step.precision, 50 * step.noise)
     is_mean = _close(whole, passes, tolerance) and all(each >= -1e-6 for each in weights)
-    if all(_close(loss, one) for loss, one in _pairs(losses)):
+    if all(_close(loss, one, max(1e-5, 50 * step.noise)) for loss, one in _pairs(losses)):
         return _NOT_LINEAR  # it is divided by itself
     if is_mean and _is_weighted(losses, weights, 100 * tolerance):
         return (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.tools.rehearse.patching import wrap
-from lockstep.tools.verify.recorder import StepRecorder, line_of_script
+from lockstep.tools.verify.recorder import StepRecorder, is_of_library, line_of_script
 
 __all__ = ["LineWatch", "install"]
 
@@ -51,7 +51,8 @@ class LineWatch:
 def _save(recorder: StepRecorder) -> Callable[..., Any]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.busy == 0:
+            # A library, such as Accelerate in save_state(), knows who has to write.
+            if recorder.busy == 0 and not is_of_library(sys._getframe(1).f_code.co_filename):
                 path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
                 recorder.facts["saves"].append((path, line_of_script()))
             return original(obj, f, *args, **kwargs)

@@ -28,7 +28,7 @@ from lockstep.tools.verify.draws import join_draws
 from lockstep.tools.verify.settings import RANKS, VerifySettings
 from lockstep.tools.verify.state import dump_state, load_state
 
-__all__ = ["StepRecorder", "line_of_script"]
+__all__ = ["StepRecorder", "is_of_library", "line_of_script"]
 
 # How long a process waits at its end for the others, which may wait for it elsewhere, and how long it may evaluate.
 _END_S, _AFTERWARDS_S = 5.0, 120.0
@@ -59,14 +59,15 @@ def line_of_script() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not _is_library(file):
+        if not is_of_library(file):
             return f"{min(file, os.path.relpath(file), key=len)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_library(file: str) -> bool:
+def is_of_library(file: str) -> bool:
+    """Whether a file of code is not the script's own."""
     return is_library_file(file, library_folders())
 
 
@@ -239,7 +240,7 @@ class StepRecorder:
         if self.settings.is_reference:
             files = [self.settings.draws_file(len(self.steps), rank) for rank in range(self.settings.world_size)]
             if all(file.exists() for file in files):
-                self._drawn = [_by_batch(torch.load(file, weights_only=True)) for file in files]
+                self._drawn = [_by_batch(torch.load(file, weights_only=True, map_location="cpu")) for file in files]
 
     def on_draw(self, name: str, values: Tensor) -> Tensor | None:
         """The script has drawn: note it, or return what the ranks drew. See `draws.py`."""
@@ -248,7 +249,7 @@ class StepRecorder:
         after = len(self.step["batches"])
         with self.aside():
             if self.settings.role == RANKS:
-                self.step["draws"].append({"name": name, "values": values.detach().clone(), "after": after})
+                self.step["draws"].append({"name": name, "values": values.detach().cpu().clone(), "after": after})
                 return None
             return self._draw_of_ranks(name, values, after)
 
@@ -264,14 +265,14 @@ class StepRecorder:
                 name,
                 values,
                 [each["values"] for each in drawn],
-                self._order_of_ranks(len(values) if values.ndim else 0),
+                self._order_of_ranks(),
             )
         if joined is None:
             shapes = [list(each["values"].shape) for each in drawn]
             self.step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
         return joined
 
-    def _order_of_ranks(self, count: int) -> list[int] | None:
+    def _order_of_ranks(self) -> list[int] | None:
         """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
         # That of an earlier step, where several steps are made of one batch.
         steps = [*self.steps, self.step]
@@ -287,7 +288,7 @@ class StepRecorder:
         for place, key in enumerate(parts):
             places.setdefault(key, []).append(place)
         order = [places[key].pop(0) for key in own if places.get(key)]
-        return order if len(order) == count == len(parts) else None
+        return order if len(order) == len(parts) else None
 
     # ---- the end -------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Verdict:
         steps: how many were compared.
         digits: for each step, the largest relative difference of each stage; of the gradients, all together.
         unknown: why nothing can be said; empty if something can.
+        is_rounded: whether a step computed with numbers of 16 bits.
     """
 
     world_size: int
@@ -69,6 +70,7 @@ class Verdict:
     steps: int = 0
     digits: list[dict[str, float]] = field(default_factory=list)
     unknown: str = ""
+    is_rounded: bool = False
 
     @property
     def first(self) -> tuple[str, str]:
@@ -171,7 +173,7 @@ def judge(
         failure: the error with which the ranks ended, and one process did not.
         moved: of one process that evaluated what rank 0 evaluates; None where that did not run.
     """
-    verdict = Verdict(len(ranks))
+    verdict = Verdict(len(ranks), is_rounded=any(each["rounded"] for each in one["steps"]))
     count = min([len(one["steps"]), *(len(each["steps"]) for each in ranks)])
     _judge_steps(verdict, count, ranks, one, again)
     if verdict.unknown:
@@ -201,7 +203,7 @@ def _judge_steps(
     job = VerifiedJob(facts, {**one["facts"], "steps": one["steps"]})
     for number in range(count):
         runs = [one, *ranks] if again is None or number >= len(again["steps"]) else [one, *ranks, again]
-        own, *then = _without_overflow(each["steps"][number] for each in runs)
+        own, *then = _by_names_of_first(_without_overflow(each["steps"][number] for each in runs))
         again_then = None if len(then) == len(ranks) else then.pop()
         view = _with_noise(StepOfJob(number + 1, job, tuple(then), own, again_then, noise_of_rounding(own)))
         verdict.unknown = _is_undetermined(view) or _is_made_by_ranks(view)
@@ -232,6 +234,30 @@ def _without_overflow(all_steps: Iterable[Mapping[str, Any]]) -> list[Mapping[st
     if len(counts) > 1 or not places:
         return steps
     return [{**each, "backwards": [each["backwards"][place] for place in places]} for each in steps]
+
+
+def _by_names_of_first(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Steps whose parameters go by the names that they have in the first, and what was called, if it is the same.
+
+    Lightning's Trainer wraps a module on several ranks, and calls the parts of it on one process. Parameters are in the
+    same places of the optimizer.
+    """
+    first, *others = steps
+    roots = [[call["name"] for call in each["calls"]] for each in steps]
+    if any(each["names"] != first["names"] and len(each["names"]) == len(first["names"]) for each in others):
+        others = [_renamed(each, dict(zip(each["names"], first["names"], strict=False))) for each in others]
+    if any(len(each) == len(roots[0]) and each != roots[0] for each in roots):
+        return [{**each, "calls": []} for each in (first, *others)]
+    return [first, *others]
+
+
+def _renamed(step: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    backwards = [{**each, "local": renamed(each["local"])} for each in step["backwards"]]
+    own = [names.get(name, name) for name in step["names"]]
+    return {**step, "names": own, "backwards": backwards, "after": renamed(step.get("after", {}))}
 
 
 def _is_finite(values: Iterable[torch.Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import importlib
 import os
@@ -44,6 +45,10 @@ _STARTS_RANKS = (
 _ON_STAND_INS = (
     "devices: without GPUs each rank of this script trains by itself; it was given stand-ins for GPUs, one for each "
     "rank (--devices cpu: none)"
+)
+_WIDE = (
+    "precision: the script computes in 16 bits, which hide as much as they make up; it was compared in float64, where "
+    "autocast leaves numbers as they are"
 )
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
@@ -119,6 +124,11 @@ class _Session:
         self.notes: list[str] = []
         self.not_kept = ""
 
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether the script was given stand-ins for GPUs."""
+        return self._devices > 0
+
     def start(self, role: str, batch_sizes: tuple[int | None, ...] = ()) -> tuple[int, VerifySettings]:
         """Run the script in a role; the exit code, and the settings under which its records are."""
         self._count += 1
@@ -129,19 +139,20 @@ class _Session:
 
     def _start(self, role: str, batch_sizes: tuple[int | None, ...], keeper: int) -> tuple[int, VerifySettings]:
         what = self._what
+        devices = self._devices if role == RANKS else min(1, self._devices)  # a rank has one of its own
         settings = VerifySettings(
             role=role,
             world_size=self._world_size,
             steps=what.steps,
             folder=str(self._folder),
             double=what.double,
-            devices=self._devices,
+            devices=devices,
             batch_sizes=batch_sizes,
             keeper=keeper,
         )
         variables = env.snapshot()
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
-        env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(self._devices))), variables)
+        env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(devices))), variables)
         tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
         config = LaunchConfig(
             target=_RANK_MODULE,
@@ -218,9 +229,16 @@ class _Session:
 
 
 def _verify_at(what: Verification, world_size: int, folder: Path) -> Any:
-    """The verdict at one number of ranks."""
+    """The verdict at one number of ranks; of a script that computes in 16 bits, in float64 where it can do so."""
     session = _Session(what, world_size, folder)
     verdict = _compared(session, world_size)
+    if verdict.is_rounded and not what.double:
+        devices = "gpu" if session.has_stand_ins else what.devices
+        what = dataclasses.replace(what, double=True, devices=devices)
+        second = _compared(_Session(what, world_size, Path(tempfile.mkdtemp(dir=folder))), world_size)
+        if not second.unknown and not second.is_rounded:
+            verdict = second
+            verdict.notes.append(_WIDE)
     verdict.notes.extend([*session.notes, *session.words_on_files()])
     return verdict
 

@@ -214,11 +214,25 @@ def _in_float32(func: Any, args: Sequence[Any]) -> Any:
     return tuple(None if each is None else each.half() for each in result)
 
 
+def _run_higher_order(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator of functions, whose results lie where its first tensor does."""
+    result = func(*args, **kwargs)
+    index = next((place for each in _tensors(args) if (place := mark_of(each)) is not None), None)
+    if index is not None:
+        for each in _tensors(result if isinstance(result, tuple) else (result,)):
+            mark(each, index)
+    return result
+
+
 class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See the module's docstring."""
 
+    supports_higher_order_operators = True  # such as flex_attention, of which operators come by here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator on CPU memory, and say where its results lie."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return _run_higher_order(func, args, kwargs or {})
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # Tensors that are made of others (DTensor, nested ones): they do it, and their parts come by here.
             return NotImplemented

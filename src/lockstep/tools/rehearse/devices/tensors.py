@@ -289,6 +289,17 @@ def _pad_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     return pad
 
 
+def _pad(original: Callable[..., Any]) -> Callable[..., Any]:
+    """As `_pad_packed`, for sequences that are padded to one length."""
+
+    def pad(sequences: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = original(sequences, *args, **kwargs)
+        index = next((mark_of(each) for each in sequences if isinstance(each, torch.Tensor)), None)
+        return padded if index is None else mark(padded, index)
+
+    return pad
+
+
 def install() -> None:
     """Replace what scripts ask of tensors, and the functions that make them."""
     replace(torch.Tensor, "device", property(_device))
@@ -312,4 +323,5 @@ def install() -> None:
         wrap(torch.Tensor, name, _with_device)
     wrap(torch._C._nn, "_parse_to", _parse_to)
     wrap(torch._VF, "_pad_packed_sequence", _pad_packed)
+    wrap(torch._C._nn, "pad_sequence", _pad)
     wrap(torch.UntypedStorage, "__deepcopy__", _keep_mark)
