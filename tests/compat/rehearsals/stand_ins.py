@@ -367,15 +367,20 @@ def files_and_random_numbers():
         assert ones.grad.equal(dropped)
 
 
+def sequences():
+    """What C++ makes on the host."""
+    rows = [torch.ones(2, 3).cuda(), torch.ones(1, 3).cuda()]
+    assert nn.utils.rnn.pad_sequence(rows, batch_first=True).device == rows[0].device
+
+
 if __name__ == "__main__":
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()  # as Lightning does
-    rows = [torch.ones(2, 3).cuda(), torch.ones(1, 3).cuda()]
-    assert torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).device == rows[0].device
     before_it_is_used()
     forks()
     tools_that_look_at_a_gpu()
     attention()
+    sequences()
     files_and_random_numbers()
     streams_and_memory()
     devices_and_moves()

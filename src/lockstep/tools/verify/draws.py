@@ -48,17 +48,24 @@ def join_draws(name: str, own: Tensor, drawn: list[Tensor], order: list[int] | N
     if all(each.shape == own.shape for each in drawn):
         alike = all(torch.equal(each, drawn[0]) for each in drawn[1:])
         return drawn[0].to(own.device) if alike else None
-    if name == "randperm" or any(each.ndim != own.ndim for each in drawn):
+    axis = None if name == "randperm" else _axis_of_samples(own, drawn)
+    if axis is None:
+        return None
+    joined = torch.cat(drawn, axis)
+    if order and own.size(axis) % len(order) == 0:
+        each_has = own.size(axis) // len(order)  # of each sample, such as the heads of attention
+        places = [place * each_has + number for place in order for number in range(each_has)]
+        joined = joined.index_select(axis, torch.tensor(places, device="cpu"))
+    return joined.to(own.device)
+
+
+def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:
+    """The one dimension along which the ranks' numbers make as many as one process has."""
+    if any(each.ndim != own.ndim for each in drawn):
         return None
     apart = [axis for axis in range(own.ndim) if any(each.size(axis) != own.size(axis) for each in drawn)]
-    if len(apart) != 1 or sum(each.size(apart[0]) for each in drawn) != own.size(apart[0]):
-        return None
-    joined = torch.cat(drawn, apart[0])
-    if order and len(joined) and own.size(apart[0]) % len(order) == 0:
-        each_has = own.size(apart[0]) // len(order)  # of each sample, such as the heads of attention
-        places = [place * each_has + number for place in order for number in range(each_has)]
-        joined = joined.index_select(apart[0], torch.tensor(places, device="cpu"))
-    return joined.to(own.device)
+    fits = len(apart) == 1 and sum(each.size(apart[0]) for each in drawn) == own.size(apart[0])
+    return apart[0] if fits else None
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

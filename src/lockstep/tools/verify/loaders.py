@@ -169,8 +169,7 @@ class LoaderWatch:
             one["finished"] |= len(one["keys"]) == recorder.facts["loaders"][one["loader"]]["batches"]
         if not recorder.is_cut and torch.is_grad_enabled():  # else it is evaluated
             lengths = [each.size(0) for each in tensors_in(batch) if each.ndim]
-            length = _length_of(iterator)
-            recorder.has_last_batch = length is None or 1 < length <= _MOST_SKIPPED
+            recorder.has_last_batch = _may_come_to_last(iterator)
             recorder.begin_work()
             recorder.note_line("batch")
             recorder.step["batches"].append(
@@ -206,6 +205,11 @@ def _length_of(thing: Any) -> int | None:
         return len(thing)
     except TypeError:
         return None
+
+
+def _may_come_to_last(iterator: Any) -> bool:
+    length = _length_of(iterator)
+    return length is None or 1 < length <= _MOST_SKIPPED
 
 
 def _describe(loader: Any) -> dict[str, Any]:
