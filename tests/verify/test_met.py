@@ -285,6 +285,23 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "set_epoch on rank 0": (
+        ("samples", "set-epoch"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        batches = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
+        for epoch in range(2):
+            if world.rank == 0:
+                sampler.set_epoch(epoch)
+            for x, y in batches:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+    ),
     "a batch that is divided by the ranks": (
         ("samples", "batch-size"),
         """

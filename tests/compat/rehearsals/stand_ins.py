@@ -368,7 +368,10 @@ def files_and_random_numbers():
 
 
 def sequences():
-    """What C++ makes on the host."""
+    """What C++ makes on the host, and what Python reads there."""
+    assert next(nn.Linear(2, 2).to(torch.ones(1, dtype=torch.float64).cuda()).parameters()).device.type == "cuda"
+    assert torch.cuda.get_device_properties(0).L2_cache_size > 0
+    assert torch.cuda.nvtx.range("step")(lambda: torch.backends.cudnn.version())() > 8000
     rows = [torch.ones(2, 3).cuda(), torch.ones(1, 3).cuda()]
     assert nn.utils.rnn.pad_sequence(rows, batch_first=True).device == rows[0].device
 

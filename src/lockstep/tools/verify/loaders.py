@@ -65,6 +65,7 @@ class LoaderWatch:
         asked = values.setdefault(_ASKED, [])
         one = {"loader": self.number_of(loader), "keys": [], "trains": False, "finished": False, "asked": asked}
         one["most"] = sys.maxsize  # batches to hand out
+        one["epoch"] = getattr(distributed_sampler(loader), "epoch", None)
         values[_PASS], values[_NUMBER] = one, len(passes)
         passes.append(one)
 

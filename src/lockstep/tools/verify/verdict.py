@@ -22,7 +22,6 @@ from lockstep.tools.verify.causes import (
     read_parameters,
     read_passes,
     read_ranks,
-    read_samples,
     read_settings,
     read_unaveraged,
 )
@@ -37,6 +36,7 @@ from lockstep.tools.verify.compare import (
 from lockstep.tools.verify.linear import read_gradients
 from lockstep.tools.verify.samples import measure_samples, rows_of
 from lockstep.tools.verify.settings import VerifySettings
+from lockstep.tools.verify.splits import read_samples
 
 __all__ = ["Verdict", "judge", "judge_step", "lacks_batch_size", "needed_batch_sizes", "read_records", "train_apart"]
 
@@ -420,8 +420,8 @@ def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str
         )
     if ranks[0]["facts"]["scales"]:
         verdict.notes.append(
-            "float16: the scale of losses began at 1024 at most, and did not grow; how a dynamic scale skips steps is "
-            "set aside"
+            "float16: the scale of losses began at 1024 at most, by which those that are told are larger, and did not "
+            "grow; how a dynamic scale skips steps is set aside"
         )
     verdict.notes.extend(_unseen(ranks))
     if verdict.differences:

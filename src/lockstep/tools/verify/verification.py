@@ -259,7 +259,8 @@ def _compared(session: _Session, world_size: int) -> Any:
     verdict = Verdict(world_size, unknown=words) if one is None else _judged(session, ranks, one, sizes, failure)
     is_found = one is not None and any(0 < each.step <= len(one["steps"]) for each in verdict.differences)
     verdict = Verdict(world_size, unknown=words) if code and not is_found else verdict
-    verdict.notes.extend(_words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes))
+    if code or not verdict.unknown:
+        verdict.notes.extend(_words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes))
     return verdict
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ _SENSORS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_r
 # enough for bfloat16.
 _CUDA_VERSION = "12.4"
 _NCCL_VERSION = (2, 21, 5)
+_CUDNN_VERSION = 90100
 
 _TYPES = {
     "FloatTensor": torch.float32,
@@ -94,6 +96,14 @@ def _properties(device: Any = None) -> Any:
         is_multi_gpu_board=False,
         is_integrated=False,
         warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_multiprocessor=164 << 10,
+        L2_cache_size=40 << 20,
+        uuid=uuid.UUID(int=devices.cuda_index(device)),
+        pci_bus_id=devices.cuda_index(device),
+        gcnArchName="",
     )
 
 
@@ -228,10 +238,16 @@ def _accelerator() -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _range(*_: Any, **__: Any) -> Iterator[None]:
+    """`torch.cuda.nvtx.range`, a context and a decorator."""
+    yield
+
+
 def _install_nvtx() -> None:
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         replace(torch.cuda.nvtx, name, lambda *args, **kwargs: 0)
-    replace(torch.cuda.nvtx, "range", lambda *args, **kwargs: contextlib.nullcontext())
+    replace(torch.cuda.nvtx, "range", _range)
 
 
 _CUDART_CALLS = ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister")
@@ -282,6 +298,7 @@ def install() -> None:
     wrap(torch.autograd.profiler.profile, "__init__", _profile_host)
     # Asked of every RNN; the answer for a CPU build comes with a warning.
     replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
+    replace(torch.backends.cudnn, "version", lambda: _CUDNN_VERSION)
     streams.install()
     replace(torch, "Generator", _Generator("Generator", (), {"__module__": "torch"}))
     replace(torch, "device", _Device("device", (), {"__module__": "torch"}))

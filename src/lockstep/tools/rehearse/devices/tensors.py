@@ -238,9 +238,11 @@ def _set_default_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What `Module.to` reads its arguments with; a number means a GPU."""
+    """What `Module.to` reads its arguments with; a number means a GPU, and a tensor where it lies."""
 
     def parse(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], torch.Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
         if args and isinstance(args[0], int) and not isinstance(args[0], bool):
             args = (torch.device("cuda", int(args[0])), *args[1:])
         if isinstance(kwargs.get("device"), int):
