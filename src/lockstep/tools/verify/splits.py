@@ -147,5 +147,6 @@ def _unsplit(step: StepOfJob, measured: str) -> Difference:
         "no-sampler",
         measured,
         "nobody splits the data: each rank walks all of it",
-        "give the loader a DistributedSampler, or use lockstep.DataLoader(dataset, batch_size=GLOBAL)",
+        "give the loader a DistributedSampler, or use lockstep.DataLoader(dataset, batch_size=GLOBAL), which takes a "
+        "sampler of your own, too",
     )
