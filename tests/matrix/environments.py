@@ -114,7 +114,7 @@ def make(release: Release, root: Path, any_python: bool = False) -> Path:
             "--no-compile",
         ]
         pip += ["--constraint", str(constraints)]
-        _call([*pip, "setuptools", "wheel"], root)
+        _call([*pip, "setuptools>=77", "wheel"], root)  # as pyproject.toml needs; of an environment it may be older
         _call([*pip, "--no-build-isolation", "--editable", ".[dev]"], root)
     except Unavailable:
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -88,3 +89,15 @@ def test_gloos_threads_rest_before_groups_are_destroyed(
         gloo_threads.register()
     dist.destroy_process_group("group")
     assert seen == ["rest", "group"]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads, and forks
+def test_a_forked_process_knows_its_own_thread_from_those_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a torch that gives gloo's threads no names, it would wait in vain for itself to be at rest."""
+    monkeypatch.setattr(gloo_threads, "_has_names", lambda: False)
+    pid = os.fork()
+    if pid == 0:
+        others: set[str] = set()
+        gloo_threads._asleep(others)
+        os._exit(0 if str(os.getpid()) in others else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

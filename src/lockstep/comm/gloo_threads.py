@@ -88,6 +88,7 @@ def _asleep(others: set[str]) -> dict[str, str] | None:
     found: dict[str, str] = {}
     has_names = _has_names()
     others.update(str(thread.native_id) for thread in threading.enumerate())
+    others.update((str(os.getpid()), str(threading.get_native_id())))  # Python < 3.12 has those of before a fork
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             fields = _status(thread)
