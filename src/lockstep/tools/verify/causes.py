@@ -126,6 +126,7 @@ def _names(names: Sequence[str], most: int = 3) -> str:
 
 
 def counted(count: int, word: str) -> str:
+    """`1 sample`, `2 samples`."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
