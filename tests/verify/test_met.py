@@ -31,6 +31,11 @@ loader = lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0)
 net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
 
 
+def split():
+    sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+    return torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
+
+
 def trained(net):
     model = lockstep.DistributedDataParallel(net)
     return model, torch.optim.SGD(model.parameters(), 0.1)
@@ -96,8 +101,7 @@ RIGHT = {
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+        for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x.bfloat16()), y).backward()
             optimizer.step()
@@ -126,8 +130,7 @@ RIGHT = {
             nn.TransformerEncoderLayer(6, 2, 8, 0.3).cuda(), device_ids=[world.local_rank]
         )
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+        for x, y in split():
             optimizer.zero_grad()
             steps = x.float().cuda()[None].repeat(3, 1, 1)
             cross_entropy(model(steps).mean(0), y.cuda()).backward()
@@ -139,8 +142,7 @@ RIGHT = {
         module.forward = lambda x: module["net"](x)
         model = nn.parallel.DistributedDataParallel(module) if world.world_size > 1 else module["net"]
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+        for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -232,8 +234,7 @@ WRONG = {
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+        for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x.bfloat16()), y, reduction="sum").backward()
             optimizer.step()
@@ -246,8 +247,7 @@ WRONG = {
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+        for x, y in split():
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 outputs = model(x.float())
@@ -264,8 +264,7 @@ WRONG = {
         nn.init.normal_(model.module.weight, std=1e-2)
         nn.init.zeros_(model.module.bias)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+        for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x), y.where(y > 0, -100)).backward()
             optimizer.step()
@@ -278,8 +277,7 @@ WRONG = {
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4).cuda(), device_ids=[world.local_rank])
         optimizer = torch.optim.SGD(model.parameters(), 0.1 * torch.cuda.device_count())
-        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+        for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x.float().cuda()), y.cuda()).backward()
             optimizer.step()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.tools.verify.compare import (
+    TIMES_NOISE,
     Calls,
     Gradients,
     Losses,
@@ -101,6 +102,11 @@ class StepOfJob:
     def precision(self) -> float:
         """Of the arithmetic; what numbers of 16 bits take from it is noise."""
         return _SINGLE if self.one["single"] else min(float(self.one["precision"]), _SINGLE)
+
+    @property
+    def rounding(self) -> float:
+        """The relative difference up to which outputs, and what is made of them, count as the same."""
+        return TIMES_NOISE * self.noise
 
     def found(self, stage: str, cause: str, measured: str, meaning: str, advice: str) -> Difference:
         """A difference of this step."""
@@ -445,7 +451,7 @@ def _stepped_apart(step: StepOfJob, ranks: Mapping[str, Any]) -> tuple[list[str]
         moved = float((value - begin[name]).abs().max())
         off = float((value - other).abs().max())
         noise = 0.0 if again is None else float((value - again[name]).abs().max())
-        least = max(1e3 * step.precision, float(step.one["precision"])) * float(value.abs().max()) + 50 * noise
+        least = max(1e3 * step.precision, float(step.one["precision"])) * float(value.abs().max()) + TIMES_NOISE * noise
         if off > least and far(off / moved if moved else float("inf"), step.noise, step.precision):
             wrong.append(name)
             worst = max(worst, off / moved if moved else float("inf"))

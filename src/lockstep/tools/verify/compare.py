@@ -4,7 +4,7 @@ Nothing here says what a difference means; see `causes.py`.
 
 [Note: how far is far] A difference is measured against the largest number of its stage. It counts where it is above
 what rounding does, which is measured for each stage and tensor: the same step of one process, with its sums cut in
-two (see [Note: halves] in draws.py), moves them by some amount, and `_TIMES_NOISE` of that is rounding. Numbers of 16
+two (see [Note: halves] in draws.py), moves them by some amount, and `TIMES_NOISE` of that is rounding. Numbers of 16
 bits are so few that both often come out the same: where a step computes with some, `_ROUNDINGS` of them are, too.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "TIMES_NOISE",
     "Calls",
     "Fit",
     "Gradients",
@@ -34,7 +35,7 @@ __all__ = [
     "noise_of_rounding",
 ]
 
-_TIMES_NOISE = 50.0
+TIMES_NOISE = 50.0
 _FLOOR_IN_EPS = 400.0
 _ROUNDINGS = 4.0
 # What may be left of a gradient that a fit explains, however much rounding does.
@@ -45,12 +46,12 @@ _Step = Mapping[str, Any]
 
 def far(difference: float, noise: float, precision: float) -> bool:
     """Whether a relative difference is more than rounding. See [Note: how far is far]."""
-    return not difference <= max(_FLOOR_IN_EPS * max(precision, 1e-13), _TIMES_NOISE * noise)
+    return not difference <= max(_FLOOR_IN_EPS * max(precision, 1e-13), TIMES_NOISE * noise)
 
 
 def noise_of_rounding(step: _Step) -> float:
     """What has to count as noise because a step computes with numbers of 16 bits; see [Note: how far is far]."""
-    return _ROUNDINGS / _TIMES_NOISE * float(step["rounded"])
+    return _ROUNDINGS / TIMES_NOISE * float(step["rounded"])
 
 
 def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
@@ -488,14 +489,14 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
     between = [measure_values(theirs[0], other, precision, noise, least) for other in theirs[1:]]
     used = measure_values(theirs[0], own, precision, noise, least)
     both = [name for name, value in own.items() if value is not None and theirs[0].get(name) is not None]
-    most = max(1e4 * max(precision, 1e-12), _TIMES_NOISE * rounded)
+    most = max(1e4 * max(precision, 1e-12), TIMES_NOISE * rounded)
     common = fit_ranks(_flat(both, theirs[0], own), [_flat(both, own, own)], most)
     total = _total(one)
     names = [name for name, value in total.items() if value is not None]
     parts = [_flat(names, each["local"], total) for step in ranks for each in step["backwards"]]
     whole = _flat(names, total, total)
     moved = 0.0 if again is None else _relative(whole, _flat(names, _total(again), total))
-    rounding = max(min(_MOST_REST, max(1e-9, 100 * precision, _TIMES_NOISE * moved)), _TIMES_NOISE * rounded)
+    rounding = max(min(_MOST_REST, max(1e-9, 100 * precision, TIMES_NOISE * moved)), TIMES_NOISE * rounded)
     took, kept = (dict(zip(step["names"], step["used"], strict=True)) for step in (ranks[0], one))
     scale = fit_ranks(_flat(names, kept, total), [whole], rounding)
     return Gradients(

@@ -58,14 +58,14 @@ def _numbers(values: list[float]) -> str:
 
 def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded: int) -> Difference:
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
-    least = max(1e-9, 100 * step.precision, 50 * step.noise)
+    least = max(1e-9, 100 * step.precision, step.rounding)
     stage = "gradients" if losses.are("weighted", least) or losses.are("sum", least) else "loss"
     seen = "the outputs are the same"
     if not any(call["outputs"] is not None for call in step.one["calls"]):
         seen = "no output is a row for each sample"
     elif padded:
         seen = "outputs of samples that are padded to other lengths are not compared"
-    measured = _measured(gradients, losses, seen, max(_CLOSE, 50 * step.noise))
+    measured = _measured(gradients, losses, seen, max(_CLOSE, step.rounding))
     given = _given(step, losses)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
     averaging = _after_losses(step, needed, taken, given, losses)
@@ -163,8 +163,7 @@ def _has_one_ratio(a: list[float], b: list[float], tolerance: float = _CLOSE) ->
 def _meaning(
     step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], needed: list[float] | None, taken: list[float] | None
 ) -> tuple[str, str, str]:
-    rounding = 50 * step.noise
-    if losses.are("sum", max(1e-6, rounding)) and not losses.are("weighted", max(1e-3, rounding)):
+    if losses.are("sum", max(1e-6, step.rounding)) and not losses.are("weighted", max(1e-3, step.rounding)):
         return _SUM
     is_whole = all(_close(loss, one, 1e-5) for loss, one in _pairs(losses))
     if needed is None:
@@ -172,7 +171,7 @@ def _meaning(
     if is_whole and len(set(losses.shares)) > 1:
         return _WHOLE
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
-    tolerance = max(_CLOSE, rounding)
+    tolerance = max(_CLOSE, step.rounding)
     if all(counted) and _has_one_ratio(needed, counted, tolerance):
         return _one_factor(counted[0] / needed[0], len(step.ranks), is_whole, tolerance)
     return _by_weights(step, losses, zeros, needed)
@@ -243,9 +242,9 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
             "of the batch, such as a maximum or median, or is cut off",
             "lockstep.all_gather(values) before max() or median()",
         )
-    tolerance = max(1e-9, 100 * step.precision, 50 * step.noise)
+    tolerance = max(1e-9, 100 * step.precision, step.rounding)
     is_mean = _close(whole, passes, tolerance) and all(each >= -1e-6 for each in weights)
-    if all(_close(loss, one, max(1e-5, 50 * step.noise)) for loss, one in _pairs(losses)):
+    if all(_close(loss, one, max(1e-5, step.rounding)) for loss, one in _pairs(losses)):
         return _NOT_LINEAR  # it is divided by itself
     if is_mean and _is_weighted(losses, weights, 100 * tolerance):
         return (
