@@ -104,7 +104,7 @@ def test_what_is_gone_keeps_no_tag() -> None:
     batch.reset()
     counts = []
     for _ in DataLoader([(torch.ones(3), number) for number in range(80)], batch_size=2, rank=0, world_size=1):
-        gone = [storage for storage in tags._tags if storage.expired()]
+        gone = [address for address, (storage, _) in tags._tags.items() if storage.expired()]
         counts.append((len(tags._tags), len(gone)))
     # Two tensors of this batch; those of the one before were in use until now.
     assert set(counts[1:]) == {(4, 2)}

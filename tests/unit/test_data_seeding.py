@@ -176,11 +176,12 @@ def test_only_a_generator_that_is_drawn_from_costs_something_for_each_sample(
     batches, samples = 6, 24
     expected: Counter[tuple[str, str]] = Counter()
     for name in ("_Torch", "_Python", "_Numpy"):
-        expected.update({(name, "state"): batches, (name, "restore"): batches})
+        expected[name, "state"] = batches
         if name == drawn:
+            expected[name, "restore"] = batches
             expected[name, "seed"] = samples + batches  # which are collated
         else:
-            expected.update({(name, "rewind"): batches, (name, "is_fresh"): batches})
+            expected.update({(name, "restore"): 2 * batches, (name, "is_at"): batches})
     assert calls == expected
 
 
@@ -340,10 +341,12 @@ def test_seeds_of_many_are_those_of_each() -> None:
 def test_a_draw_is_seen(rng: Any) -> None:
     draw = {"_Torch": by_torch, "_Python": by_python, "_Numpy": by_numpy}[type(rng).__name__]
     with preserve_global_rngs():
-        for change, is_fresh in ((nothing, True), (draw, False), (lambda: rng.seed(4), False)):
-            rng.seed(SEED)
+        rng.seed(SEED)
+        state = rng.state()
+        for change, is_there in ((nothing, True), (draw, False), (lambda: rng.seed(4), False)):
+            rng.restore(state)
             change()
-            assert rng.is_fresh(SEED) == is_fresh
+            assert rng.is_at(state) == is_there
 
 
 @pytest.mark.parametrize("rng", seeding.GLOBAL_RNGS, ids=lambda rng: type(rng).__name__)
@@ -355,38 +358,51 @@ def test_a_draw_of_whole_blocks_is_seen(rng: Any, words: int) -> None:
         "_Numpy": lambda: np.random.bytes(4 * words),
     }[type(rng).__name__]
     with preserve_global_rngs():
-        rng.rewind(SEED)
+        rng.seed(SEED)
+        state = rng.state()
         draw()
-        assert not rng.is_fresh(SEED)
+        assert not rng.is_at(state)
 
 
 @pytest.fixture(params=["read in memory", "not found in memory"])
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """That of numpy's generator."""
-    seeding._fresh_numpy.cache_clear()
+    """Those of numpy's and Python's generators."""
+    seeding._states_after.cache_clear()
     if request.param != "read in memory":
         monkeypatch.setattr(seeding, "_mersenne_twister", lambda: None)
+        monkeypatch.setattr(seeding, "_is_pythons_as_known", lambda: False)
     yield
-    seeding._fresh_numpy.cache_clear()
+    seeding._states_after.cache_clear()
 
 
 @pytest.mark.usefixtures("layout")
-@pytest.mark.parametrize("rng", seeding.GLOBAL_RNGS, ids=lambda rng: type(rng).__name__)
-def test_rewinding_is_seeding(rng: Any) -> None:
+@pytest.mark.parametrize("number", range(3), ids=["torch", "random", "numpy"])
+def test_a_state_that_is_restored_is_that_of_seeding(number: int) -> None:
+    rng = seeding.GLOBAL_RNGS[number]
     with preserve_global_rngs():
-        seed_global_rngs(7)
-        rng.seed(SEED)
-        expected = states()
         for normal in (random.gauss, np.random.normal, lambda *_: torch.normal(0.0, 1.0, (1,)).item()):
             seed_global_rngs(7)
-            normal(0.0, 1.0)  # one more is kept
+            rng.seed(SEED)
+            expected = states()
             seed_global_rngs(7)
-            if normal is np.random.normal and type(rng).__name__ == "_Numpy":
-                normal(0.0, 1.0)
-            rng.rewind(SEED)
-            assert rng.is_fresh(SEED)
-            rng.rewind(SEED)
+            state = seeding.states_after(SEED)[number]
+            seed_global_rngs(7)
+            normal(0.0, 1.0)  # one more is kept
+            rng.restore(state)
+            assert rng.is_at(state)
+            for other in {*seeding.GLOBAL_RNGS} - {rng}:
+                other.seed(7)
             assert states() == expected
+
+
+@pytest.mark.usefixtures("layout")
+@DRAWS
+def test_samples_are_the_same_where_no_memory_is_known(draw: Callable[[], float]) -> None:
+    expected = [
+        seeded(derive_seed(b"global", 5, 0, index), draw) if index % 3 == 0 else -1.0  # as `Some` draws
+        for index in range(24)
+    ]
+    assert torch.cat([*DataLoader(Some(draw), 6, seed=5)]).tolist() == expected
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 2])
@@ -441,7 +457,7 @@ def test_a_generator_that_a_sample_puts_there_is_gone_afterwards() -> None:
 
 
 def test_memory_that_is_laid_out_in_another_way_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeding, "_is_as_known", lambda: False)
+    monkeypatch.setattr(seeding, "_is_numpys_as_known", lambda: False)
     monkeypatch.setattr(seeding, "_memory_of", None)
     before = states()
     with preserve_global_rngs():
@@ -449,5 +465,6 @@ def test_memory_that_is_laid_out_in_another_way_is_left_alone(monkeypatch: pytes
     assert states() == before
 
 
-def test_numpys_memory_is_as_known() -> None:
-    assert seeding._is_as_known()
+def test_memory_is_as_known() -> None:
+    assert seeding._is_numpys_as_known()
+    assert seeding._is_pythons_as_known()

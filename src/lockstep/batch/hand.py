@@ -21,11 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch.multiprocessing.reductions import StorageWeakRef
-
 from lockstep.batch.plans import note_yielded, num_registrations
 from lockstep.batch.share import BatchShare
-from lockstep.batch.tags import purge, tag_batch
+from lockstep.batch.tags import purge, shares_in_memory, tag_batch
 from lockstep.torch_private.dynamo import left_out
 
 __all__ = [
@@ -51,8 +49,6 @@ __all__ = [
 _counter = itertools.count(1)
 # A loop does not fetch more batches ahead; see [Note: values without a metric].
 _MOST_AHEAD = 4
-# Earlier batches of one iteration that may still be in memory; a loop that keeps more than that keeps all.
-_MAX_KEPT = 256
 _FEW_TAGS = 16
 
 
@@ -82,7 +78,6 @@ class Iteration:
         self.num_values = 0
         self.latest: BatchShare | None = None
         self._began = self._yielded = next(_counter)
-        self._kept: list[tuple[BatchShare, list[StorageWeakRef]]] = []  # batches that may still be in memory
         self._all: set[BatchShare] = set()
         Iteration._open.insert(0, self)
 
@@ -91,8 +86,6 @@ class Iteration:
 
         See [Note: holes] in `tags.py`.
         """
-        if len(self._kept) < _MAX_KEPT:
-            self._kept = [each for each in self._kept if _in_memory(each[1])]
         purge(at_most=_FEW_TAGS)
 
     def publish(self, share: BatchShare, batch: Any = None) -> None:
@@ -108,9 +101,7 @@ class Iteration:
         _forwards.clear()
         self.num_batches += 1
         self._yielded = next(_counter)
-        storages = tag_batch(batch, share)
-        if len(self._kept) < _MAX_KEPT:
-            self._kept.append((share, storages))
+        tag_batch(batch, share, self.number)
 
     def close(self) -> None:
         """The iteration is over. Local; may be called twice."""
@@ -120,7 +111,6 @@ class Iteration:
                 self.latest = self.latest.remembered()
                 Iteration._closed = self
                 _forwards.clear()
-        self._kept.clear()
         self._all.clear()
 
     def candidates(self, num_updates: int | None) -> list[BatchShare]:
@@ -130,19 +120,16 @@ class Iteration:
             num_updates: how often the asking metric was updated in this iteration before; None if it cannot tell.
         """
         assert self.latest is not None
-        found = [self.latest, *(share for share, storages in self._kept if _in_memory(storages))]
+        in_memory = shares_in_memory(self.number)
+        found = [self.latest, *(in_memory or ())]
         found += [
             other.latest
             for other in Iteration._open
             if other is not self and other._yielded > self._began and other.latest is not None
         ]
-        if num_updates != self.num_batches - 1:
+        if in_memory is None or num_updates != self.num_batches - 1:
             found += self._all
         return found
-
-
-def _in_memory(storages: list[StorageWeakRef]) -> bool:
-    return any(not storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
 
 
 class _Local(threading.local):

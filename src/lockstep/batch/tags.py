@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lockstep.batch.share import BatchShare
 from lockstep.tree import tensors_in
 
-__all__ = ["Tag", "are_any", "find_tag", "is_filler", "purge", "reset", "tag_batch"]
+__all__ = ["Tag", "are_any", "find_tag", "is_filler", "purge", "reset", "shares_in_memory", "tag_batch"]
 
 
 class Tag(NamedTuple):
@@ -35,42 +35,44 @@ class Tag(NamedTuple):
         rows: size of its first dimension; 0 for a scalar.
         stride: of its first dimension, in elements; 0 for a scalar.
         numel: number of its elements.
+        iteration: number of the one that yielded it; see `plans.register`.
     """
 
     share: BatchShare
     rows: int
     stride: int
     numel: int
+    iteration: int = 0
 
 
-# By storage; None for memory that came with several shares. What is gone stays until the next purge.
-_tags: dict[StorageWeakRef, Tag | None] = {}
+# By the address of a storage, which the reference keeps from being given to another one: the tag; None for memory that
+# came with several shares. What is gone stays until the next purge.
+_tags: dict[int, tuple[StorageWeakRef, Tag | None]] = {}
 _lock = threading.Lock()  # loaders may run in threads of their own
 _FEW = 4
 _purge_at = _FEW  # see [Note: holes]
+_NO_TAG: tuple[None, None] = (None, None)
+_MANY = 512  # tags, as a loop has them that keeps its batches
 
 
-def tag_batch(batch: Any, share: BatchShare) -> list[StorageWeakRef]:
-    """Tag every tensor in `batch`, whatever it is made of. Local.
-
-    Returns:
-        Weak references to the memory of the tensors.
-    """
-    storages = []
+def tag_batch(batch: Any, share: BatchShare, iteration: int = 0) -> None:
+    """Tag every tensor in `batch`, whatever it is made of. Local."""
     with _lock:
         for tensor in tensors_in(batch):
             storage = _storage_of(tensor)
             if storage is None or (tensor.is_nested and tensor.layout is torch.strided):  # the latter has no shape
                 continue
-            has_rows = tensor.dim() > 0
-            tag = Tag(share, tensor.shape[0], tensor.stride(0), tensor.numel()) if has_rows else Tag(share, 0, 0, 1)
-            other = _tags.setdefault(storage, tag)
-            if other is not tag:
-                _tags[storage] = tag if other is not None and other.share == share else None
-            storages.append(storage)
+            rows, stride = (tensor.shape[0], tensor.stride(0)) if tensor.dim() else (0, 0)
+            tag: Tag | None = Tag(share, rows, stride, tensor.numel(), iteration)
+            before = _tags.get(storage._cdata)
+            if before is None:
+                _tags[storage._cdata] = StorageWeakRef(storage), tag  # type: ignore[no-untyped-call]
+                continue
+            reference, other = before
+            if other is None or other.share is not share:
+                _tags[storage._cdata] = reference, tag if other is not None and other.share == share else None
     if len(_tags) > _purge_at:
         purge()
-    return storages
 
 
 def purge(at_most: float = math.inf) -> None:
@@ -83,7 +85,7 @@ def purge(at_most: float = math.inf) -> None:
     if not 0 < len(_tags) <= at_most:
         return
     with _lock:
-        for gone in [each for each in _tags if each.expired()]:  # type: ignore[no-untyped-call]
+        for gone in [address for address, (reference, _) in _tags.items() if reference.expired()]:  # type: ignore[no-untyped-call]
             del _tags[gone]
         _purge_at = 2 * len(_tags) + _FEW
 
@@ -104,7 +106,21 @@ def find_tag(tensor: torch.Tensor) -> Tag | None:
     if not _tags:
         return None
     storage = _storage_of(tensor)
-    return None if storage is None else _tags.get(storage)
+    return None if storage is None else _tags.get(storage._cdata, _NO_TAG)[1]
+
+
+def shares_in_memory(iteration: int) -> list[BatchShare] | None:
+    """The shares of the batches of an iteration of which some tensor exists, the latest first. Local.
+
+    Returns:
+        None where they are many, or where memory has come with several shares and nobody knows what it is now.
+    """
+    if len(_tags) > _MANY:
+        return None
+    purge()
+    tags = [tag for _, tag in list(_tags.values())]
+    found = {id(tag.share): tag.share for tag in tags if tag is not None and tag.iteration == iteration}
+    return None if None in tags else list(found.values())[::-1]
 
 
 def is_filler(batch: Any) -> bool:
@@ -122,8 +138,8 @@ def is_filler(batch: Any) -> bool:
     return any(tag is not None and tag.share.local_samples == 0 for tag in tags)
 
 
-def _storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
-        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, nested, a wrapper of torch.func
         return None

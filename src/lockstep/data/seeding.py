@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from lockstep.errors import DataError
 from lockstep.seeding import derive_seed as derive_seed  # `as` marks a re-export for type checkers
 from lockstep.seeding import derive_seeds as derive_seeds
 
-__all__ = ["GLOBAL_RNGS", "GlobalRng", "make_generator", "preserve_global_rngs", "seed_global_rngs"]
+__all__ = ["GLOBAL_RNGS", "GlobalRng", "make_generator", "preserve_global_rngs", "seed_global_rngs", "states_after"]
 
 
 _get_bit_generator = getattr(np.random, "get_bit_generator", None)  # since numpy 1.24
@@ -46,32 +47,21 @@ class GlobalRng(Protocol):
     def seed(self, value: int) -> None:
         """Start it anew."""
 
-    def rewind(self, value: int) -> None:
-        """The same, for a seed that is used again and again."""
-        self.seed(value)
-
-    def is_fresh(self, value: int) -> bool:
-        """Whether nobody has drawn or seeded since `seed(value)`. Leaves it anywhere."""
-
     def state(self) -> Any:
-        """Where it is. Leaves it anywhere: it is to be seeded now."""
+        """Where it is. It is to be restored: numpy's forgets a normal number that it keeps for the next call."""
 
     def restore(self, state: Any) -> None:
         """Resume from there."""
 
+    def is_at(self, state: Any) -> bool:
+        """Whether nobody has drawn or seeded since that state, to which `seed` led, was restored."""
+
 
 class _Torch(GlobalRng):
-    """torch's generator on the CPU.
-
-    A state begins with the seed and two positions, of which the second is 0 only until the first number is drawn. So
-    whether it is fresh, the beginning tells.
-    """
+    """torch's generator on the CPU."""
 
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
-
-    def is_fresh(self, value: int) -> bool:
-        return _beginning_of(torch.default_generator.get_state()) == _fresh_torch(value)
 
     def state(self) -> torch.Tensor:
         return torch.default_generator.get_state()
@@ -79,35 +69,61 @@ class _Torch(GlobalRng):
     def restore(self, state: torch.Tensor) -> None:
         torch.default_generator.set_state(state)
 
+    def is_at(self, state: torch.Tensor) -> bool:
+        return _bytes_of(torch.default_generator.get_state()) == _bytes_of(state)
 
-def _beginning_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), 24)
 
-
-@lru_cache(maxsize=4)
-def _fresh_torch(value: int) -> bytes:
-    return _beginning_of(torch.Generator().manual_seed(value).get_state())
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 class _Python(GlobalRng):
-    """That of Python's `random`. It is fresh if its next number is the first: to read the state takes far longer."""
+    """That of Python's `random`.
+
+    `random.getstate` makes 625 numbers of the state, and `setstate` takes them apart again, which takes longer than
+    to fetch some cheap samples. CPython keeps the state behind the header of the object, and there it is copied at
+    once. The second normal number of a pair is kept in an attribute.
+    """
 
     def seed(self, value: int) -> None:
         random.seed(value)
 
-    def is_fresh(self, value: int) -> bool:
-        return random.getrandbits(64) == _first_of_python(value)
-
     def state(self) -> tuple[Any, ...]:
-        return random.getstate()
+        if not _is_pythons_as_known():
+            return random.getstate()
+        generator = _python_generator()
+        return _python_memory(generator), generator.gauss_next
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        random.setstate(state)
+        if not _is_pythons_as_known():
+            random.setstate(state)
+            return
+        generator = _python_generator()
+        memory, generator.gauss_next = state
+        ctypes.memmove(id(generator) + object.__basicsize__, memory, _STATE_BYTES)
+
+    def is_at(self, state: tuple[Any, ...]) -> bool:
+        return self.state() == state
 
 
-@lru_cache(maxsize=4)
-def _first_of_python(value: int) -> int:
-    return random.Random(value).getrandbits(64)
+def _python_generator() -> Any:
+    """What the functions of `random` draw from."""
+    return random.getstate.__self__  # type: ignore[attr-defined]
+
+
+def _python_memory(generator: random.Random) -> bytes:
+    return ctypes.string_at(id(generator) + object.__basicsize__, _STATE_BYTES)
+
+
+@cache
+def _is_pythons_as_known() -> bool:
+    """Whether this is CPython, and keeps the position and the numbers after it, behind the header of the object."""
+    if sys.implementation.name != "cpython" or type(_python_generator()) is not random.Random:
+        return False
+    example = random.Random(1)
+    example.getrandbits(5 * 32)
+    *numbers, position = example.getstate()[1]
+    return _python_memory(example) == np.array([position, *numbers], np.uint32).tobytes()
 
 
 class _Numpy(GlobalRng):
@@ -119,37 +135,20 @@ class _Numpy(GlobalRng):
     [Note: the second normal number] Normal numbers are made in pairs, and the second one is kept beside the state.
     Whether there is one, only `get_state` says. So one is drawn: if the position stays as it was, this was the kept
     one, and now its value is known; else there was none, and the second of the new pair is drawn, too. A copy of the
-    state is put there when none is kept.
-
-    Attributes:
-        none_is_kept: nobody has drawn a normal number since the last time that none was kept.
+    state is put there when none is kept, and none is until somebody has drawn.
     """
 
-    none_is_kept = False
+    _without_normal = b""  # what was put there last, with none
 
     def seed(self, value: int) -> None:
-        self.none_is_kept = False
         np.random.seed(value >> 32)  # the half that torch's generator drops
-
-    def rewind(self, value: int) -> None:
-        generator = _mersenne_twister()
-        if generator is None:
-            self.seed(value)
-        else:
-            self._put(generator, _fresh_numpy(value >> 32)[0])  # a copy, sooner than seeding
-
-    def is_fresh(self, value: int) -> bool:
-        memory, first = _fresh_numpy(value >> 32)
-        generator = _mersenne_twister()
-        self.none_is_kept = generator is not None and _memory_of(generator) == memory
-        return self.none_is_kept if generator is not None else np.random.random_sample() == first
 
     def state(self) -> Any:
         generator = _mersenne_twister()
         if generator is None:
             return np.random.get_state(legacy=False)
         memory, normal = _memory_of(generator), _take_normal(generator)
-        self.none_is_kept = True
+        self._put(generator, memory)
         return generator, memory, normal
 
     def restore(self, state: Any) -> None:
@@ -159,16 +158,23 @@ class _Numpy(GlobalRng):
         generator, memory, normal = state
         if _mersenne_twister() is not generator:  # a sample has put another one there
             np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
+        if _memory_of(generator) != self._without_normal:
+            _take_normal(generator)
         self._put(generator, memory)
         if normal is not None:
+            self._without_normal = b""
             np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": normal})
 
+    def is_at(self, state: Any) -> bool:
+        if isinstance(state, dict):
+            return _are_equal(np.random.get_state(legacy=False), state)
+        generator, memory, _ = state
+        return _mersenne_twister() is generator and _memory_of(generator) == memory
+
     def _put(self, generator: Any, memory: bytes) -> None:
-        if not self.none_is_kept:
-            _take_normal(generator)
-        self.none_is_kept = False
         with generator.lock:
             ctypes.memmove(generator.ctypes.state_address, memory, _STATE_BYTES)
+        self._without_normal = memory
 
 
 def _take_normal(generator: Any) -> float | None:
@@ -182,19 +188,16 @@ def _take_normal(generator: Any) -> float | None:
     return None
 
 
-@lru_cache(maxsize=4)
-def _fresh_numpy(value: int) -> tuple[bytes, float]:
-    generator = np.random.MT19937()
-    stream = np.random.RandomState(generator)
-    stream.seed(value)
-    memory = _memory_of(generator)
-    return memory, float(stream.random_sample())
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    return bool(np.all(one == other))
 
 
 def _mersenne_twister() -> Any:
     """numpy's process-wide generator; None where it is of another kind, or its memory is laid out in another way."""
     generator = None if _get_bit_generator is None else _get_bit_generator()
-    return generator if type(generator) is np.random.MT19937 and _is_as_known() else None
+    return generator if type(generator) is np.random.MT19937 and _is_numpys_as_known() else None
 
 
 def _memory_of(generator: Any) -> bytes:
@@ -203,7 +206,7 @@ def _memory_of(generator: Any) -> bytes:
 
 
 @cache
-def _is_as_known() -> bool:
+def _is_numpys_as_known() -> bool:
     """Whether this release of numpy keeps the state as the numbers and the position after them."""
     example = np.random.MT19937(1)
     example.random_raw(5)
@@ -224,9 +227,20 @@ def seed_global_rngs(value: int) -> None:
         rng.seed(value)
 
 
+def states_after(value: int) -> Sequence[Any]:
+    """The states in which `seed_global_rngs` leaves the generators. They are to be put back afterwards."""
+    return _states_after(value, _mersenne_twister())
+
+
+@lru_cache(maxsize=4)
+def _states_after(value: int, _: Any) -> Sequence[Any]:
+    seed_global_rngs(value)
+    return [rng.state() for rng in GLOBAL_RNGS]
+
+
 @contextmanager
 def preserve_global_rngs(thread: int | None = None, advice: str = "") -> Iterator[None]:
-    """Put the process-wide generators back afterwards, whatever happens inside. They are to be seeded at once.
+    """Put the process-wide generators back afterwards, whatever happens inside.
 
     Args:
         thread: the one that trains; seeding in another one is an error, unless it is the main thread. None for any.

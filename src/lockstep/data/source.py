@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lockstep.data.order import Fetch
-from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, derive_seeds, preserve_global_rngs
+from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, derive_seeds, preserve_global_rngs, states_after
 from lockstep.data.worker_signals import Shield
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
@@ -136,7 +136,7 @@ class DrawnFrom:
         # Positions in `GLOBAL_RNGS`: of those that were drawn from, and of the others.
         self._drawn: list[int] = []
         self._quiet = [*range(len(GLOBAL_RNGS))] if is_asked else []
-        self._quiet_value = 0  # seed of the others in this batch
+        self._states: Sequence[Any] = ()  # of all, from which the others begin in this batch
 
     @property
     def is_nothing(self) -> bool:
@@ -145,11 +145,11 @@ class DrawnFrom:
 
     def batch(self, quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call what fetches and collates a batch; again where it drew from a generator for the first time."""
-        self._quiet_value = quiet_value
+        self._states = states_after(quiet_value)
         while True:
-            self._rewind_quiet(self._quiet_value)
+            self._rewind_quiet(self._states)
             result = function(*arguments)
-            if not self._note(quiet_value):
+            if not self._note(self._states):
                 self._checks_each = False
                 return result
 
@@ -159,9 +159,9 @@ class DrawnFrom:
             self._seed_drawn(value)
             if not self._checks_each:
                 return function(*arguments)
-            self._rewind_quiet(self._quiet_value)
+            self._rewind_quiet(self._states)
             result = function(*arguments)
-            if not self._note(self._quiet_value):
+            if not self._note(self._states):
                 return result
 
     def collate(self, value: int, function: Collate, samples: list[Any]) -> Any:
@@ -169,23 +169,24 @@ class DrawnFrom:
         self._seed_drawn(value)
         if not self._checks_each:
             return function(samples)
-        self._rewind_quiet(value)
+        states = states_after(value)
+        self._rewind_quiet(states)
         result = function(samples)
-        self._note(value)
-        self._rewind_quiet(self._quiet_value)
+        self._note(states)
+        self._rewind_quiet(self._states)
         return result
 
     def _seed_drawn(self, value: int) -> None:
         for number in self._drawn:
             GLOBAL_RNGS[number].seed(value)
 
-    def _rewind_quiet(self, value: int) -> None:
+    def _rewind_quiet(self, states: Sequence[Any]) -> None:
         for number in self._quiet:
-            GLOBAL_RNGS[number].rewind(value)
+            GLOBAL_RNGS[number].restore(states[number])
 
-    def _note(self, value: int) -> bool:
-        """Whether one of the others was drawn from, after it was seeded by `value`. Leaves them anywhere."""
-        drawn = [number for number in self._quiet if not GLOBAL_RNGS[number].is_fresh(value)]
+    def _note(self, states: Sequence[Any]) -> bool:
+        """Whether one of the others was drawn from, after it was rewound to its state among these."""
+        drawn = [number for number in self._quiet if not GLOBAL_RNGS[number].is_at(states[number])]
         if drawn:
             self._drawn += drawn
             self._quiet = [number for number in self._quiet if number not in drawn]
