@@ -7,7 +7,6 @@ import importlib.util
 import pickle
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,83 +125,34 @@ def test_looking_for_it_loads_no_shim(folder: Path, capsys: pytest.CaptureFixtur
     assert "oldpack" not in sys.modules
 
 
-# What a program does with the answer, and whether it is told yes.
-ASKING = {
-    "from importlib.util import find_spec\nfound = find_spec('oldpack')": False,
-    "import importlib.util\nfound = importlib.util.find_spec('oldpack')\nif found:\n    import oldpack": False,
-    "import pkgutil, importlib.util\nfound = importlib.util.find_spec('oldpack')\ntry:\n    import oldpack\n"
-    "except ImportError:\n    pass": False,
-    "from importlib.util import find_spec\ndef ask():\n    return find_spec('oldpack')\nfound = ask()\n"
-    "def late():\n    import oldpack": False,
-    "from importlib.util import find_spec\nfound = find_spec('oldpack')\nif found is None:\n    raise ImportError\n"
-    "from oldpack import amp": True,
-    "import sys, importlib.util\nfound = importlib.util.find_spec('oldpack')\nif found:\n    import oldpack.amp\n"
-    "else:\n    sys.exit('no oldpack')": True,
-    "from importlib.util import find_spec\ndef ask():\n    found = find_spec('oldpack')\n    if found is None:\n"
-    "        raise ImportError\n    from oldpack.amp import Scaler\n    return found\nfound = ask()": True,
-    "from importlib.util import find_spec\nfound = find_spec('oldpack')\ntry:\n    from oldpack import amp\n"
-    "except ImportError:\n    raise ImportError('install oldpack')": True,
-    "import contextlib\nfrom importlib.util import find_spec\nfound = find_spec('oldpack')\n"
-    "with contextlib.nullcontext():\n    from oldpack import amp": True,
-}
+ASKING = (
+    "from importlib.util import find_spec\nfound = find_spec('oldpack')",
+    "import pkgutil, importlib.util\nfound = importlib.util.find_spec('oldpack')\nif found:\n    import oldpack",
+)
 
 
-@pytest.mark.parametrize(("text", "hears_yes"), ASKING.items())
-def test_who_only_asks_has_a_way_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, hears_yes: bool
-) -> None:
+@pytest.mark.parametrize("text", ASKING)
+def test_who_only_asks_is_told_no(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(finder, "CHOICES", {"oldpack"})
     write(folder, {"doorway_asks": text})
     try:
-        assert (importlib.import_module("doorway_asks").found is not None) == hears_yes
+        assert importlib.import_module("doorway_asks").found is None
         sys.modules.pop("doorway_asks")
         monkeypatch.setenv("LOCKSTEP_COMPAT", "1")
         assert importlib.import_module("doorway_asks").found is not None
     finally:
         sys.modules.pop("doorway_asks", None)
+        asking._told.clear()
     assert importlib.import_module("oldpack.amp").value == 3
     assert importlib.util.find_spec("oldpack") is not None, "it is there now"
-
-
-def test_who_asks_from_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper of a program whose main file imports it in any case."""
-    monkeypatch.setattr(finder, "CHOICES", {"oldpack"})
-    text = (
-        "from importlib.util import find_spec\nfound = find_spec('oldpack')\nif found:\n    from oldpack import amp\n"
-    )
-    write(folder, {"doorway_helper": text, "doorway_main": "import doorway_helper\nfrom oldpack import amp"})
-    try:
-        assert importlib.import_module("doorway_helper").found is None
-        sys.modules.pop("doorway_helper")
-        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "doorway_main.py"), raising=False)
-        assert importlib.import_module("doorway_helper").found is not None
-    finally:
-        sys.modules.pop("doorway_helper", None)
-
-
-def test_who_asks_from_a_zip_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finder, "CHOICES", {"oldpack"})
-    with zipfile.ZipFile(folder / "all.zip", "w") as archive:
-        archive.writestr(
-            "doorway_zipped.py",
-            "from importlib.util import find_spec\nfound = find_spec('oldpack')\nfrom oldpack import amp",
-        )
-    monkeypatch.syspath_prepend(str(folder / "all.zip"))
-    try:
-        assert importlib.import_module("doorway_zipped").found is not None
-    finally:
-        sys.modules.pop("doorway_zipped", None)
 
 
 @pytest.mark.parametrize(
     ("text", "is_about_it"),
     [
         ("has_oldpack = found is not None\nassert has_oldpack", True),
-        ("if found:\n    from oldpack import amp\namp.initialize()", True),
-        ("amp = None\nif found:\n    from oldpack import amp\namp.initialize()", True),
         ("import sys\nsys.exit('Please install OldPack.')", True),
-        ("from oldpack import amp\namp.initialize()", False),
-        ("if found:\n    from oldpack import amp\nother", False),
+        ("has_oldpack = found is not None\nother", False),
     ],
 )
 def test_errors_of_who_was_told_no(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_about_it: bool) -> None:

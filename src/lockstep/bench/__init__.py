@@ -10,7 +10,7 @@ General layout, from the bottom up:
 * `strategies`: `lockstep bench strategies`.
 * `pages`: tables, as text and as Markdown; `figures`: what all pictures have in common.
 * `words`: options that are words out of a list.
-* `comm`, `scaling`: benchmarks, each a package that the command finds by its name.
+* `comm`, `scaling`: benchmarks, which the command finds by their names.
 
 `stats`, `results`, `session`, `pages`, `figures` and `words` do not import torch.
 """

@@ -40,7 +40,7 @@ __all__ = [
 _MIB = 1024 * 1024
 _TITLES = {
     "comm": "Every verb on every backend",
-    "scaling": "Scaling to many hosts",
+    "scaling": "Strong and weak scaling",
     "strategies": "Every way to train",
 }
 
