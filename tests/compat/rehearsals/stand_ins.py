@@ -5,10 +5,12 @@ import io
 import multiprocessing
 import os
 import pickle
+import warnings
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
@@ -376,6 +378,24 @@ def sequences():
     assert nn.utils.rnn.pad_sequence(rows, batch_first=True).device == rows[0].device
 
 
+def what_few_scripts_use():
+    """Names of newer torch, layouts, options of nccl."""
+    stream, event = torch.Stream(device="cuda"), torch.Event("cuda", enable_timing=True)
+    with stream:
+        event.record(stream)
+    assert stream.query()
+    assert event.device.type == "cuda"
+    images = torch.ones(2, 3, 4, 4).cuda(memory_format=torch.channels_last)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR")
+        rows = torch.eye(4).to_sparse_csr().cuda()
+    assert (rows @ images[0, 0]).device == rows.device == images.device
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 4
+    assert options.is_high_priority_stream
+
+
 if __name__ == "__main__":
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()  # as Lightning does
@@ -384,6 +404,7 @@ if __name__ == "__main__":
     tools_that_look_at_a_gpu()
     attention()
     sequences()
+    what_few_scripts_use()
     files_and_random_numbers()
     streams_and_memory()
     devices_and_moves()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lockstep.comm.registration import ensure
 from lockstep.errors import InputError
 from lockstep.tools.rehearse.devices.marks import mark_of
 from lockstep.tools.rehearse.devices.mode import placed
-from lockstep.tools.rehearse.patching import wrap, wrap_everywhere
+from lockstep.tools.rehearse.patching import replace, wrap, wrap_everywhere
 
 __all__ = ["install", "nominal_backend"]
 
@@ -175,6 +176,21 @@ def _on_its_device(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+class ProcessGroupNCCL:
+    """`dist.ProcessGroupNCCL` of a build without nccl: for what `pg_options` is made from."""
+
+    class Options:
+        """Accepted, and not used.
+
+        Args:
+            options: become attributes, as `is_high_priority_stream`.
+        """
+
+        def __init__(self, **options: Any) -> None:
+            self.config = SimpleNamespace()
+            vars(self).update(options)
+
+
 def install() -> None:
     """Replace the functions of torch.distributed that name a backend or give tensors to one."""
     makers = {
@@ -190,3 +206,5 @@ def install() -> None:
         wrap(DistributedDataParallel, name, _on_its_device)
     for owner in (dist, distributed_c10d):
         wrap(owner, "is_nccl_available", lambda original: lambda: True)
+        if not hasattr(owner, "ProcessGroupNCCL"):
+            replace(owner, "ProcessGroupNCCL", ProcessGroupNCCL)

@@ -41,7 +41,7 @@ def storage_of(tensor: torch.Tensor) -> Any:
     except (NotImplementedError, RuntimeError):
         pass
     try:
-        return _read_storage(tensor._values())
+        return _read_storage(tensor._values() if tensor.is_sparse else tensor.values())
     except (NotImplementedError, RuntimeError, AttributeError):
         return None
 

@@ -113,6 +113,14 @@ class Event:
         return (end_event._time_s - self._time_s) * 1000
 
 
+class EventOfDevice(Event):
+    """`torch.Event`, which begins with its device."""
+
+    def __init__(self, device: Any = None, *, enable_timing: bool = False, **kwargs: Any) -> None:
+        super().__init__(enable_timing)
+        self.device = torch.device("cuda", devices.cuda_index(device))
+
+
 class StreamContext:
     """`torch.cuda.stream(s)`; None changes nothing."""
 
@@ -150,6 +158,8 @@ def install() -> None:
     for owner in (torch.cuda, torch.cuda.streams):
         for cls in (Stream, Event):
             replace(owner, cls.__name__, cls)
+    replace(torch, "Stream", Stream)
+    replace(torch, "Event", EventOfDevice)
     for name, value in (
         ("StreamContext", StreamContext),
         ("stream", StreamContext),

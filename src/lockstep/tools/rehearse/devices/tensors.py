@@ -115,9 +115,11 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-    if device is None and mark_of(self) is not None:
-        return self  # As CUDA: without a device, a tensor that lies on one stays there.
-    return move(self, devices.cuda_index(kwargs.get("async", device) if device is None else device))
+    moved = self  # As CUDA: without a device, a tensor that lies on one stays there.
+    if device is not None or mark_of(self) is None:
+        moved = move(self, devices.cuda_index(kwargs.get("async", device) if device is None else device))
+    memory_format = kwargs.get("memory_format")
+    return moved if memory_format is None else _plain_to(moved, memory_format=memory_format)
 
 
 def _cpu(self: torch.Tensor, memory_format: Any = torch.preserve_format) -> torch.Tensor:
