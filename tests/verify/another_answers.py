@@ -256,7 +256,7 @@ class Mixup(Dataset[Any]):
 
 
 def mixed_up(site: Site) -> None:
-    """Mixup of the samples of a rank, by a share that each rank draws; heeded, of each sample, in the dataset."""
+    """Mixup of the samples of a rank, whoever seeds it; heeded, of each sample, in the dataset."""
     dataset: Dataset[Any] = pairs(23)
     batches = site.loader(Mixup(dataset, 0.4) if site.heeds else dataset, 6)
 
@@ -394,7 +394,7 @@ ANOTHER_ANSWERS: dict[str, tuple[Row, str, str]] = {
     "ready_made": (ready_made, "gradients", "uneven"),
     "padded": (padded, "outputs", "padding"),
     "drawn": (drawn, "samples", "collate"),
-    "mixed_up": (mixed_up, "inputs", "drawn"),
+    "mixed_up": (mixed_up, "inputs", "batch"),
     "by_hand": (by_hand, "gradients", "not-averaged"),
     "cut_short": (cut_short, "gradients", "not-averaged"),
     "beside": (beside, "gradients", "unwrapped"),

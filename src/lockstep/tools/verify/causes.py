@@ -211,7 +211,7 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
     """Rows that enter a model, made of the same samples, and are others."""
     if not calls.unknown and not far(calls.inputs, step.noise, step.precision):
         return None
-    drawn = step.one["unlike_draws"]
+    drawn, permuted = _unlike_draws(step)
     measured = (
         f"the samples are the same, but {calls.unknown or 'some'} rows that enter {calls.kind} are not "
         f"(one process has {calls.rows})"
@@ -232,12 +232,19 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
     return step.found(
         "inputs",
         "batch",
-        measured,
+        f"{measured}; {_draws(permuted)}" if permuted else measured,
         "they are computed from the other rows of a rank's batch (mixed with them, or normalised by their mean or "
         "maximum), or cut by a constant number of rows",
         "compute it from the batch of all ranks (lockstep.all_gather, lockstep.mean), or for each sample in the "
         "dataset",
     )
+
+
+def _unlike_draws(step: StepOfJob) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """Numbers that one process has drawn otherwise, and permutations: of a rank's rows, whoever seeds them."""
+    unlike = step.one["unlike_draws"]
+    permuted = [each for each in unlike if each["name"] == "randperm"]
+    return [each for each in unlike if each not in permuted], permuted
 
 
 def _draws(drawn: Sequence[Mapping[str, Any]]) -> str:
@@ -297,18 +304,19 @@ def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference 
             "parts of the model are in eval() on some ranks alone, where dropout and batch normalization are off",
             "call model.train() on all ranks, after an evaluation by one of them too",
         )
-    if step.one["unlike_draws"]:
+    drawn, permuted = _unlike_draws(step)
+    if drawn:
         return step.found(
             "outputs",
             "drawn",
-            f"{measured} {_draws(step.one['unlike_draws'])}",
+            f"{measured} {_draws(drawn)}",
             "each rank draws its own numbers, within forward() or handed to it",
             "draw them from a generator that all ranks seed alike",
         )
     return step.found(
         "outputs",
         "batch",
-        measured,
+        f"{measured} {_draws(permuted)}" if permuted else measured,
         "rows are compared with each other or mixed within forward(), or a statistic of this rank's rows is "
         "taken there",
         "lockstep.all_gather(x) where the rows meet, or lockstep.mean(total, count) for a statistic",
