@@ -409,6 +409,35 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "terms that are divided by their values": (
+        ("gradients", "not-linear"),
+        """
+        model, optimizer = trained(nn.Linear(6, 4))
+        for x, y in loader:
+            optimizer.zero_grad()
+            output = model(x)
+            terms = cross_entropy(output, y), output.abs().mean()
+            (terms[0] / terms[0].detach() + terms[1] / terms[1].detach()).backward()
+            optimizer.step()
+        """,
+    ),
+    "samples in a list, and a model that divides by what they hold": (
+        ("loss", "count"),
+        """
+        class Detector(nn.Linear):
+            def forward(self, images, labels):
+                kept = [(image, label) for image, label in zip(images, labels) if label]
+                images, labels = map(torch.stack, zip(*kept))
+                return {"loss": cross_entropy(super().forward(images), labels)}
+
+        model, optimizer = trained(Detector(6, 4))
+        pairs = lockstep.DataLoader(data, batch_size=10, collate_fn=lambda samples: tuple(zip(*samples)))
+        for images, labels in pairs:
+            optimizer.zero_grad()
+            model(list(images), labels)["loss"].backward()
+            optimizer.step()
+        """,
+    ),
     "a trainer that evaluates after as many batches as there are": (
         ("evaluated", "metric"),
         """

@@ -124,7 +124,7 @@ class ForwardWatch:
         if last and last["time_first"]:
             given = inputs = samples_first(inputs, last["rows"])
             outputs = samples_first(outputs, last["rows"])
-        count = next((each.size(0) for each in inputs if each.ndim), 0)
+        count = _count_of(args, inputs, last)
         self._recorder.step["calls"].append(
             {
                 "name": type(getattr(module, "module", module)).__name__,
@@ -141,6 +141,13 @@ class ForwardWatch:
             }
         )
         self._inner = []
+
+
+def _count_of(args: Any, inputs: list[Tensor], batch: dict[str, Any] | None) -> int:
+    """Rows of what enters a module: a list with an entry for each sample of the batch, or else the first tensor's."""
+    first = next((each.size(0) for each in inputs if each.ndim), 0)
+    is_list = bool(args) and isinstance(args[0], list | tuple) and batch is not None
+    return len(args[0]) if is_list and batch is not None and len(args[0]) == batch["rows"] else first
 
 
 def _came_with(batch: dict[str, Any] | None, count: int) -> dict[str, Any]:

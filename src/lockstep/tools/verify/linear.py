@@ -167,7 +167,7 @@ def _meaning(
         return _SUM
     is_whole = all(_close(loss, one, 1e-5) for loss, one in _pairs(losses))
     if needed is None:
-        return _threshold(zeros) if any(zeros) else _WHOLE if is_whole else _unexplained(step)
+        return _threshold(zeros) if any(zeros) else _unexplained(step)
     if is_whole and len(set(losses.shares)) > 1:
         return _WHOLE
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
