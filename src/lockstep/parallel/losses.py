@@ -227,7 +227,8 @@ def _check_scalar(name: str, loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         shape = f"of shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputTypeError(
-            f"{name}: expected a floating tensor without dimensions, got {shape}: reduce it with .sum()"
+            f"{name}: expected a floating tensor without dimensions, got {shape}: reduce it with .sum(), or give each "
+            "of its numbers by itself. A mean of each feature is lockstep.all_gather(x).mean(0)"
         )
 
 

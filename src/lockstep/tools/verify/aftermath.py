@@ -48,7 +48,9 @@ def _same_epochs(facts: Facts) -> list[Difference]:
     for number, loader in enumerate(facts["loaders"]):
         passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
         passes = [each for each in passes if each["trains"] or not each["finished"]]  # nor a statistic or an evaluation
-        if loader["shuffles"] and len(passes) > 1 and passes[0]["keys"][0] == passes[1]["keys"][0]:
+        while passes and not passes[0]["trains"]:  # a look at a batch before the training
+            del passes[0]
+        if loader["shuffles"] and len(passes) > 1 and all(each["keys"][0] == passes[0]["keys"][0] for each in passes):
             count = len(passes[0]["keys"][0])
             return [
                 Difference(

@@ -20,6 +20,7 @@ from lockstep.tools.verify.compare import (
     far,
     measure_values,
 )
+from lockstep.tools.verify.draws import PERMUTATIONS
 from lockstep.tools.verify.samples import Samples
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "StepOfJob",
     "VerifiedJob",
     "counted",
+    "describe_draws",
     "read_buffers",
     "read_inputs",
     "read_moved",
@@ -37,6 +39,7 @@ __all__ = [
     "read_ranks",
     "read_settings",
     "read_unaveraged",
+    "unlike_draws",
 ]
 
 _SINGLE = 2.0**-23  # the eps of float32
@@ -211,7 +214,7 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
     """Rows that enter a model, made of the same samples, and are others."""
     if not calls.unknown and not far(calls.inputs, step.noise, step.precision):
         return None
-    drawn, permuted = _unlike_draws(step)
+    drawn, permuted = unlike_draws(step)
     measured = (
         f"the samples are the same, but {calls.unknown or 'some'} rows that enter {calls.kind} are not "
         f"(one process has {calls.rows})"
@@ -224,7 +227,7 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
         return step.found(
             "inputs",
             "drawn",
-            f"{measured}; {_draws(drawn)}",
+            f"{measured}; {describe_draws(drawn)}",
             "each rank draws its own numbers, where one process draws once for all samples",
             "draw a row for each sample (randn(len(x), …)), or once per step from a generator that all ranks "
             "seed alike",
@@ -232,7 +235,7 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
     return step.found(
         "inputs",
         "batch",
-        f"{measured}; {_draws(permuted)}" if permuted else measured,
+        f"{measured}; {describe_draws(permuted)}" if permuted else measured,
         "they are computed from the other rows of a rank's batch (mixed with them, or normalised by their mean or "
         "maximum), or cut by a constant number of rows",
         "compute it from the batch of all ranks (lockstep.all_gather, lockstep.mean), or for each sample in the "
@@ -240,14 +243,14 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
     )
 
 
-def _unlike_draws(step: StepOfJob) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+def unlike_draws(step: StepOfJob) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
     """Numbers that one process has drawn otherwise, and permutations: of a rank's rows, whoever seeds them."""
     unlike = step.one["unlike_draws"]
-    permuted = [each for each in unlike if each["name"] == "randperm"]
+    permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS)]
     return [each for each in unlike if each not in permuted], permuted
 
 
-def _draws(drawn: Sequence[Mapping[str, Any]]) -> str:
+def describe_draws(drawn: Sequence[Mapping[str, Any]]) -> str:
     first = drawn[0]
     ranks = " and ".join(str(each or "one number") for each in first["ranks"][:3]) or "nothing of the kind"
     return f"one process drew {first['name']} of {first['shape'] or 'one number'} where the ranks drew {ranks}"
@@ -304,19 +307,19 @@ def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference 
             "parts of the model are in eval() on some ranks alone, where dropout and batch normalization are off",
             "call model.train() on all ranks, after an evaluation by one of them too",
         )
-    drawn, permuted = _unlike_draws(step)
+    drawn, permuted = unlike_draws(step)
     if drawn:
         return step.found(
             "outputs",
             "drawn",
-            f"{measured} {_draws(drawn)}",
+            f"{measured} {describe_draws(drawn)}",
             "each rank draws its own numbers, within forward() or handed to it",
             "draw them from a generator that all ranks seed alike",
         )
     return step.found(
         "outputs",
         "batch",
-        f"{measured} {_draws(permuted)}" if permuted else measured,
+        f"{measured} {describe_draws(permuted)}" if permuted else measured,
         "rows are compared with each other or mixed within forward(), or a statistic of this rank's rows is "
         "taken there",
         "lockstep.all_gather(x) where the rows meet, or lockstep.mean(total, count) for a statistic",
@@ -337,7 +340,7 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
     outside = [name for name in between.names if not held[int(name.split(":", 1)[0])]]
     after = [each.get("after", {}) for each in step.ranks]
     if after[0] and not any(measure_values(after[0], each, step.precision).names for each in after[1:]):
-        drawn = f"; {_draws(step.one['unlike_draws'])}" if step.one["unlike_draws"] else ""
+        drawn = f"; {describe_draws(step.one['unlike_draws'])}" if step.one["unlike_draws"] else ""
         return step.found(
             "gradients",
             "changed",
@@ -451,10 +454,10 @@ def _stepped_apart(step: StepOfJob, ranks: Mapping[str, Any]) -> tuple[list[str]
     own, theirs = (_parameters_of(each, "end") for each in (step.one, ranks))
     begin = _parameters_of(step.one, "begin")
     again = None if step.again is None else _parameters_of(step.again, "end")
-    wrong, worst = list[str](), 0.0
+    wrong, worst, unsure = list[str](), 0.0, _rounded_only(step, ranks)
     for name, value in own.items():
         other = theirs.get(name)
-        if other is None or other.shape != value.shape:
+        if other is None or other.shape != value.shape or name in unsure:
             continue
         moved = float((value - begin[name]).abs().max())
         off = float((value - other).abs().max())
@@ -464,6 +467,20 @@ def _stepped_apart(step: StepOfJob, ranks: Mapping[str, Any]) -> tuple[list[str]
             wrong.append(name)
             worst = max(worst, off / moved if moved else float("inf"))
     return wrong, worst
+
+
+def _rounded_only(step: StepOfJob, ranks: Mapping[str, Any]) -> set[str]:
+    """Parameters whose gradients are rounding alone, and another one: optimizers that normalize make steps of it."""
+    own, theirs = (_parameters_of(each, "used") for each in (step.one, ranks))
+    most = max((float(each.abs().max()) for each in own.values() if each is not None), default=0.0)
+    pairs = {
+        name: (each, theirs[name]) for name, each in own.items() if each is not None and theirs.get(name) is not None
+    }
+    return {
+        name
+        for name, (one, other) in pairs.items()
+        if max(float(each.abs().max()) for each in (one, other)) <= 100 * step.precision * most and not one.equal(other)
+    }
 
 
 def read_buffers(step: StepOfJob) -> Difference | None:

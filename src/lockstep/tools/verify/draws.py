@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -24,11 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.patching import wrap
 
-__all__ = ["OperatorWatch", "join_draws", "watch_numpy_and_random"]
+__all__ = ["PERMUTATIONS", "OperatorWatch", "join_draws", "watch_numpy_and_random"]
 
 _ATEN = torch.ops.aten
 _NUMPY = ("random", "rand", "randn", "randint", "uniform", "normal", "standard_normal", "beta", "integers")
 _RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate")
+# Draws of anything, of which a number is noted, and which nobody can give to the one process.
+_PICKS = ("choice", "choices", "sample", "shuffle", "permutation")
+PERMUTATIONS = ("randperm", "shuffle", "permutation")
 # Numbers kept of all draws of a step; more are not given to the one process.
 _MOST_NUMBERS = 1 << 26
 
@@ -141,10 +145,25 @@ def watch_numpy_and_random(on_draw: Callable[[str, Tensor], Tensor | None]) -> N
 
         return drawing
 
+    def pick_of(place: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def picking(original: Callable[..., Any]) -> Callable[..., Any]:
+            def pick(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                if threading.get_ident() == thread:
+                    shown = repr(args if result is None else result).encode()  # a shuffle has its result in its place
+                    on_draw(place, torch.tensor(crc32(shown), device="cpu"))
+                return result
+
+            return pick
+
+        return picking
+
     watched: Any = type("Generator", (np.random.Generator,), {})
     for owner, names in ((random, _RANDOM), (np.random, _NUMPY), (watched, _NUMPY)):
         for name in names:
             wrap(owner, name, make(f"{owner.__name__}.{name}"))
+        for name in _PICKS:
+            wrap(owner, name, pick_of(f"{owner.__name__}.{name}"))
     wrap(np.random, "default_rng", lambda original: lambda seed=None: watched(original(seed).bit_generator))
 
 

@@ -53,8 +53,7 @@ class ForwardWatch:
         register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _is_seen(self) -> bool:
-        # What torch.func computes with has no numbers to read.
-        is_plain = torch._C._functorch.peek_interpreter_stack() is None
+        is_plain = not _is_without_numbers()
         is_here = not self.in_backward and threading.get_ident() == self._thread
         return is_here and is_plain and self._recorder.busy == 0
 
@@ -71,11 +70,11 @@ class ForwardWatch:
                 self._recorder.begin_training(module)
 
     def _trains(self, module: nn.Module) -> bool:
-        return (
-            torch.is_grad_enabled()
-            and not self._recorder.is_cut
-            and any(each.requires_grad for each in module.parameters())
-        )
+        if not torch.is_grad_enabled() or self._recorder.is_cut:
+            return False
+        parameters = list(module.parameters())
+        has_numbers = not any(nn.parameter.is_lazy(each) or each.is_meta for each in parameters)
+        return has_numbers and any(each.requires_grad for each in parameters)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, result: Any = None) -> None:
         # torch leaves an argument out where forward() has raised
@@ -141,6 +140,13 @@ class ForwardWatch:
             }
         )
         self._inner = []
+
+
+def _is_without_numbers() -> bool:
+    """Whether what runs is traced, or transformed by torch.func: tensors have no numbers to read then."""
+    is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
+    is_fake = torch._guards.active_fake_mode() is not None
+    return is_traced or is_fake or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _count_of(args: Any, inputs: list[Tensor], batch: dict[str, Any] | None) -> int:

@@ -83,7 +83,7 @@ class GradientWatch:
             self._see(parameter, plain_name(name))
 
     def _see(self, parameter: Tensor | None, name: str) -> None:
-        if parameter is None or not parameter.is_leaf:
+        if parameter is None or not parameter.is_leaf or nn.parameter.is_lazy(parameter):
             return
         known = self._names.get(id(parameter))
         if known is None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 
-from lockstep.tools.verify.causes import Difference, StepOfJob
+from lockstep.tools.verify.causes import Difference, StepOfJob, describe_draws, unlike_draws
 from lockstep.tools.verify.compare import Fit, Gradients, Losses
 
 __all__ = ["read_gradients"]
 
 _CLOSE = 1e-3
+_MAY_BE_DRAWN = ("not-linear", "kept-state", "function-of-mean", "threshold")
 _SUM = (
     "sum",
     "the loss is a sum over samples: averaging makes a mean of the ranks' sums",
@@ -43,8 +44,9 @@ _NOT_LINEAR = (
     "no weights of the ranks make one process's gradient: the loss compares samples with each other, takes a "
     "statistic of the rank's rows (a mean, a deviation, a maximum, advantages, weights), or mixes terms that are "
     "divided by different things",
-    "lockstep.all_gather(output) before samples are compared, lockstep.mean(total, count) for each mean that "
-    "something else than a sum is made of, lockstep.sum for terms that are sums",
+    "lockstep.all_gather(output) before samples are compared, and for a mean of each feature; lockstep.mean(total, "
+    "count) for each number that is a mean, and of which something else than a sum is made; lockstep.sum for terms "
+    "that are sums",
 )
 
 
@@ -81,6 +83,17 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
             "pad to one length, or mask the padding; and lockstep.mean(total, count) for each term",
         )
     cause, meaning, advice = _meaning(step, losses, gradients.zeros, needed, taken)
+    drawn, _ = unlike_draws(step)
+    if drawn and cause in _MAY_BE_DRAWN:
+        return step.found(
+            stage,
+            "drawn",
+            f"{measured}; {describe_draws(drawn)}",
+            f"each rank draws its own numbers, which the loss may depend on. If it does not: {meaning}",
+            f"draw them once per step, from a generator that all ranks seed alike; else {advice}",
+        )
+    if stage == "gradients" and cause == "not-linear":
+        meaning += "; or a hook, or the backward of an autograd.Function, changes gradients by what a rank has itself"
     return step.found(stage, cause, measured, meaning, advice)
 
 
@@ -222,7 +235,9 @@ def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool
         return True
     mean = sum(weight * float(value or 0) for weight, value in zip(weights, values, strict=True))
     one = sum(float(value or 0) for value in losses.one)
-    return abs(mean - one) <= tolerance * max(abs(one), *(abs(float(value or 0)) for value in values))
+    spread = max(float(value or 0) for value in values) - min(float(value or 0) for value in values)
+    most = max(abs(one), *(abs(float(value or 0)) for value in values))
+    return abs(mean - one) <= tolerance * spread + tolerance / 100 * most
 
 
 def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weights: list[float]) -> tuple[str, str, str]:
@@ -255,9 +270,12 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
         )
     if step.number > 1 and _is_first_odd(step):
         return _KEPT
+    odd = f"the ranks' losses would have to weigh {shown}, which add up to {whole:.6g} and not to {passes:.4g}"
+    if is_mean:
+        odd = f"the ranks' gradients weigh {shown} in that of one process, and their losses do not"
     return (
         "function-of-mean",
-        f"the ranks' losses would have to weigh {shown}, which add up to {whole:.6g} and not to {passes:.4g}: the loss "
-        "is a function of a mean over the batch (a root, a logarithm, a ratio, a threshold)",
+        f"{odd}: the loss is a function of a mean over the batch (a root, a logarithm, a ratio, a threshold), or of a "
+        "number of the rank's own rows",
         "take the mean of all ranks first: lockstep.mean(total, count), and then the function of it",
     )

@@ -48,6 +48,7 @@ class LoaderWatch:
         self._recorder = recorder
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trains: set[int] = set()
+        self._iterators: dict[int, weakref.ref[Any]] = {}  # by number of the pass
         self._depth = 0
 
     def number_of(self, loader: Any) -> int:
@@ -172,10 +173,12 @@ class LoaderWatch:
             lengths = [each.size(0) for each in tensors_in(batch) if each.ndim]
             recorder.has_last_batch = _may_come_to_last(iterator)
             recorder.begin_work()
+            self._forget_looked_at(iterator, one["loader"])
             recorder.note_line("batch")
             recorder.step["batches"].append(
                 {
                     "loader": one["loader"],
+                    "pass": vars(iterator)[_NUMBER],
                     "keys": keys,
                     "rows": count if count and share is None else len(keys),
                     "time_first": time_first,
@@ -190,10 +193,19 @@ class LoaderWatch:
         """A step was taken: its batches were to train on."""
         loaders, passes = [batch["loader"] for batch in self._recorder.step["batches"]], self._recorder.facts["passes"]
         self._trains.update(loaders)
-        latest = [one for one in passes if [one["loader"]] == loaders[-1:]][-1:]  # that may have ended before the step
-        for one in passes:
-            if one["loader"] in self._trains and (not one["finished"] or any(one is each for each in latest)):
-                one["trains"] = True
+        for number in set(
+            loaders
+        ):  # the latest, which may have ended before the step; none that was looked into before
+            [one for one in passes if one["loader"] == number][-1]["trains"] = True
+
+    def _forget_looked_at(self, iterator: Any, loader: int) -> None:
+        """Leave out batches of passes that were given up before anything was computed of them."""
+        step, number = self._recorder.step, vars(iterator)[_NUMBER]
+        self._iterators[number] = weakref.ref(iterator)
+        if step["backwards"]:
+            return
+        are_gone = {each for each, reference in self._iterators.items() if reference() is None}
+        step["batches"] = [each for each in step["batches"] if each["loader"] != loader or each["pass"] not in are_gone]
 
 
 def _numbers(indices: Sequence[Any] | None) -> list[int] | None:

@@ -105,6 +105,7 @@ class StepRecorder:
             "starts_ranks": False,
             "scales": False,
             "goes_on": False,
+            "begun": [],  # parameters that one process had otherwise before the first step
             "returned": False,
             "end": "",
         }
@@ -152,7 +153,8 @@ class StepRecorder:
         path = self.settings.state_file(step)
         with torch.no_grad(), self.aside():
             if self.settings.is_reference:
-                load_state(path, self.roots, self.optimizers)
+                others = load_state(path, self.roots, self.optimizers)
+                self.facts["begun"] = self.facts["begun"] if step else others
             elif self.rank == 0:
                 dump_state(path, self.roots, self.optimizers)
 

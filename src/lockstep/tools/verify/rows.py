@@ -69,12 +69,17 @@ def _length(value: Any) -> int | None:
     return len(value) if isinstance(value, list | tuple) else None
 
 
+def _sort_of(value: Any) -> object:
+    """What the samples in a list have alike, and the parts of a batch, such as nodes, edges and labels, have not."""
+    return (type(value), value.dtype, value.ndim) if isinstance(value, Tensor) else type(value)
+
+
 def _columns(value: Any, count: int) -> list[Any]:
     """The parts of a batch that hold something for each of `count` samples: tensors, and lists of whatever "
     "there is."""
     if isinstance(value, Tensor):
         return [_array(value)] if _length(value) == count else []
-    is_alike = isinstance(value, list | tuple) and len(value) == count and len(set(map(type, value))) == 1
+    is_alike = isinstance(value, list | tuple) and len(value) == count and len(set(map(_sort_of, value))) == 1
     if is_alike and not all(_length(one) == count for one in value):
         return [list(value)]
     if isinstance(value, Mapping | list | tuple):

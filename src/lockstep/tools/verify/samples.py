@@ -86,6 +86,7 @@ def have_same_indices(ranks: Sequence[_Step], one: _Step) -> bool:
     return bool(own) and own == theirs
 
 
-def _indices(steps: Sequence[_Step]) -> list[int]:
+def _indices(steps: Sequence[_Step]) -> list[tuple[int, int]]:
+    """Numbers of loaders, and the indices that each was asked for."""
     batches = (batch for step in steps for batch in step["batches"] if not batch["filler"])
-    return sorted(index for batch in batches for index in batch["indices"] or ())
+    return sorted((batch["loader"], index) for batch in batches for index in batch["indices"] or ())

@@ -27,7 +27,7 @@ def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
     is_filled = samples.repeated == samples.extra or any(each["padding"] for each in loaders)
     if samples.missing == 0 and is_filled:
         return _unsplit(step, measured) if samples.is_alike else _filled(step, samples.extra, measured)
-    return _other_samples(step, loaders, measured)
+    return _other_samples(step, samples, loaders, measured)
 
 
 def _filled_late(step: StepOfJob) -> Difference | None:
@@ -48,8 +48,10 @@ def _entered(step: Mapping[str, Any]) -> list[int]:
     return [key for call in step["calls"] for key in call["keys"]]
 
 
-def _other_samples(step: StepOfJob, loaders: Sequence[Mapping[str, Any]], measured: str) -> Difference:
-    if any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
+def _other_samples(
+    step: StepOfJob, samples: Samples, loaders: Sequence[Mapping[str, Any]], measured: str
+) -> Difference:
+    if samples.is_alike or any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
         return _unsplit(step, measured)
     told = _other_sizes(step, loaders, measured) or _other_epochs(step, measured)
     if told is not None:
@@ -148,5 +150,5 @@ def _unsplit(step: StepOfJob, measured: str) -> Difference:
         measured,
         "nobody splits the data: each rank walks all of it",
         "give the loader a DistributedSampler, or use lockstep.DataLoader(dataset, batch_size=GLOBAL), which takes a "
-        "sampler of your own, too",
+        "sampler of your own, too; a stream of samples takes each world_size-th one, from that of its rank on",
     )

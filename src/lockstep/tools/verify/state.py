@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 __all__ = ["dump_state", "load_state", "plain_name", "tensors_of"]
 
+_ROUNDING = 1e-5  # relative
+
 
 def plain_name(name: str) -> str:
     """A parameter's name without what engines put around a model."""
@@ -64,21 +66,35 @@ def dump_state(path: Path, roots: Sequence[nn.Module], optimizers: Sequence[Any]
     os.replace(draft, path)
 
 
-def _copy(target: Tensor, source: Any) -> None:
+def _copy(target: Tensor, source: Any) -> float:
+    """Overwrite a tensor; returns how far it was from that, relative to its greatest value."""
     # What is the same is left alone: a graph may hold it already.
-    if isinstance(source, Tensor) and target.shape == source.shape and not torch.equal(target, source):
-        target.copy_(source)
+    if not isinstance(source, Tensor) or target.shape != source.shape or torch.equal(target, source):
+        return 0.0
+    before = target.detach().clone()
+    target.copy_(source)
+    return (
+        float((target - before).abs().max() / target.abs().max().clamp(min=1e-30))
+        if target.is_floating_point()
+        else 0.0
+    )
 
 
-def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
-    """Begin a step with what rank 0 had, if it has written that. What it had not is left as it is."""
+def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> list[str]:
+    """Begin a step with what rank 0 had, if it has written that. What it had not is left as it is.
+
+    Returns:
+        Names of the parameters that were others, by more than rounding.
+    """
     if not path.exists():
-        return
+        return []
+    others: list[str] = []
     content = torch.load(path, weights_only=True)
     with torch.no_grad():
         for root, values in zip(roots, content["roots"], strict=False):
             for name, tensor in tensors_of(root).items():
-                _copy(tensor, values.get(name))
+                if _copy(tensor, values.get(name)) > _ROUNDING and isinstance(tensor, nn.Parameter):
+                    others.append(name)
         for optimizer, values in zip(optimizers, content["optimizers"], strict=False):
             parameters, states = _of_optimizer(optimizer)
             for parameter, value in zip(parameters, values["parameters"], strict=False):
@@ -91,3 +107,4 @@ def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]
                         optimizer.state[parameter][key] = value[key]
     with contextlib.suppress(RuntimeError):
         torch.set_rng_state(content["rng"])
+    return others

@@ -149,12 +149,18 @@ def _first_stage(step: StepOfJob, gradients: Gradients) -> Difference | None:
     return (
         read_samples(step, samples)
         or read_passes(step, losses)
-        or (None if samples.by_index else read_inputs(step, calls))
+        or (None if samples.by_index or _joins(step) else read_inputs(step, calls))
         or read_moved(step, calls)
         or read_outputs(step, calls, samples)
         or read_unaveraged(step, gradients)
         or (read_gradients(step, gradients, losses, samples.padded) if gradients.used.names else None)
     )
+
+
+def _joins(step: StepOfJob) -> bool:
+    """Whether what enters the models has no row for each sample: nodes of graphs, tokens that are packed."""
+    batches = [batch for each in (step.one, *step.ranks) for batch in each["batches"] if not batch["filler"]]
+    return bool(batches) and all(batch["joins"] for batch in batches)
 
 
 def judge(
@@ -422,6 +428,13 @@ def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str
         verdict.notes.append(
             "float16: the scale of losses began at 1024 at most, by which those that are told are larger, and did not "
             "grow; how a dynamic scale skips steps is set aside"
+        )
+    begun = one["facts"]["begun"]
+    if begun:
+        verdict.notes.append(
+            f"begin: before the first step, {len(begun)} parameters of one process ({', '.join(begun[:3])}) were not "
+            "those of the ranks, and it was given theirs. If they are drawn without a seed, that is chance; if they "
+            "are computed from samples, compute them from those of all ranks"
         )
     verdict.notes.extend(_unseen(ranks))
     if verdict.differences:
