@@ -190,6 +190,18 @@ def test_arguments_that_cannot_be_used() -> None:
         assert message in errors[name][1], name
 
 
+def wrap_with_an_expanded_buffer() -> str:
+    module = nn.Linear(3, 2)
+    module.register_buffer("table", torch.ones(2).expand(3, 2))
+    return str(error_of(lambda: DistributedDataParallel(module)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_expanded_buffer_is_named(world_size: int) -> None:
+    for message in run_ranks(wrap_with_an_expanded_buffer, world_size):
+        assert message.startswith("buffer table is expanded")
+
+
 def test_a_group_is_needed() -> None:
     with pytest.raises(NotInitialized, match=r"call lockstep.init\(\) first"):
         DistributedDataParallel(mlp())

@@ -70,6 +70,31 @@ def test_what_is_frozen_and_unfrozen_trains_as_on_one_rank(change: Change, accum
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def train_in_float64_from(when: int) -> torch.Tensor:
+    """The wrapped model, or the one in it, is converted before so many steps."""
+    torch.manual_seed(0)
+    model = lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(42, 3, generator=torch.Generator().manual_seed(1)) / 3)
+    for step, (x,) in enumerate(lockstep.DataLoader(data, batch_size=6)):
+        if step == when:
+            (model if when else model.module).double()
+        optimizer.zero_grad()
+        model(x.double() if step >= when else x).exp().mean().backward()
+        optimizer.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@backends
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_model_that_is_converted_is_averaged_in_its_new_dtype(when: int, backend: str) -> None:
+    (expected,) = run_ranks(train_in_float64_from, 1, when)
+    for found in run_ranks(train_in_float64_from, 3, when, backend=backend):
+        assert found.dtype is torch.float64
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 if when == 0 else 1e-6)
+    assert when == 0 or (expected != expected.float().double()).any()
+
+
 def step_by_a_new_head() -> str:
     model = lockstep.DistributedDataParallel(make())
     model.module.append(nn.Linear(2, 2).double())

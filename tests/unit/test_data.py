@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from loader_cases import WORLDS, Drawing, Numbers, run_epoch, run_ranks_in_turn
 from lockstep import batch
 from lockstep.batch import BatchShare, is_filler
 from lockstep.data import DataLoader, checks
-from lockstep.errors import DataError
+from lockstep.errors import DataError, InputError
 
 pytestmark = [
     # What torch says on a machine with one core, and Python 3.12 of any fork.
@@ -536,3 +536,35 @@ def test_fillers_are_known():
     assert [is_filler(batch_) for batch_ in loader] == [False, True]
     assert not is_filler(torch.ones(3))
     assert not is_filler(["no", "tensor"])
+
+
+class Texts(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return f"text {index}", index
+
+
+@pytest.mark.parametrize("collate", [list, lambda rows: {"texts": [text for text, _ in rows]}, lambda rows: (rows, 1)])
+def test_fillers_without_tensors_are_known(collate):
+    found = []
+    for batch_ in DataLoader(Texts(), batch_size=4, collate_fn=collate, rank=1, world_size=2):
+        parts = [*batch_.values()] if isinstance(batch_, dict) else batch_
+        found.append((is_filler(batch_), is_filler(parts[0])))
+    assert found == [(False, False), (True, True)]
+    with pytest.raises(InputError, match="hand it what the loader has yielded"):
+        is_filler(["texts", "of", "somebody"])
+
+
+class Ends(Texts):
+    def __getitem__(self, index):
+        return index if index != 3 else next(iter(()))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_ends_within_an_epoch_is_an_error(num_workers):
+    batches = iter(DataLoader(Ends(), batch_size=2, num_workers=num_workers, rank=0, world_size=1))
+    with pytest.raises(DataError, match=r"StopIteration at \S+test_data.py:\d+ in __getitem__"):
+        list(batches)
+    batches.close()

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.batch.share import BatchShare
+from lockstep.errors import InputError
 from lockstep.tree import tensors_in
 
 __all__ = ["Tag", "are_any", "find_tag", "is_filler", "purge", "reset", "shares_in_memory", "tag_batch"]
@@ -53,12 +55,16 @@ _FEW = 4
 _purge_at = _FEW  # see [Note: holes]
 _NO_TAG: tuple[None, None] = (None, None)
 _MANY = 512  # tags, as a loop has them that keeps its batches
+_without_tensors: tuple[Any, BatchShare] | None = None  # the batch that was yielded last, if it holds none
 
 
 def tag_batch(batch: Any, share: BatchShare, iteration: int = 0) -> None:
     """Tag every tensor in `batch`, whatever it is made of. Local."""
+    global _without_tensors
+    tensors = tensors_in(batch)
+    _without_tensors = None if tensors else (batch, share)
     with _lock:
-        for tensor in tensors_in(batch):
+        for tensor in tensors:
             storage = _storage_of(tensor)
             if storage is None or (tensor.is_nested and tensor.layout is torch.strided):  # the latter has no shape
                 continue
@@ -92,6 +98,8 @@ def purge(at_most: float = math.inf) -> None:
 
 def reset() -> None:
     """Forget all tags. Local."""
+    global _without_tensors
+    _without_tensors = None
     with _lock:
         _tags.clear()
 
@@ -128,14 +136,32 @@ def is_filler(batch: Any) -> bool:
 
     While training, a rank for which a global batch has no sample gets one. Engine, metrics and losses of Lockstep
     give it weight zero; code that counts samples by hand must leave it out. Tensors that were computed
-    from a batch are not known: ask of what the loader yielded.
+    from a batch are not known: ask of what the loader yielded, or of a part of it.
+
+    Raises:
+        InputError: the loader has yielded a filler without tensors, and this holds none either and is no part of it.
 
         >>> from lockstep.data import DataLoader
         >>> [is_filler(batch) for batch in DataLoader(range(5), batch_size=4, rank=1, world_size=2)]
         [False, True]
     """
-    tags = [find_tag(tensor) for tensor in tensors_in(batch)]
+    tensors = tensors_in(batch)
+    if not tensors and _without_tensors is not None:
+        return _is_filler_without_tensors(batch, *_without_tensors)
+    tags = map(find_tag, tensors)
     return any(tag is not None and tag.share.local_samples == 0 for tag in tags)
+
+
+def _is_filler_without_tensors(batch: Any, latest: Any, share: BatchShare) -> bool:
+    if share.local_samples:
+        return False
+    parts = latest.values() if isinstance(latest, Mapping) else latest if isinstance(latest, list | tuple) else ()
+    if not any(batch is part for part in (latest, *parts)):
+        raise InputError(
+            f"is_filler({type(batch).__name__}): cannot tell, as it holds no tensor and is no part of the batch that "
+            "the loader yielded last, which is a filler: hand it what the loader has yielded"
+        )
+    return True
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

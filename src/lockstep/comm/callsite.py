@@ -111,7 +111,10 @@ def site_text(site: CallSite) -> str:
 
 def describe_exception(error: BaseException) -> str:
     """`raised ValueError: text at train.py:81 in main`, with the innermost line of the user's own code."""
-    first_line = next(iter(str(error).splitlines()), "")
+    try:
+        first_line = next(iter(str(error).splitlines()), "")
+    except Exception:  # a `__str__` of the script's own
+        first_line = ""
     text = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_internal_file(frame.filename)]

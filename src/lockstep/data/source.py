@@ -25,6 +25,7 @@ from __future__ import annotations
 import bisect
 import inspect
 import operator
+import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -36,6 +37,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 from lockstep.data.order import Fetch
 from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, derive_seeds, preserve_global_rngs, states_after
 from lockstep.data.worker_signals import Shield
+from lockstep.errors import DataError
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 
 __all__ = ["DrawnFrom", "SampleSource", "TensorSource", "WorkerInit", "identity", "make_source", "takes_generator"]
@@ -222,7 +224,7 @@ class SampleSource:
         """One batch, collated.
 
         Raises:
-            DataError: it is fetched in a thread beside the one that trains.
+            DataError: it is fetched in a thread beside the one that trains; or the dataset raises StopIteration.
         """
         if not self._seeds_global_rngs:
             return self._batch(fetch)
@@ -238,11 +240,19 @@ class SampleSource:
             return self._drawn_from.batch(quiet_value, self._batch, fetch)
 
     def _batch(self, fetch: Fetch) -> Any:
-        samples = self._samples(fetch)
-        if self._drawn_from.is_nothing:
-            return self._collate_fn(samples)
-        value = derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.keys[0])
-        return self._drawn_from.collate(value, self._collate_fn, samples)
+        try:
+            samples = self._samples(fetch)
+            if self._drawn_from.is_nothing:
+                return self._collate_fn(samples)
+            value = derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.keys[0])
+            return self._drawn_from.collate(value, self._collate_fn, samples)
+        except StopIteration as error:  # who walks the loader would take it for the end of the epoch
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise DataError(
+                f"StopIteration at {place.filename}:{place.lineno} in {place.name}, while a batch of "
+                f"{type(self.dataset).__name__} was fetched: it would end the epoch. Where next(…) has nothing left, "
+                "give it a default, or an iterator anew"
+            ) from error
 
     def _samples(self, fetch: Fetch) -> list[Any]:
         dataset, call, (seed, epoch, indices, keys) = self.dataset, self._drawn_from.sample, fetch

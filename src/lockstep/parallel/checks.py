@@ -74,7 +74,10 @@ def check_group(process_group: object) -> dist.ProcessGroup:
 def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
     """Names and parameters that require a gradient: are there any, and can all of them be averaged?"""
     if not named:
-        raise ModelError("no parameter of the model requires a gradient: there is nothing to average")
+        raise ModelError(
+            "no parameter of the model requires a gradient: there is nothing to average. Use it without "
+            "DistributedDataParallel"
+        )
     for name, parameter in named.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name} is lazy and has no shape yet: run one forward pass before wrapping")
@@ -165,7 +168,11 @@ def _is_part(parameter: torch.Tensor) -> bool:
 
 
 def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-    """The entries of dicts that hold the buffers of a module: dicts of its submodules, and the names in them."""
+    """The entries of dicts that hold the buffers of a module: dicts of its submodules, and the names in them.
+
+    Raises:
+        ModelError: several values of a buffer lie in one place, so that it cannot be overwritten.
+    """
     entries, seen = [], set()
     for prefix, submodule in module.named_modules():
         for name, buffer in buffers_of(submodule).items():
@@ -173,8 +180,17 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
             if buffer is None or buffer.numel() == 0 or id(buffer) in seen or full_name in ignored:
                 continue
             seen.add(id(buffer))
+            if buffer.layout is torch.strided and _is_expanded(buffer):
+                raise ModelError(
+                    f"buffer {full_name} is expanded: several of its values lie in one place, where those of the first "
+                    "rank cannot be written. Register buffer.clone()"
+                )
             entries.append((buffers_of(submodule), name))
     return entries
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def current_buffers(entries: Iterable[tuple[dict[str, torch.Tensor | None], str]]) -> list[torch.Tensor]:

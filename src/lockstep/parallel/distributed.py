@@ -180,12 +180,12 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         warn_of_batch_statistics(module, is_told=self._compares_rows and self._world_size > 1 and group.rank() == 0)
         self.device_ids = choose_devices(device_ids, output_device, self._parameters_to_reduce)
         cap_mib = check_bucket_cap(bucket_cap_mb)
+        self._buffers_of_ranks = find_buffers(module, ignored)
         if init_sync:
             self._agree(cap_mib)
         self._cap_mib, self._always_views = cap_mib, gradient_as_bucket_view
         self._hook: tuple[Any, CommHook] | None = None  # with its state
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
-        self._buffers_of_ranks = find_buffers(module, ignored)
         self._feeding = Feeding(group, collective_device(group, self.device), module)
         self._joined = Steps(group, self.device)
         self.number = -1  # of a copy
@@ -199,7 +199,9 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         watch_steps()
 
     def _register(self) -> None:
-        """What requires a gradient is averaged from now on: at first, and when a frozen part was unfrozen. Local.
+        """What requires a gradient is averaged from now on, in the dtype that it has. Local.
+
+        At first, and when a frozen part was unfrozen, or the model was converted (`model.double()`).
 
         The reducer is then made anew in the next backward pass, which every rank makes.
         """
@@ -210,7 +212,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self._sparse = find_sparse(module, named)
         self._names, self._parameters_to_reduce = list(named), list(named.values())
         keep_memory_of_gradients(each for index, each in enumerate(named.values()) if index not in self._sparse)
-        self.device = self._parameters_to_reduce[0].device
+        self.device, self._dtype = self._parameters_to_reduce[0].device, self._parameters_to_reduce[0].dtype
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
         self.check_unread()
@@ -315,7 +317,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             if joins:
                 syncs = self._agree_on_step(inputs, kwargs, syncs)
             if current_graph_task_id() == _NO_TASK:  # else a checkpoint repeats it inside a backward pass
-                if self.changes.were_unfrozen():
+                if self.changes.were_unfrozen() or self._parameters_to_reduce[0].dtype is not self._dtype:
                     self._register()
                 self._backward.pre_forward(syncs)
         feed = self._feed(inputs, kwargs, with_gradients, syncs, joins)

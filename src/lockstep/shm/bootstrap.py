@@ -85,14 +85,19 @@ def lost_meanwhile(global_ranks: Sequence[int], what: str) -> RankLost:
 
 def lost_store(global_rank: int, error: RuntimeError) -> RendezvousError:
     """The error of a rank whose store is gone, as the rank that held it is."""
-    return RendezvousError(f"rank {global_rank} lost the store in which the ranks meet: {str(error).splitlines()[0]}")
+    return RendezvousError(
+        f"rank {global_rank} lost the store in which the ranks meet: {str(error).splitlines()[0]}. Mostly it lives in the "
+        "process of rank 0: if that has ended, no group can be made any more, so let it wait for the others first "
+        "(dist.barrier())"
+    )
 
 
 def not_come(missing: Sequence[int], rank: int, global_ranks: Sequence[int], timeout_s: float) -> RendezvousError:
     """The error of a rank for those of its new group that did not come."""
     return RendezvousError(
         f"{name_each(global_ranks[peer] for peer in missing)} did not come within {timeout_s:g} s of rank "
-        f"{global_ranks[rank]}. Is every rank running, with the same world size of {len(global_ranks)}?"
+        f"{global_ranks[rank]}. Is every rank running, with the same world size of {len(global_ranks)}, and does "
+        "each make the same groups in the same order?"
     )
 
 
