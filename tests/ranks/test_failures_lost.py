@@ -221,6 +221,10 @@ def interrupt_a_call() -> tuple[Caught, Caught]:
     return attempt(wait_for_all), attempt(wait_for_all)
 
 
+@pytest.mark.skipif(
+    not hasattr(dist.AllreduceOptions(), "asyncOp"),
+    reason="torch 2.6 does not say that the caller waits, so a thread runs the call, and Ctrl-C does not end it",
+)
 def test_interrupted_rank_is_out_of_step_for_good() -> None:
     kept, interrupted = run_ranks(interrupt_a_call, 2)
     expect(kept[0], RankLost, (1,), "raised KeyboardInterrupt", "all_reduce(float32[3], SUM)", "barrier()")

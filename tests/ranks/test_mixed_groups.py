@@ -21,6 +21,8 @@ from lockstep.torch_private.groups import open_groups
 
 CPU = torch.device("cpu")
 BACKEND = "cpu:gloo,cuda:lockstep"
+# Torch 2.6 has no such attribute: it has a batch begin in one if its first tensor lies on a GPU.
+ASKS_FOR_COALESCING = hasattr(dist.ProcessGroupGloo, "supports_coalescing")
 
 
 def use_gloo_behind() -> tuple[list[str], list[float], int]:
@@ -122,6 +124,7 @@ def batch_behind() -> tuple[list[str], int]:
     return calls, world.engine.recorder.number - number
 
 
+@pytest.mark.skipif(not ASKS_FOR_COALESCING, reason="torch asks for the kind of device, of which there is none here")
 def test_messages_of_a_batch_begin_in_one() -> None:
     calls = ["_start_coalescing", "send", "recv", "_end_coalescing"]
     assert run_ranks(batch_behind, 2, backend=BACKEND) == [(calls, 0)] * 2
@@ -150,7 +153,8 @@ def batch_of_both_kinds() -> tuple[list[float], list[str]]:
 
 def test_a_batch_may_hold_tensors_of_both_kinds() -> None:
     outcomes = run_ranks(batch_of_both_kinds, 2, backend="cpu:lockstep,cuda:nccl")
-    assert outcomes == [([6.0], ["send", "recv"]), ([5.0], ["send", "recv"])]
+    calls = ["send", "recv"] if ASKS_FOR_COALESCING else ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    assert outcomes == [([6.0], calls), ([5.0], calls)]
 
 
 def set_limits() -> tuple[list[float], list[float], list[str]]:

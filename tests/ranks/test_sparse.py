@@ -54,7 +54,10 @@ def call_wrongly() -> None:
         dist.all_reduce(of_rank(1, 0, torch.float32), dist.ReduceOp.MAX)
     with pytest.raises(InputTypeError, match="AVG of bool tensors: it needs numbers that can be divided"):
         dist.all_reduce(of_rank(1, 0, torch.int64).bool(), dist.ReduceOp.AVG)
-    with pytest.raises(InputTypeError, match="complex sparse tensors is not possible in place"):
+    # Torch 2.6 refuses them itself, in words of its own.
+    with pytest.raises(
+        (InputTypeError, NotImplementedError), match=r"complex sparse tensors is not possible in place|view_as_real"
+    ):
         dist.all_reduce(of_rank(1, 0, torch.complex64))
     dense = torch.ones(5, 4)
     mine = dense.to_sparse() if dist.get_rank() == 0 else dense

@@ -20,6 +20,7 @@ from lockstep.errors import InputError
 from lockstep.testing import run_ranks
 
 GPU = torch.device("cuda", 0)
+SAYS_WHO_WAITS = hasattr(dist.AllreduceOptions(), "asyncOp")  # torch 2.6 does not, and a thread runs every call
 
 
 class OnGpu(torch.Tensor):
@@ -158,7 +159,8 @@ def test_every_verb() -> None:
 
 def call_twice() -> tuple[Any, Any, list[float]]:
     with stand_in() as synchronous:
-        dist.all_reduce(on_gpu(1.0))
+        if SAYS_WHO_WAITS:
+            dist.all_reduce(on_gpu(1.0))
     with stand_in() as asynchronous:
         tensor = on_gpu(1.0)
         work = dist.all_reduce(tensor, async_op=True)
@@ -170,7 +172,8 @@ def call_twice() -> tuple[Any, Any, list[float]]:
 def test_a_call_in_another_thread_runs_behind_what_the_caller_has_queued() -> None:
     for synchronous, asynchronous, values in run_ranks(call_twice, 2):
         assert values == [2.0]
-        assert synchronous == [("pinned", (1,), True), ("wait", ("main", "main"), True)]
+        if SAYS_WHO_WAITS:
+            assert synchronous == [("pinned", (1,), True), ("wait", ("main", "main"), True)]
         # The thread's own stream waits for the caller's before anything is copied, and only then.
         assert asynchronous == [
             ("wait", ("side", "main"), False),

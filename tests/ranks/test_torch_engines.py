@@ -24,6 +24,9 @@ from lockstep.testing import limit_s, run_ranks
 GLOBAL_BATCH = 8
 STEPS = 2
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of torch 2.6 needs a GPU: on the CPU gloo fails, too"
+)
 
 
 def network() -> nn.Module:
@@ -126,6 +129,7 @@ def train_fsdp2() -> None:
         torch.testing.assert_close(value.full_tensor().detach(), expected, rtol=0, atol=5e-3)
 
 
+@on_cpu
 def test_fsdp2() -> None:
     run_ranks(train_fsdp2, 2)
 
@@ -138,6 +142,7 @@ def train_hybrid() -> None:
     expect_trained(model.state_dict())
 
 
+@on_cpu
 def test_fsdp2_on_a_mesh() -> None:
     run_ranks(train_hybrid, 4)
 
@@ -158,6 +163,7 @@ def save_and_load(folder: str) -> None:
         expect_trained(fresh.state_dict())
 
 
+@on_cpu
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     run_ranks(save_and_load, 2, str(tmp_path))
 
@@ -253,7 +259,8 @@ def compare_gradients(compiled: Any, plain: nn.Module) -> None:
         loss_of(plain, inputs, targets).backward()
         gradient = next(plain.parameters()).grad
         assert gradient is not None
-        dist.all_reduce(gradient, dist.ReduceOp.AVG)
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()  # gloo of torch 2.6 has no AVG
         torch.testing.assert_close(next(compiled.parameters()).grad, gradient, msg=f"step {step}")
         compiled.zero_grad()
         plain.zero_grad()

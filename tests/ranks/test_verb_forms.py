@@ -33,7 +33,7 @@ VERBS = [verb for verb in dict.fromkeys(COLLECTIVES) if verb is not Objects]
 
 
 def here(group: dist.ProcessGroup | None = None) -> Place:
-    members = tuple(dist.get_process_group_ranks(group))
+    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))  # torch 2.6 takes no None
     return Place(members.index(dist.get_rank()), members, group)
 
 

@@ -385,6 +385,8 @@ def import_after_torch() -> str:
         del sys.modules[name]
     dist.Backend._plugins.pop("LOCKSTEP")
     dist.Backend.backend_list.remove("lockstep")
+    if hasattr(dist.Backend, "LOCKSTEP"):
+        del dist.Backend.LOCKSTEP  # by which torch 2.6 knows that a name is taken
     exec(f"import lockstep; {USE}", {"dist": dist})
     name = dist.get_backend()
     dist.destroy_process_group()

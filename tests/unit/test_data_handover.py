@@ -60,6 +60,7 @@ def test_size_of_shared_memory_does_not_limit_batches(tmp_path: Path, kind: str)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="workers of torch 2.6 die of a bus error, and say so")
 @pytest.mark.parametrize("kind", ["plain", "tensors"])
 def test_full_shared_memory_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
     done = with_small_memory(tmp_path, kind, LOCKSTEP_SHM_DIR="/dev/shm")  # no buffers then

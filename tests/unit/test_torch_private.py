@@ -287,6 +287,9 @@ import sys
 import torch, torch.distributed, torch.utils.data, torch.optim.lr_scheduler
 import torch.distributed.rendezvous
 
+if not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"):  # torch 2.6
+    import torch._dynamo  # which changes torch, and comes with torch.compiler.disable
+
 def state():
     found = {}
     for name, module in list(sys.modules.items()):

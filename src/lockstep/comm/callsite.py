@@ -27,7 +27,8 @@ name is `main (checkpoint.save)`. No code object: hashing one reads all of its b
 _UNKNOWN: CallSite = ("", 0, "")
 _SITE_BYTES = 250
 # Depths of the user's frame, counted from the finder of call sites. From deeper no instruction leads straight here.
-_FIRST_DEPTH, _DEEPEST = 7, 10
+# With torch 2.6 there is a frame of the compiler's around each method that it leaves out.
+_FIRST_DEPTH, _DEEPEST = 7, 11
 _MAX_KNOWN = 4096
 _getframe = sys._getframe
 # By name of file, once each: a name is compared by identity, mostly.

@@ -16,6 +16,7 @@ __all__ = [
     "OLDEST",
     "check_oldest",
     "drops_python_work",
+    "forgets_of_storages",
     "joins_gloo_with_gil",
     "release_of",
     "warn_if_untested",
@@ -60,6 +61,17 @@ def drops_python_work(version: str) -> bool:
     """Whether C++ of this torch keeps no reference to a `Work` written in Python. Local.
 
     2.6 does not; 2.11 does. For the releases between them it is assumed, which costs some memory.
+
+    Args:
+        version: such as "2.6.0".
+    """
+    return release_of(version) < (2, 11)
+
+
+def forgets_of_storages(version: str) -> bool:
+    """Whether Python's garbage collector may take the attributes of a storage that lives on in C++. Local.
+
+    2.6 lets it, 2.11 does not.
 
     Args:
         version: such as "2.6.0".

@@ -141,7 +141,8 @@ def share_said(count: Any, group: dist.ProcessGroup, device: torch.device, joins
         InputTypeError: no integer.
     """
     try:
-        is_truth = isinstance(count, bool) or getattr(count, "dtype", None) is torch.bool
+        # NumPy before 2.3 has its own truth values pass as integers.
+        is_truth = isinstance(count, bool) or str(getattr(count, "dtype", None)) in ("bool", "torch.bool")
         number = None if is_truth else operator.index(count)
     except TypeError:
         number = None

@@ -1,6 +1,7 @@
 """What a script sees of CUDA; each line of it holds on a machine with that many GPUs."""
 
 import copy
+import gc
 import io
 import multiprocessing
 import os
@@ -369,6 +370,17 @@ def files_and_random_numbers():
         assert ones.grad.equal(dropped)
 
 
+def what_garbage_refers_to():
+    """A storage that only a class refers to, which is a cycle, as `torch.save` leaves behind: tensors have it still."""
+    layer = nn.Linear(2, 2).to("cuda:1")
+    type("Pickler", (), {"storages": [each.untyped_storage() for each in layer.parameters()]})
+    gc.collect()
+    assert {parameter.device for parameter in layer.parameters()} == {torch.device("cuda", 1)}
+    num_bytes = torch.cuda.memory_allocated(1)
+    del layer
+    assert torch.cuda.memory_allocated(1) < num_bytes
+
+
 def sequences():
     """What C++ makes on the host, and what Python reads there."""
     assert next(nn.Linear(2, 2).to(torch.ones(1, dtype=torch.float64).cuda()).parameters()).device.type == "cuda"
@@ -406,6 +418,7 @@ if __name__ == "__main__":
     sequences()
     what_few_scripts_use()
     files_and_random_numbers()
+    what_garbage_refers_to()
     streams_and_memory()
     devices_and_moves()
     classes_in_annotations()

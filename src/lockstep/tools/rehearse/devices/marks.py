@@ -5,10 +5,15 @@ attribute of its storage. Storages keep their Python object, and with it the att
 share them; and everything written in C++ (kernels, the autograd engine, DDP's reducer, collectives, NumPy) sees CPU
 memory and works. A mark is set once in a storage's life, and its bytes count as used on that device until it dies, as
 many as there are after each resize.
+
+[Note: garbage] With an older torch the collector takes a storage for garbage that only garbage refers to, such as what
+`torch.save` leaves behind, and empties its Python object, though tensors have the storage and will show it again. What
+the collector does not know it leaves alone; what dies is given back without it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -16,12 +21,26 @@ from typing import Any
 
 import torch
 
-__all__ = ["Ledger", "Tally", "Usage", "ledger", "mark", "mark_of", "mark_storage", "real_device", "storage_of"]
+from lockstep.comm.torch_version import forgets_of_storages
+
+__all__ = [
+    "Ledger",
+    "Tally",
+    "Usage",
+    "ledger",
+    "mark",
+    "mark_of",
+    "mark_storage",
+    "note_on",
+    "real_device",
+    "storage_of",
+]
 
 _MARK = "_lockstep_device_index"
 
 _read_device = torch._C.TensorBase.device.__get__
 _read_storage = torch._C.TensorBase.untyped_storage
+_hides = forgets_of_storages(torch.__version__)
 
 
 def real_device(tensor: torch.Tensor) -> torch.device:
@@ -65,7 +84,14 @@ def mark_storage(storage: Any, index: int) -> None:
     """The same for a storage; one that has a mark keeps it."""
     if storage is not None and getattr(storage, _MARK, None) is None and storage.device.type == "cpu":
         ledger.add(storage, index)
-        setattr(storage, _MARK, index)
+        note_on(storage, _MARK, index)
+
+
+def note_on(storage: Any, name: str, value: object) -> None:
+    """Set an attribute of a storage that stays for as long as the storage does. See [Note: garbage]."""
+    setattr(storage, name, value)
+    if _hides:
+        ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(storage))
 
 
 @dataclass

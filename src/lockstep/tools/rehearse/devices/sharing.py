@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from lockstep.tools.rehearse.devices.marks import _MARK
+from lockstep.tools.rehearse.devices.marks import _MARK, note_on
 from lockstep.tools.rehearse.patching import wrap
 
 __all__ = ["install"]
@@ -22,7 +22,7 @@ __all__ = ["install"]
 def _rebuild(index: int, rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     storage = rebuild(*arguments)
     if getattr(storage, _MARK, None) is None:
-        setattr(storage, _MARK, index)
+        note_on(storage, _MARK, index)
     return storage
 
 

@@ -14,7 +14,7 @@ from torch.nested._internal.nested_tensor import _tensor_symint_registry as _sym
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from lockstep.tools.rehearse.devices.marks import mark, mark_of, real_device
+from lockstep.tools.rehearse.devices.marks import mark, mark_of, note_on, real_device
 from lockstep.tools.rehearse.devices.mode import generator_of, placed
 from lockstep.tools.rehearse.devices.naming import CPU, devices
 from lockstep.tools.rehearse.patching import replace, wrap
@@ -165,7 +165,7 @@ def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
     if getattr(self.untyped_storage(), _PINNED, False):
         return self
     pinned = self.clone()
-    setattr(pinned.untyped_storage(), _PINNED, True)
+    note_on(pinned.untyped_storage(), _PINNED, True)
     return pinned
 
 

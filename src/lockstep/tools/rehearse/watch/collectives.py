@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 
 from lockstep.comm.callsite import is_users
 from lockstep.comm.flight_recorder import FlightRecorder
-from lockstep.tools.rehearse.devices.marks import storage_of
+from lockstep.tools.rehearse.devices.marks import note_on, storage_of
 from lockstep.tools.rehearse.devices.mode import observers
 from lockstep.tools.rehearse.line import Site
 from lockstep.tools.rehearse.patching import wrap, wrap_everywhere
@@ -132,7 +132,7 @@ def saw_reduction(
         tag.divide(world_size, by=True)
     storage = storage_of(tensor)
     if storage is not None:
-        setattr(storage, _TAG, tag)
+        note_on(storage, _TAG, tag)
         _bursts.add(tag, tensor, sites)
 
 
@@ -171,7 +171,7 @@ def _carry_on(tag: _Tag, name: str, position: int, args: Sequence[Any], result: 
             tag.divide(factor, by=False)
     elif name not in _COPIES:
         return False
-    setattr(storage_of(result), _TAG, tag)
+    note_on(storage_of(result), _TAG, tag)
     return True
 
 

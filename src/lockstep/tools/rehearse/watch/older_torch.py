@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.compat.legacy import multigpu, patches
-from lockstep.tools.rehearse.devices.marks import storage_of
+from lockstep.tools.rehearse.devices.marks import note_on, storage_of
 from lockstep.tools.rehearse.patching import replace, wrap
 from lockstep.tools.rehearse.sites import chain, is_own
 from lockstep.tools.rehearse.watch.recorder import recorder
@@ -108,7 +108,7 @@ def _remember_layout(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_own(sys._getframe(1)) and type(result) is torch.Tensor and result.dim() == 2:
             plain = torch.eq(self, *args, **kwargs).stride()  # What is not changed says what torch would give.
             if plain != result.stride():
-                setattr(storage_of(result), _LAYOUT, (result.stride(), plain))
+                note_on(storage_of(result), _LAYOUT, (result.stride(), plain))
         return result
 
     return eq
