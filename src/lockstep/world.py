@@ -543,9 +543,10 @@ def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | No
         found = meet_under_mpirun(env.snapshot(), topology, timeout)
         if found is not None:
             return found, None
+        missing = " and ".join(each.name for each in (env.MASTER_ADDR, env.MASTER_PORT) if each.get() is None)
         raise RendezvousError(
-            f"rank {topology.rank} of {topology.world_size} does not know where to meet the others: MASTER_ADDR and "
-            "MASTER_PORT are not set. Start the script with `lockstep run --nproc N script.py`, or give init_method or "
+            f"rank {topology.rank} of {topology.world_size} does not know where to meet the others: no {missing}. "
+            "Start the script with `lockstep run --nproc N script.py`, or give init_method or "
             "store"
         )
     if env.TORCHELASTIC_USE_AGENT_STORE.get() == "True":

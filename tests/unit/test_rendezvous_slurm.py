@@ -134,3 +134,13 @@ def test_rank_zero_says_for_whom_it_waits(
     (line,) = capsys.readouterr().err.splitlines()
     assert WAITS in line
     assert "srun, mpirun or `lockstep run --nproc N script.py` starts all ranks" in line
+
+
+def test_a_rank_says_that_it_does_not_reach_rank_zero(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "SAY_AFTER_S", 0.02)
+    with pytest.raises(RendezvousError, match="did not meet the others"):
+        tcp.open_store("no-such-host.invalid", find_free_port(), 1, 2, timedelta(seconds=0.5))
+    assert "rank 1 does not reach rank 0 yet, at no-such-host.invalid, port" in (said := capsys.readouterr().err)
+    assert "No host is known by the name no-such-host.invalid here" in said

@@ -68,6 +68,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     **Epochs** advance by themselves: each new iteration is the next epoch, also after a `break`; only the first one
     after `load_state_dict` continues an epoch. `while loader.next_epoch < EPOCHS:` around the loop over the batches
     trains as many epochs, whether or not the run was resumed.
+    A loader made anew begins with epoch 0 again, and its order: make it once, before the epochs.
     An iterator that is merely made (`next(iter(loader))`) has begun one, so ranks must iterate
     alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
 

@@ -59,6 +59,7 @@ and keep them where such a pass is seen, or one that may lead to it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from enum import Enum
@@ -79,6 +80,7 @@ from lockstep.parallel.parameter_changes import ParameterChanges
 from lockstep.parallel.rank_agreement import RankAgreement
 from lockstep.parallel.reducer import Reducer
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
+from lockstep.torch_private.dynamo import left_out
 from lockstep.torch_private.profiling import profiler_range
 
 __all__ = ["AveragingEngine", "BackwardPass", "PassState", "Phase"]
@@ -388,7 +390,7 @@ class BackwardPass(PassState):
             may_go_early = reducer.begin(is_new=self.phase is not _WAITING)
             self.begin(task, early=may_go_early and is_alone)
         # The engine lives as long as its backward pass runs.
-        queue_callback(lambda: self.post_backward(engine))
+        queue_callback(functools.partial(self.post_backward, engine))
 
     def _averages_alone(self, reducer: Reducer) -> bool:
         """Whether there is nobody to average with, and no hook that wants to see the gradients."""
@@ -398,6 +400,7 @@ class BackwardPass(PassState):
         """Whether this task came to parameters by the outputs, or averages. Local."""
         return task != _NO_TASK and task in (self._seen_task if self._reaches else _NO_TASK, self.begun_task)
 
+    @left_out(with_what_it_calls=True)
     def on_param_grad(self, index: int, bucket: int | None = None) -> None:
         """A gradient has come to a parameter. Local.
 
@@ -433,6 +436,7 @@ class BackwardPass(PassState):
 
     # ---- after it ------------------------------------------------------------------------------
 
+    @left_out(with_what_it_calls=True)
     def post_backward(self, engine: AveragingEngine | None) -> None:
         """Autograd's task is over. Collective, unless another task brings what is missing.
 

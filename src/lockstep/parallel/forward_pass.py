@@ -36,6 +36,7 @@ from lockstep import batch
 from lockstep.errors import ModelError
 from lockstep.parallel.feeding import Feed
 from lockstep.torch_private.autograd import base_of, current_graph_task_id, without_transforms
+from lockstep.torch_private.dynamo import left_out
 from lockstep.tree import map_tensors, tensors_in
 
 __all__ = ["ForwardPass"]
@@ -174,6 +175,7 @@ class ForwardPass:
             batch.mark(anchor, self, tells_share)
         return node
 
+    @left_out(with_what_it_calls=True)
     def _on_gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
         backward = self._backward()
         if backward is None:

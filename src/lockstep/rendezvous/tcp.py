@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
 from lockstep.rendezvous.meeting import Meeting
-from lockstep.rendezvous.waiting import say_who_is_awaited
+from lockstep.rendezvous.waiting import looking_for_rank_0, say_who_is_awaited
 from lockstep.topology import name_each
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
@@ -138,9 +138,10 @@ class _Rendezvous:
         """The part of every other rank."""
         who = f"rank {rank} of {self._world_size}"
         try:
-            client = TCPStore(
-                self._address, self._port, None, False, self._timeout, wait_for_workers=False, multi_tenant=True
-            )
+            with looking_for_rank_0(rank, self._address, self._place):
+                client = TCPStore(
+                    self._address, self._port, None, False, self._timeout, wait_for_workers=False, multi_tenant=True
+                )
         except (RuntimeError, ValueError) as error:
             raise self._lost(error, who) from error
         return self._go_on(client, who, lambda meeting: meeting.join(rank))

@@ -1,14 +1,17 @@
-"""One line of rank 0's while it waits for ranks that do not come: until the deadline there may be half an hour."""
+"""One line of a rank's while it waits for others that do not come: until the deadline there may be half an hour."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable
+import socket
+import threading
+from collections.abc import Iterable, Iterator
 
 from lockstep.log import get_logger
 from lockstep.topology import name_each
 
-__all__ = ["SAY_AFTER_S", "say_who_is_awaited"]
+__all__ = ["SAY_AFTER_S", "looking_for_rank_0", "say_who_is_awaited"]
 
 SAY_AFTER_S = 20.0
 _MOST_NAMED = 16
@@ -25,3 +28,27 @@ def say_who_is_awaited(missing: Iterable[int], place: str) -> None:
         more,
         place,
     )
+
+
+@contextlib.contextmanager
+def looking_for_rank_0(rank: int, address: str, place: str) -> Iterator[None]:
+    """A context in which a rank connects to rank 0: says so after a while, and whether the name means no host. Local.
+
+    The name may come to mean one, as where pods of a cluster start in any order; so it is no error yet.
+    """
+
+    def say() -> None:
+        why = ""
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as error:
+            why = f". No host is known by the name {address} here: {error}"
+        get_logger(__name__).warning("rank %d does not reach rank 0 yet, at %s%s", rank, place, why)
+
+    timer = threading.Timer(SAY_AFTER_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -86,8 +86,8 @@ def lost_meanwhile(global_ranks: Sequence[int], what: str) -> RankLost:
 def lost_store(global_rank: int, error: RuntimeError) -> RendezvousError:
     """The error of a rank whose store is gone, as the rank that held it is."""
     return RendezvousError(
-        f"rank {global_rank} lost the store in which the ranks meet: {str(error).splitlines()[0]}. Mostly it lives in the "
-        "process of rank 0: if that has ended, no group can be made any more, so let it wait for the others first "
+        f"rank {global_rank} lost the store in which the ranks meet: {str(error).splitlines()[0]}. Mostly it lives in "
+        "the process of rank 0: if that has ended, no group can be made any more, so let it wait for the others first "
         "(dist.barrier())"
     )
 

@@ -140,8 +140,9 @@ class Sentry:
         """Watch a process no more. Under the lock."""
         assert self._epoll is not None
         del self._watched[watched.process], self._by_fd[watched.fd]
-        self._epoll.unregister(watched.fd)
-        os.close(watched.fd)
+        with contextlib.suppress(OSError):  # the script may have closed it, as os.closerange does
+            self._epoll.unregister(watched.fd)
+            os.close(watched.fd)
 
     def _start(self) -> bool:
         """Start the thread, and make what it sleeps on. Under the lock."""

@@ -155,6 +155,7 @@ def _after_losses(
         )
     if _are_close(given, losses.shares):
         return None
+    leaves_out = any(each["own"] for each in step.job.facts[0]["loaders"])
     by_means = any(each["weighed"] for ranks in step.ranks for each in ranks["backwards"])
     return (
         "uneven",
@@ -162,6 +163,9 @@ def _after_losses(
         f"{_numbers(given)} of the whole",
         "lockstep.mean(loss * len(y), len(y)): a rank's part counts as much as it is given to"
         if by_means
+        else "with model.samples(0 if lockstep.is_filler(batch) else len(x)): output = model(x), where collate_fn or "
+        "the loop leaves samples out"
+        if leaves_out
         else "give all ranks equally many samples in each step (drop_last=True), or train with lockstep.DataLoader and "
         "lockstep.DistributedDataParallel, which weigh ranks by their samples; model.samples(n) says how many a pass "
         "holds",
