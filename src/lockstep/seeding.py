@@ -88,7 +88,7 @@ def check_seed(seed: object) -> int:
         number = operator.index(seed)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or isinstance(seed, bool):
+    if number is None or isinstance(seed, bool | np.bool_):
         raise InputTypeError(f"seed is {seed!r} ({type(seed).__name__}); expected an integer, or None to seed nothing")
     if not -(2**63) <= number < 2**64:
         raise InputError(f"seed is {number}; expected -2**63 to 2**64-1")

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, cast
 
+import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
@@ -55,7 +56,7 @@ def check_integer(name: str, value: object, minimum: int, hint: str = "") -> int
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
+    if number is None or isinstance(value, bool | np.bool_):
         raise DataError(f"{name} is {value!r} ({type(value).__name__}); expected an integer{advice}") from None
     if number < minimum:
         raise DataError(f"{name} is {number}; expected at least {minimum}{advice}")
