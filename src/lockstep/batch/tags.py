@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.batch.share import BatchShare
 from lockstep.errors import InputError
+from lockstep.torch_private.tensors import storage_address
 from lockstep.tree import tensors_in
 
 __all__ = ["Tag", "are_any", "find_tag", "is_filler", "purge", "reset", "shares_in_memory", "tag_batch"]
@@ -70,13 +71,14 @@ def tag_batch(batch: Any, share: BatchShare, iteration: int = 0) -> None:
                 continue
             rows, stride = (tensor.shape[0], tensor.stride(0)) if tensor.dim() else (0, 0)
             tag: Tag | None = Tag(share, rows, stride, tensor.numel(), iteration)
-            before = _tags.get(storage._cdata)
+            address = storage_address(storage)
+            before = _tags.get(address)
             if before is None:
-                _tags[storage._cdata] = StorageWeakRef(storage), tag  # type: ignore[no-untyped-call]
+                _tags[address] = StorageWeakRef(storage), tag  # type: ignore[no-untyped-call]
                 continue
             reference, other = before
             if other is None or other.share is not share:
-                _tags[storage._cdata] = reference, tag if other is not None and other.share == share else None
+                _tags[address] = reference, tag if other is not None and other.share == share else None
     if len(_tags) > _purge_at:
         purge()
 
@@ -114,7 +116,7 @@ def find_tag(tensor: torch.Tensor) -> Tag | None:
     if not _tags:
         return None
     storage = _storage_of(tensor)
-    return None if storage is None else _tags.get(storage._cdata, _NO_TAG)[1]
+    return None if storage is None else _tags.get(storage_address(storage), _NO_TAG)[1]
 
 
 def shares_in_memory(iteration: int) -> list[BatchShare] | None:

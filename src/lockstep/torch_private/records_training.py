@@ -118,7 +118,11 @@ _TENSORS = (
     NameRecord("torch.Tensor._use_count", Use.READ, "whether somebody still holds a gradient", _COPIES, _DDP),
     NameRecord("torch._C._storage_Use_Count", Use.READ, "whether somebody holds a view of a gradient", _COPIES, _DDP),
     NameRecord(
-        "torch.UntypedStorage._cdata", Use.READ, "names a gradient's memory, to count its holders", _COPIES, _DDP
+        "torch.UntypedStorage._cdata",
+        Use.READ,
+        "names a tensor's memory, to find its batch and to count a gradient's holders",
+        _COPIES,
+        _DDP,
     ),
     NameRecord(
         "torch.Tensor._values", Use.READ, "values of sparse tensors that are not coalesced", _NO_SPARSE, _SPARSE

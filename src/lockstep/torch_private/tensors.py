@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.torch_private.lookup import attribute, find, need
 
@@ -23,6 +24,7 @@ __all__ = [
     "may_overlap",
     "num_specified",
     "plain_torch_function",
+    "storage_address",
     "storage_key",
     "storage_use_count",
     "use_count",
@@ -119,6 +121,11 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Names the memory of a tensor for `storage_use_count`, for as long as the tensor lives."""
     return _key_of(tensor.untyped_storage())
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """A number of a storage, which no other has while a `StorageWeakRef` to it exists."""
+    return _key_of(storage) or int(StorageWeakRef(storage).cdata)  # type: ignore[no-untyped-call]
 
 
 def values_of(sparse: torch.Tensor) -> torch.Tensor:

@@ -251,6 +251,7 @@ def unlike_draws(step: StepOfJob) -> tuple[Sequence[Mapping[str, Any]], Sequence
 
 
 def describe_draws(drawn: Sequence[Mapping[str, Any]]) -> str:
+    """The first of some draws, on one process and on the ranks, in words."""
     first = drawn[0]
     ranks = " and ".join(str(each or "one number") for each in first["ranks"][:3]) or "nothing of the kind"
     return f"one process drew {first['name']} of {first['shape'] or 'one number'} where the ranks drew {ranks}"

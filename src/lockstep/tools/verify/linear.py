@@ -10,6 +10,7 @@ it is no such sum with any weights, the loss compares samples with each other, o
 from __future__ import annotations
 
 import math
+import operator
 
 from lockstep.tools.verify.causes import Difference, StepOfJob, describe_draws, unlike_draws
 from lockstep.tools.verify.compare import Fit, Gradients, Losses
@@ -237,11 +238,10 @@ def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool
     values = [value for each in losses.ranks for value in each]
     if len(values) != len(weights) or None in values or None in losses.one:
         return True
-    mean = sum(weight * float(value or 0) for weight, value in zip(weights, values, strict=True))
-    one = sum(float(value or 0) for value in losses.one)
-    spread = max(float(value or 0) for value in values) - min(float(value or 0) for value in values)
-    most = max(abs(one), *(abs(float(value or 0)) for value in values))
-    return abs(mean - one) <= tolerance * spread + tolerance / 100 * most
+    theirs, one = [float(value or 0) for value in values], sum(float(value or 0) for value in losses.one)
+    mean = sum(map(operator.mul, weights, theirs))
+    spread, most = max(theirs) - min(theirs), max(abs(each) for each in (one, *theirs))
+    return bool(abs(mean - one) <= tolerance * spread + tolerance / 100 * most)
 
 
 def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weights: list[float]) -> tuple[str, str, str]:

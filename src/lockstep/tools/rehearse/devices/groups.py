@@ -25,7 +25,7 @@ from lockstep.tools.rehearse.devices.marks import mark_of
 from lockstep.tools.rehearse.devices.mode import placed
 from lockstep.tools.rehearse.patching import replace, wrap, wrap_everywhere
 
-__all__ = ["install", "nominal_backend"]
+__all__ = ["ProcessGroupNCCL", "install", "nominal_backend"]
 
 # What these would be on a cluster; here all are Lockstep's.
 _REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "xccl"})

@@ -16,7 +16,16 @@ import torch
 from lockstep.tools.rehearse.devices.naming import devices
 from lockstep.tools.rehearse.patching import replace
 
-__all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "install", "set_stream"]
+__all__ = [
+    "Event",
+    "EventOfDevice",
+    "Stream",
+    "StreamContext",
+    "current_stream",
+    "default_stream",
+    "install",
+    "set_stream",
+]
 
 _local = threading.local()
 # The number of CUDA among torch's types of device, as torch's own streams have it.
