@@ -2,9 +2,9 @@
 
 Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: how many samples, `time_first`, `joins`:
 has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much of the step its loader takes
-it for, or None; `indices` of the dataset or None), the fact `made` (batch sizes of torch's loaders, in the order in which they were
-made), and the facts `loaders` (see `_describe`) and `passes` (`loader`, `keys`, `trains`, `finished`, `most`: batches
-to hand out, `asked`: the indices of each batch, None where they are no numbers).
+it for, or None; `indices` of the dataset or None), the fact `made` (batch sizes of torch's loaders, in the order in
+which they were made), and the facts `loaders` (see `_describe`) and `passes` (`loader`, `keys`, `trains`, `finished`,
+`most`: batches to hand out, `asked`: the indices of each batch, None where they are no numbers).
 """
 
 from __future__ import annotations
