@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.batch.plans import note_yielded, num_registrations
 from lockstep.batch.share import BatchShare
-from lockstep.batch.tags import purge, shares_in_memory, tag_batch
+from lockstep.batch.tags import forget, purge, shares_in_memory, tag_batch
 from lockstep.torch_private.dynamo import left_out
 
 __all__ = [
@@ -112,6 +112,7 @@ class Iteration:
                 Iteration._closed = self
                 _forwards.clear()
         self._all.clear()
+        forget(self.number)
 
     def candidates(self, num_updates: int | None) -> list[BatchShare]:
         """What may be in hand; see [Note: in hand].

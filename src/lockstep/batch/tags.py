@@ -27,7 +27,7 @@ from lockstep.errors import InputError
 from lockstep.torch_private.tensors import storage_address
 from lockstep.tree import tensors_in
 
-__all__ = ["Tag", "are_any", "find_tag", "is_filler", "purge", "reset", "shares_in_memory", "tag_batch"]
+__all__ = ["Tag", "are_any", "find_tag", "forget", "is_filler", "purge", "reset", "shares_in_memory", "tag_batch"]
 
 
 class Tag(NamedTuple):
@@ -56,14 +56,15 @@ _FEW = 4
 _purge_at = _FEW  # see [Note: holes]
 _NO_TAG: tuple[None, None] = (None, None)
 _MANY = 512  # tags, as a loop has them that keeps its batches
-_without_tensors: tuple[Any, BatchShare] | None = None  # the batch that was yielded last, if it holds none
+# By number of an iteration that is under way: the batch that it yielded last, if that holds none.
+_without_tensors: dict[int, tuple[Any, BatchShare]] = {}
 
 
 def tag_batch(batch: Any, share: BatchShare, iteration: int = 0) -> None:
     """Tag every tensor in `batch`, whatever it is made of. Local."""
-    global _without_tensors
     tensors = tensors_in(batch)
-    _without_tensors = None if tensors else (batch, share)
+    if not tensors:
+        _without_tensors[iteration] = batch, share
     with _lock:
         for tensor in tensors:
             storage = _storage_of(tensor)
@@ -100,10 +101,14 @@ def purge(at_most: float = math.inf) -> None:
 
 def reset() -> None:
     """Forget all tags. Local."""
-    global _without_tensors
-    _without_tensors = None
+    _without_tensors.clear()
     with _lock:
         _tags.clear()
+
+
+def forget(iteration: int) -> None:
+    """An iteration is over: nobody asks of its batches without tensors any more. Local."""
+    _without_tensors.pop(iteration, None)
 
 
 def are_any() -> bool:
@@ -148,22 +153,25 @@ def is_filler(batch: Any) -> bool:
         [False, True]
     """
     tensors = tensors_in(batch)
-    if not tensors and _without_tensors is not None:
-        return _is_filler_without_tensors(batch, *_without_tensors)
+    if not tensors:
+        return _is_filler_without_tensors(batch)
     tags = map(find_tag, tensors)
     return any(tag is not None and tag.share.local_samples == 0 for tag in tags)
 
 
-def _is_filler_without_tensors(batch: Any, latest: Any, share: BatchShare) -> bool:
-    if share.local_samples:
+def _is_filler_without_tensors(batch: Any) -> bool:
+    latest = list(_without_tensors.values())
+    for yielded, share in latest:
+        values = yielded.values() if isinstance(yielded, Mapping) else yielded
+        parts = (yielded, *values) if isinstance(yielded, Mapping | list | tuple) else (yielded,)
+        if any(batch is part for part in parts):
+            return share.local_samples == 0
+    if all(share.local_samples for _, share in latest):
         return False
-    parts = latest.values() if isinstance(latest, Mapping) else latest if isinstance(latest, list | tuple) else ()
-    if not any(batch is part for part in (latest, *parts)):
-        raise InputError(
-            f"is_filler({type(batch).__name__}): cannot tell, as it holds no tensor and is no part of the batch that "
-            "the loader yielded last, which is a filler: hand it what the loader has yielded"
-        )
-    return True
+    raise InputError(
+        f"is_filler({type(batch).__name__}): cannot tell, as it holds no tensor and is no part of the batch that the "
+        "loader yielded last, which is a filler: hand it what the loader has yielded"
+    )
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

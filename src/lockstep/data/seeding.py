@@ -108,7 +108,7 @@ class _Python(GlobalRng):
 
 def _python_generator() -> Any:
     """What the functions of `random` draw from."""
-    return random.getstate.__self__  # type: ignore[attr-defined]
+    return getattr(random.getstate, "__self__", None)
 
 
 def _python_memory(generator: random.Random) -> bytes:

@@ -193,9 +193,8 @@ class LoaderWatch:
         """A step was taken: its batches were to train on."""
         loaders, passes = [batch["loader"] for batch in self._recorder.step["batches"]], self._recorder.facts["passes"]
         self._trains.update(loaders)
-        for number in set(
-            loaders
-        ):  # the latest, which may have ended before the step; none that was looked into before
+        for number in set(loaders):
+            # The latest, which may have ended before the step; none that was only looked into before.
             [one for one in passes if one["loader"] == number][-1]["trains"] = True
 
     def _forget_looked_at(self, iterator: Any, loader: int) -> None:

@@ -73,11 +73,9 @@ def _copy(target: Tensor, source: Any) -> float:
         return 0.0
     before = target.detach().clone()
     target.copy_(source)
-    return (
-        float((target - before).abs().max() / target.abs().max().clamp(min=1e-30))
-        if target.is_floating_point()
-        else 0.0
-    )
+    if not target.is_floating_point():
+        return 0.0
+    return float((target - before).abs().max() / target.abs().max().clamp(min=1e-30))
 
 
 def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> list[str]:
