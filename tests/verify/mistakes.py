@@ -105,6 +105,8 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if kind == "rounded":
         x, y = torch.cat([x, (x + x.mean()) - x.mean()]), torch.cat([y, y])
     output = model.module(x) if kind == "inner" else model(x)
+    if kind == "coin":
+        return cross_entropy(output, y) + (output.square().mean() if random.random() < 0.5 else 0.0)
     if kind == "twice":
         model.module.penalty = output.square().mean()
     if kind in ("sum", "rounded"):

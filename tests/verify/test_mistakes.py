@@ -62,6 +62,7 @@ CAUSES = {
     "noisy_gradients": ("gradients", "changed"),
     "twice": ("gradients", "past-engine"),
     "flips": ("inputs", "drawn"),
+    "coin": ("loss", "drawn"),
     "skips": ("samples", "skips"),
     "constant_size": ("steps", "fails"),
     "stops": ("steps", "number-of-steps"),
