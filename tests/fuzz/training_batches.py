@@ -6,6 +6,7 @@ batches, of which there is more than one where loaders are zipped.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -88,14 +89,24 @@ def _ahead(loader: Batches, depth: int) -> Iterator[list[Tensor]]:
 
 def _fetched_by_a_thread(loader: Batches, depth: int) -> Iterator[list[Tensor]]:
     queued: queue.Queue[list[Tensor] | None] = queue.Queue(depth)
+    is_over = threading.Event()
 
     def fetch() -> None:
         for batch in loader:
             queued.put(batch)
+            if is_over.is_set():
+                return
         queued.put(None)
 
-    # A program may end by an error in the middle of an epoch, and then nobody takes what the thread puts.
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()
-    yield from iter(queued.get, None)
-    thread.join()
+    try:
+        yield from iter(queued.get, None)
+    finally:
+        # A program may end by an error in the middle of an epoch. A thread that was left would be one from which the
+        # next program of this process may call collectives, as far as the detector of deadlocks can tell.
+        is_over.set()
+        while thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                queued.get_nowait()
+            thread.join(0.01)

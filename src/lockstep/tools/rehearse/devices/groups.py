@@ -25,7 +25,7 @@ from lockstep.tools.rehearse.devices.marks import mark_of
 from lockstep.tools.rehearse.devices.mode import placed
 from lockstep.tools.rehearse.patching import replace, wrap, wrap_everywhere
 
-__all__ = ["ProcessGroupNCCL", "install", "nominal_backend"]
+__all__ = ["NcclOptions", "ProcessGroupNCCL", "install", "nominal_backend"]
 
 # What these would be on a cluster; here all are Lockstep's.
 _REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "xccl"})
@@ -176,19 +176,22 @@ def _on_its_device(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+class NcclOptions:
+    """What `pg_options` is given: accepted, and not used.
+
+    Args:
+        options: become attributes, as `is_high_priority_stream`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.config = SimpleNamespace()
+        vars(self).update(options)
+
+
 class ProcessGroupNCCL:
-    """`dist.ProcessGroupNCCL` of a build without nccl: for what `pg_options` is made from."""
+    """`dist.ProcessGroupNCCL` of a build without nccl."""
 
-    class Options:
-        """Accepted, and not used.
-
-        Args:
-            options: become attributes, as `is_high_priority_stream`.
-        """
-
-        def __init__(self, **options: Any) -> None:
-            self.config = SimpleNamespace()
-            vars(self).update(options)
+    Options = NcclOptions
 
 
 def install() -> None:
