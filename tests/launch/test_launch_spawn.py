@@ -32,10 +32,11 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     multiprocessing.resource_tracker.ensure_running()
     gc.collect()  # what earlier tests have left has descriptors
-    before = sorted(children_of(os.getpid())), len(os.listdir("/proc/self/fd"))
+    children, num_descriptors = sorted(children_of(os.getpid())), len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
-    assert (sorted(children_of(os.getpid())), len(os.listdir("/proc/self/fd"))) == before
+    assert sorted(children_of(os.getpid())) == children
+    assert len(os.listdir("/proc/self/fd")) <= num_descriptors  # a thread of earlier tests may have closed some
     assert not list(tmp_path.glob("lockstep-*"))
 
 

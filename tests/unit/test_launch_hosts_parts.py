@@ -345,7 +345,7 @@ def test_a_host_that_finds_its_store_again_has_left_the_round() -> None:
 
 def test_launchers_that_were_told_different_things() -> None:
     port = find_free_port()
-    join_s = limit_s(4)
+    join_s = limit_s(8)  # until the first one gives up, and none of the others can name it
     zero = rendezvous_of(quick(port, node_rank=0, join_s=join_s))
     pending = in_thread(zero.next_rendezvous)
     deadline = time.monotonic() + limit_s(10)
