@@ -94,8 +94,9 @@ def _measure_ranks(session: Session, recipe: str, batches: Sequence[int], n: int
 
     def add(found: Sequence[dict[str, Any]]) -> None:
         for one in (Series(**item) for item in found):
-            before = earlier[_key_of(one)].samples_s if _key_of(one) in earlier else []
-            session.add(Series(one.parameters, one.contestant, one.iterations, [*before, *one.samples_s]))
+            before = earlier.get(_key_of(one))
+            samples = one.samples_s if before is None else [*before.samples_s, *one.samples_s]
+            session.add(Series(one.parameters, one.contestant, one.iterations, samples))
 
     if session.quick:
         budget = Budget(seconds=0.05, sample_s=0.002, min_rounds=2, max_rounds=3, sweeps=1)

@@ -17,6 +17,7 @@ from lockstep.errors import InputError, InputTypeError, ModelError, NotInitializ
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.batchnorm import SyncBatchNorm
 from lockstep.torch_private.modules import buffers_of
+from lockstep.torch_private.tensors import may_overlap
 
 __all__ = [
     "SPARSE_ADVICE",
@@ -180,17 +181,13 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
             if buffer is None or buffer.numel() == 0 or id(buffer) in seen or full_name in ignored:
                 continue
             seen.add(id(buffer))
-            if buffer.layout is torch.strided and _is_expanded(buffer):
+            if buffer.layout is torch.strided and may_overlap(buffer):
                 raise ModelError(
                     f"buffer {full_name} is expanded: several of its values lie in one place, where those of the first "
                     "rank cannot be written. Register buffer.clone()"
                 )
             entries.append((buffers_of(submodule), name))
     return entries
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def current_buffers(entries: Iterable[tuple[dict[str, torch.Tensor | None], str]]) -> list[torch.Tensor]:

@@ -151,9 +151,9 @@ def _is_without_numbers() -> bool:
 
 def _count_of(args: Any, inputs: list[Tensor], batch: dict[str, Any] | None) -> int:
     """Rows of what enters a module: a list with an entry for each sample of the batch, or else the first tensor's."""
-    first = next((each.size(0) for each in inputs if each.ndim), 0)
-    is_list = bool(args) and isinstance(args[0], list | tuple) and batch is not None
-    return len(args[0]) if is_list and batch is not None and len(args[0]) == batch["rows"] else first
+    if batch is not None and args and isinstance(args[0], list | tuple) and len(args[0]) == batch["rows"]:
+        return len(args[0])
+    return next((each.size(0) for each in inputs if each.ndim), 0)
 
 
 def _came_with(batch: dict[str, Any] | None, count: int) -> dict[str, Any]:

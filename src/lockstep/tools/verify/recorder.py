@@ -154,7 +154,8 @@ class StepRecorder:
         with torch.no_grad(), self.aside():
             if self.settings.is_reference:
                 others = load_state(path, self.roots, self.optimizers)
-                self.facts["begun"] = self.facts["begun"] if step else others
+                if step == 0:
+                    self.facts["begun"] = others
             elif self.rank == 0:
                 dump_state(path, self.roots, self.optimizers)
 
