@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +23,10 @@ from torch.nn.functional import mse_loss
 
 import lockstep
 from ddp_checks import warnings_of_lockstep
+from failing import wait_until
 from lockstep.drift import comparison, engines, watch
 from lockstep.errors import LockstepError, ModelError, RankLost
-from lockstep.testing import limit_s, run_ranks
+from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 BATCH = 6
 WARNING = "nothing was communicated"
@@ -503,6 +507,24 @@ def leave_at_other_times() -> str:
 
 def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
     assert run_ranks(leave_at_other_times, 2, init=False) == ["", ""]
+
+
+def leave_without_one_that_is_killed(trained: Path) -> str:
+    """The other has nothing to tell any more, and its process is gone."""
+    comparison._PATIENCE_S = 3600.0
+    world = lockstep.init()
+    model = best_weights()
+    if dist.get_rank() == 1:
+        wait_until(trained.exists, "the other rank's end")
+        os.kill(os.getpid(), signal.SIGKILL)
+    trained.touch()
+    world.shutdown()
+    return type(model).__name__
+
+
+def test_a_rank_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
+    outcomes = run_ranks(leave_without_one_that_is_killed, 2, tmp_path / "trained", init=False, expect_errors=True)
+    assert outcomes == ["DistributedDataParallel", WorkerDied(1, signal.SIGKILL, 137)]
 
 
 def test_shutdown_raises_and_leaves_the_world() -> None:

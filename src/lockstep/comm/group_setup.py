@@ -140,8 +140,13 @@ class BootstrapStore:
         warn_once(get_logger(__name__), f"{text}. It is refused, and the job continues")
         return None
 
-    def share(self, topic: str, rank: int, world_size: int, text: str, timeout_s: float) -> list[str] | None:
+    def share(
+        self, topic: str, rank: int, world_size: int, text: str, timeout_s: float, watch: Watch | None = None
+    ) -> list[str] | None:
         """Publish a value of this rank under a topic and read those of all ranks, in order. Collective.
+
+        Args:
+            watch: of processes of other ranks; one that ends without having published its value is not waited for.
 
         Returns:
             None if a rank has not published its own within that time.
@@ -157,8 +162,9 @@ class BootstrapStore:
             if now_s >= write_s:  # Again and again, as somebody may remove it, or write over it.
                 self.set(keys[rank], text)
                 write_s = now_s + _WRITE_AGAIN_S
+            gone = watch.dead() if watch is not None else set()  # before its value is looked for, for the last time
             found = self.get_all(keys)
-            if found is not None or now_s > end_s:
+            if found is not None or now_s > end_s or any(self.find(keys[peer]) is None for peer in gone):
                 return found
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)

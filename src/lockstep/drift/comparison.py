@@ -35,12 +35,13 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.backend import nonce_of
+from lockstep.comm.backend import engine_of, nonce_of
 from lockstep.comm.group_nonce import agree_on_nonce
 from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.group_stores import store_of
 from lockstep.drift.engines import AveragingModule, engines, num_writes
 from lockstep.errors import CollectiveMismatch, ModelError
+from lockstep.shm.liveness import Watch
 from lockstep.torch_private.groups import is_registered
 from lockstep.world import World, current_world
 
@@ -263,6 +264,10 @@ class _Meeting:
         self._rank, self._world_size = world.rank, world.world_size
         self._store: BootstrapStore | None = None
         self._has_nonce = nonce_of(world.process_group) is not None
+        engine = engine_of(world.process_group)
+        team = None if engine is None else engine.team
+        near = [] if team is None else [peer for peer in team.near if peer != self._rank]
+        self._near = {peer: team.blocks.identity(peer) for peer in near}
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
             self._store = store_of(world.process_group, "drift")
 
@@ -274,7 +279,7 @@ class _Meeting:
             if not self._has_nonce:
                 nonce = agree_on_nonce(self._store, self._rank, range(self._world_size), _PATIENCE_S)
                 self._store, self._has_nonce = self._store.agreed(nonce), True
-            said = self._store.share(topic, self._rank, self._world_size, json.dumps(own), _PATIENCE_S)
+            said = self._share(self._store, topic, json.dumps(own), _PATIENCE_S)
             if said is not None:
                 return [_read_summary(one, is_known) for one in said]
         self._store = None  # a rank is not there any more, or has taken the store with it
@@ -286,9 +291,14 @@ class _Meeting:
             return
         with contextlib.suppress(RuntimeError):
             if self._rank == 0:
-                self._store.share("has read ", self._rank, self._world_size, "", _STAY_S)
+                self._share(self._store, "has read ", "", _STAY_S)
             else:
                 self._store.set(f"has read {self._rank}", "")
+
+    def _share(self, store: BootstrapStore, topic: str, text: str, timeout_s: float) -> list[str] | None:
+        """`BootstrapStore.share`, which does not wait for a rank of this host whose process has ended."""
+        with contextlib.closing(Watch(self._near)) as watch:
+            return store.share(topic, self._rank, self._world_size, text, timeout_s, watch)
 
 
 def _read_summary(text: str, is_known: Callable[[Any], bool]) -> Summary:
