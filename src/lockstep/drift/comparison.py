@@ -264,10 +264,10 @@ class _Meeting:
         self._rank, self._world_size = world.rank, world.world_size
         self._store: BootstrapStore | None = None
         self._has_nonce = nonce_of(world.process_group) is not None
-        engine = engine_of(world.process_group)
-        team = None if engine is None else engine.team
-        near = [] if team is None else [peer for peer in team.near if peer != self._rank]
-        self._near = {peer: team.blocks.identity(peer) for peer in near}
+        self._near = {}
+        if (engine := engine_of(world.process_group)) is not None:
+            near = [peer for peer in engine.team.near if peer != self._rank]
+            self._near = {peer: engine.team.blocks.identity(peer) for peer in near}
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
             self._store = store_of(world.process_group, "drift")
 
