@@ -64,6 +64,22 @@ def test_counts_that_are_added_up_are_not(after: Callable[[float, int], object],
     assert run_ranks(evaluating, 2, after, 2, backend, init=False) == ["", ""]
 
 
+def with_a_loader_that_is_gone() -> str:
+    accuracy = lockstep.metrics.Accuracy()
+    data = torch.utils.data.TensorDataset(torch.randn(NUM_SAMPLES, 3), torch.zeros(NUM_SAMPLES, dtype=torch.long))
+    with warnings_of_lockstep() as messages, lockstep.init():
+        for x, y in lockstep.DataLoader(data, 5, evaluation=True):
+            accuracy.update(x, y)
+        assert accuracy.compute() <= 1  # of this rank
+    return "\n".join(messages)
+
+
+def test_so_are_those_by_a_loader_in_the_head_of_the_loop() -> None:
+    first, *others = run_ranks(with_a_loader_that_is_gone, 2, init=False)
+    assert first.count(WARNING) == 1
+    assert not any(others)
+
+
 def without_gradients() -> str:
     with torch.no_grad():
         return evaluating(by_hand, evaluation=False)

@@ -4,12 +4,10 @@
 `evaluation=True`, or under no_grad, to its end, and this process has communicated nothing until it walks the loader
 again or leaves the world, then whatever it counted is of one rank's samples. Rank 0 says so, once for each loader.
 That is a fact; whether it is a mistake is not: where each rank writes down predictions of its own, nothing is to be
-added up.
+added up. A loader that is made in the head of the loop is gone before that, so what it ended with is kept here.
 """
 
 from __future__ import annotations
-
-import weakref
 
 import torch.distributed as dist
 
@@ -19,7 +17,7 @@ from lockstep.log import get_logger, warn_once
 __all__ = ["EvaluationWatch", "look_at_evaluations"]
 
 _logger = get_logger(__name__)
-_pending: weakref.WeakSet[EvaluationWatch] = weakref.WeakSet()
+_pending: set[EvaluationWatch] = set()  # that ended, and whose counts may not be added up yet
 
 
 class EvaluationWatch:
@@ -47,6 +45,7 @@ class EvaluationWatch:
             "of its own there is nothing to do"
         )
         self._communication = communication()
+        _pending.difference_update([each for each in _pending if each._communication != self._communication])
         _pending.add(self)
 
     def look(self) -> None:
