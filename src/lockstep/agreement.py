@@ -86,7 +86,8 @@ def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch
 
     Args:
         group: default the default group.
-        accelerator: the one that this rank works on; default the current one of the kind that the group takes.
+        accelerator: the one that this rank works on; default, and where the group takes no tensors of that kind, the
+            current one of the kind that it takes.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None, "no process group is open"
@@ -96,4 +97,4 @@ def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch
         kinds = set(device_types_of(group))
     if "cpu" in kinds:
         return torch.device("cpu")
-    return torch.device(min(kinds)) if accelerator is None else accelerator
+    return torch.device(min(kinds)) if accelerator is None or accelerator.type not in kinds else accelerator

@@ -257,6 +257,10 @@ def losses(run: Context, backend: str) -> dict[str, Any]:
     share = mse_loss(model(mine(inputs)), torch.zeros_like(own), reduction="sum") / features.numel()
     lockstep.global_loss(share * world.world_size).backward()
     facts["global_loss"] = _compare(model, reference, 1e-12)
+    number, names = torch.tensor(world.rank + 1.0), torch.tensor([world.rank])  # on the CPU, as scripts count
+    mean = sum(range(1, world.world_size + 1)) / (2 * world.world_size)
+    close(lockstep.mean(number, 2), torch.tensor(mean), 1e-6, "mean of numbers on the CPU")
+    same(lockstep.all_gather(names).tolist(), list(range(world.world_size)), "rows on the CPU")
     world.shutdown()
     return facts
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ from ddp_checks import (
     twins,
 )
 from lockstep import DistributedDataParallel
-from lockstep.errors import InputError, InputTypeError, ModelError, ModelMismatch, NotInitialized
+from lockstep.agreement import collective_device
+from lockstep.errors import InputError, InputTypeError, LockstepError, ModelError, ModelMismatch, NotInitialized
 from lockstep.testing import run_ranks
 
 # ---- models that differ -----------------------------------------------------------------------------------
@@ -403,3 +405,19 @@ def test_models_that_were_changed_after_they_were_wrapped_are_an_error(how: str)
 @pytest.mark.parametrize("how", ["initialised alike", "loaded on all", "not at all"])
 def test_models_that_all_ranks_have_changed_alike_are_fine(how: str) -> None:
     assert run_ranks(change_after_wrapping, 2, how) == ["", ""]
+
+
+# ---- devices --------------------------------------------------------------------------------------------------
+
+
+def wrap_on_the_cpu() -> tuple[LockstepError, str]:
+    """As on nccl, which takes tensors of the GPU alone."""
+    with mock.patch.object(dist, "get_backend_config", return_value="meta:lockstep"):
+        return error_of(lambda: DistributedDataParallel(mlp())), collective_device(None, torch.device("cpu")).type
+
+
+def test_a_model_that_was_not_moved_to_the_device() -> None:
+    for error, device in run_ranks(wrap_on_the_cpu, 2):
+        assert "the model lies on the CPU" in str(error)
+        assert "DistributedDataParallel(model.to(world.device))" in str(error)
+        assert device == "meta"  # where numbers of the CPU are added up

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -23,10 +26,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     search = callsite._search
 
-    def counting() -> object:
+    def counting(frame: FrameType | None) -> object:
         found.append(1)
-        site, frame, depth = search()
-        return site, frame, depth - 1  # this function's own frame
+        return search(frame)
 
     monkeypatch.setattr(callsite, "_search", counting)
     return found
@@ -89,6 +91,26 @@ def test_functions_that_are_gone_are_not_taken_for_new_ones() -> None:
         call = names["call"]
         assert callable(call)
         assert call() == (f"/home/user/script{number}.py", number + 2, "call")
+
+
+@pytest.mark.parametrize("in_another", [False, True])
+def test_line_of_a_backward_pass_that_autograd_runs_in_a_thread_of_its_own(in_another: bool) -> None:
+    """As it does on a GPU: the thread of the hook has no line of the user's. Of two that wait, nobody knows which."""
+    sites: list[callsite.CallSite] = []
+    note = eval("lambda: sites.append(locate())", {"sites": sites, "locate": callsite.make_locator()})
+
+    def start(function: Callable[[], object]) -> None:
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    weight, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+    other.register_hook(lambda _: start(note))
+    pass_of_another = other.sum().backward
+    weight.register_hook(lambda _: start(pass_of_another if in_another else note))
+    weight.sum().backward()
+    ((file, line, _),) = sites
+    assert linecache.getline(file, line).strip() == ("" if in_another else "weight.sum().backward()")
 
 
 def test_function_of_ours_is_named_beside_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

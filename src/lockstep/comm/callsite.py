@@ -6,6 +6,10 @@ through many calls, so its object is mostly there already. If the same instructi
 collective at that depth before, that frame is taken without a search. An unknown instruction costs a search through all
 frames. Instructions are known by the identity of their code object, which is kept alive, because hashing a code object
 reads all of its bytecode.
+
+[Note: the backward pass on a GPU] Autograd runs it in a thread of its own, for each GPU one, while the thread that
+called `backward()` waits. A collective that a hook calls there has no line of the user's above it. So the line is that
+from which a backward pass was called, where one thread alone is in such a call.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
+
+import torch
 
 from lockstep.frames import is_internal_file, public_call
 
@@ -59,8 +65,10 @@ def make_locator() -> Callable[[], CallSite]:
             return known[id(frame.f_code)][frame.f_lasti]
         except (ValueError, KeyError):
             pass
-        site, found, found_at = _search()
-        if found is not None and found_at <= _DEEPEST:
+        site, found, found_at = _search(_getframe(1))
+        if found is None:
+            return _find_call_of_backward()
+        if found_at <= _DEEPEST:
             depth = found_at
             if len(codes) >= _MAX_KNOWN:
                 codes.clear()
@@ -76,11 +84,22 @@ def make_locator() -> Callable[[], CallSite]:
 call_site = make_locator()
 
 
-def _search() -> tuple[CallSite, FrameType | None, int]:
-    """The site, its frame, and how far that is from the caller of this function."""
+def _find_call_of_backward() -> CallSite:
+    """The line of another thread from which this one runs a backward pass. See [Note: the backward pass on a GPU]."""
+    passes = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+    sites = set()
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None and frame.f_code not in passes:
+            frame = frame.f_back
+        sites |= {_search(frame)[0]} if frame is not None else set()
+    return sites.pop() if len(sites) == 1 else _UNKNOWN
+
+
+def _search(frame: FrameType | None) -> tuple[CallSite, FrameType | None, int]:
+    """The user's innermost site from this frame on, its frame, and how deep that is, where this one is at depth 1."""
     depth = 1
     called = None
-    frame: FrameType | None = _getframe(2)
     while frame is not None:
         code = frame.f_code
         file = code.co_filename

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
+from lockstep.agreement import collective_device
 from lockstep.drift.comparison import note_end
 from lockstep.drift.engines import is_engine
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
@@ -23,6 +24,7 @@ __all__ = [
     "SPARSE_ADVICE",
     "PassesForTorchs",
     "check_bucket_cap",
+    "check_device",
     "check_group",
     "check_module",
     "check_parameters",
@@ -70,6 +72,16 @@ def check_group(process_group: object) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise InputTypeError(f"process_group must be a ProcessGroup or None, got {type(group).__name__}")
     return group
+
+
+def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Whether the group takes what lies where the model does."""
+    kind = collective_device(group).type
+    if device.type == "cpu" != kind:
+        raise ModelError(
+            f"the model lies on the CPU, and {dist.get_backend(group)} moves what lies on {kind} devices: write "
+            "DistributedDataParallel(model.to(world.device)), or open the world with lockstep.init(device='cpu')"
+        )
 
 
 def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:

@@ -28,6 +28,7 @@ from lockstep.parallel.buckets import plan_buckets
 from lockstep.parallel.checks import (
     PassesForTorchs,
     check_bucket_cap,
+    check_device,
     check_group,
     check_module,
     check_parameters,
@@ -213,6 +214,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self._names, self._parameters_to_reduce = list(named), list(named.values())
         keep_memory_of_gradients(each for index, each in enumerate(named.values()) if index not in self._sparse)
         self.device, self._dtype = self._parameters_to_reduce[0].device, self._parameters_to_reduce[0].dtype
+        check_device(self.device, group)
         self._own = frozenset(map(id, self._parameters_to_reduce))
         self.changes = ParameterChanges(module, self._own, ignored)
         self.check_unread()

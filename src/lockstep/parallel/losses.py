@@ -195,7 +195,7 @@ class Origin:
             total: of this rank.
             count: of this rank.
         """
-        device = self._device(total)
+        device = self.device(total)
         has_graph = torch.is_grad_enabled() and total.requires_grad
         own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
         own = own.zero_() if self.is_filler else own.masked_fill(_is_nothing(own[0], own[1]), 0)
@@ -208,13 +208,14 @@ class Origin:
         """The mean of what comes back on each rank, weighted. Collective. See [Note: what becomes of the value]."""
         if self.world_size == 1:
             return gradient
-        own = gradient.detach().to(self._device(gradient), torch.float64)
+        own = gradient.detach().to(self.device(gradient), torch.float64)
         # Not multiplied by zero: what a filler sample gives may be infinite.
         own = torch.stack([own, torch.ones_like(own)]) * self.weight if self.weight else own.new_zeros(2)
         dist.all_reduce(own, group=self.group)
         return (own[0] / own[1]).to(gradient.device, gradient.dtype)
 
-    def _device(self, tensor: Tensor) -> torch.device:
+    def device(self, tensor: Tensor) -> torch.device:
+        """Where the group takes what is added up or gathered: that of the tensor, or nccl's. Local."""
         return tensor.device if self.group is None else collective_device(self.group, tensor.device)
 
 
@@ -375,6 +376,7 @@ class _GatherRows(torch.autograd.Function):
         if group is None or group.size() == 1:
             ctx.begin, ctx.end = 0, len(own)
             return own.clone()
+        own = own.to(origin.device(features))
         sizes = torch.zeros(group.size(), dtype=torch.int64, device=own.device)
         sizes[group.rank()] = len(own)
         dist.all_reduce(sizes, group=group)
@@ -385,7 +387,7 @@ class _GatherRows(torch.autograd.Function):
         padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in rows]
         dist.all_gather(parts, padded, group=group)
-        gathered = torch.cat([part[:size] for part, size in zip(parts, rows, strict=True)])
+        gathered = torch.cat([part[:size] for part, size in zip(parts, rows, strict=True)]).to(features.device)
         if not len(gathered):
             raise InputError("all_gather: no rank has a row")
         if not features.is_floating_point():
@@ -395,9 +397,10 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         origin: Origin = ctx.origin
-        gradient = torch.zeros_like(gradient) if origin.is_filler else (gradient * origin.weight).contiguous()
+        own = torch.zeros_like(gradient) if origin.is_filler else (gradient * origin.weight).contiguous()
         if origin.world_size > 1:
-            dist.all_reduce(gradient, group=origin.group)
+            own = own.to(origin.device(gradient))
+            dist.all_reduce(own, group=origin.group)
         if origin.is_filler:
             return gradient.new_zeros(ctx.shape), None
-        return (gradient[ctx.begin : ctx.end] / origin.weight).to(gradient.dtype), None
+        return (own[ctx.begin : ctx.end] / origin.weight).to(gradient), None
