@@ -16,6 +16,7 @@ import os
 import stat
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -357,6 +358,8 @@ def _open(
     _meet(backend, topology, store, init_method, limit)
     if "nccl" in backend:
         nccl_end.abort_at_exit()
+        # It is this rank's: `choose_device` has made it the current one.
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
     return World(topology, chosen_device, backend, owns_group=True)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import lockstep
 from check_groups import expect_nccl_error
-from gpu_context import Context, same
+from gpu_context import Context, make_model, same
 from lockstep.errors import SetupError
 
 
@@ -30,11 +31,29 @@ def killed(run: Context, backend: str) -> dict[str, Any]:
     raise AssertionError("nobody noticed")
 
 
-def left_open(run: Context, fails: str) -> dict[str, Any]:
-    """The world is not shut down; by a script that fails, or that has forgotten it."""
-    run.init("nccl")
+def killed_in_backward(run: Context, backend: str) -> dict[str, Any]:
+    """The last rank kills itself before the averaging that the others wait in; on a GPU autograd's thread calls it."""
+    world = run.init(backend)
+    model = lockstep.DistributedDataParallel(make_model(torch.float32, run.device))
+    for step in range(3):
+        loss = model(torch.ones(2, 12, device=run.device)).mean()
+        if step == 2 and world.rank == world.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+    raise AssertionError("nobody noticed")
+
+
+def left_open(run: Context, how: str) -> dict[str, Any]:
+    """The group is not destroyed; by a script that fails, that has forgotten it, or that knows torch alone."""
+    if how == "plain":
+        dist.init_process_group("nccl" if run.is_cuda else "gloo")
+    else:
+        run.init("nccl")
+    with warnings.catch_warnings(record=True) as caught:
+        dist.barrier()
+    assert how == "plain" or not caught, caught
     dist.all_reduce(torch.ones(4, device=run.device))
-    assert fails != "fails", "this check fails on purpose"
+    assert how != "fails", "this check fails on purpose"
     return {}
 
 

@@ -99,6 +99,8 @@ def _apart() -> list[Check]:
 
 _NO_WARNING = r"(?s)\A(?!.*destroy_process_group\(\) was not called)"
 
+_LEFT_OPEN = {"ends": "ends", "fails": "fails", "plain": "knows torch alone, and ends,"}
+
 _MEASURES = [
     Check(
         "measure-host-syncs",
@@ -213,16 +215,25 @@ TABLE: list[Check] = [
         says=(r"rank 1 \(pid \d+\) was killed by signal 9", r"check_endings\.py:\d+"),
         breaks=True,
     ),
+    Check(
+        "killed-in-backward",
+        "the same in a backward pass, whose line is named",
+        "check_endings:killed_in_backward",
+        ("lockstep",),
+        nproc=2,
+        says=(r"rank 1 \(pid \d+\) was killed by signal 9", r"rank 0 was .* at .*check_endings\.py:\d+"),
+        breaks=True,
+    ),
     *(
         Check(
             f"left-open-{how}",
-            f"a script that {how} with its world open: torch does not warn of a group of nccl",
+            f"a script that {_LEFT_OPEN[how]} with its group open: torch does not warn of a group of nccl",
             "check_endings:left_open",
             (how,),
             says=(_NO_WARNING, *said),
             breaks=how == "fails",
         )
-        for how, said in (("ends", ()), ("fails", (r"this check fails on purpose",)))
+        for how, said in (("ends", ()), ("fails", (r"this check fails on purpose",)), ("plain", ()))
     ),
     Check(
         "one-gpu-two-ranks",

@@ -170,3 +170,24 @@ def test_programs_that_know_two_backends() -> None:
     assert knows_two_backends("AssertionError", trace)
     assert not knows_two_backends("ValueError", trace)
     assert not knows_two_backends("AssertionError", trace.replace("nccl", "mpi"))
+
+
+# As torch 2.11 has raised it on an H200.
+NCCL = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage, NCCL version 2.28.9
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60", "NCCL: Duplicate GPU detected : rank 1"),
+        ("socketProgress: Connection closed by remote peer", "NCCL: socketProgress: Connection closed by remote peer"),
+        ("", "NCCL error in: "),
+    ],
+)
+def test_of_nccls_errors_the_last_line_counts(last: str, expected: str) -> None:
+    found = first_reason(NCCL + last)
+    assert found.startswith(expected)
+    assert ("each rank needs a GPU of its own" in found) == ("Duplicate" in last)

@@ -3,8 +3,8 @@
 [Note: nccl at the end] NCCL's group aborts its communicators when the interpreter frees it, since nobody wants a result
 any more, and warns that `destroy_process_group()` was not called. A script that ends with an error could not call it:
 its peers are not there, and `destroy_process_group()` waits for them. So an exit handler aborts the groups of a world
-of ours a moment earlier, after which the destructor has nothing to do or to say. (Read in torch's source,
-`ProcessGroupNCCL.cpp`.)
+of ours, or of any script under our launcher, a moment earlier, after which the destructor has nothing to do or to say.
+(Read in torch's source, `ProcessGroupNCCL.cpp`.)
 """
 
 from __future__ import annotations

@@ -176,12 +176,19 @@ def register(module: ModuleType) -> None:
 
 
 def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_process_group` that tells the launcher, which can then name ranks that never joined a group."""
+    """`init_process_group` that tells the launcher, which can then name ranks that never joined a group.
+
+    And that ends nccl's groups which the script leaves open, as a world of ours does.
+    """
 
     def init_process_group(*values: Any, **options: Any) -> Any:
         result = original(*values, **options)
         assert _module is not None
         rank_status.note_joined(_module.get_rank(), _module.get_world_size())
+        if "nccl" in _module.get_backend():
+            from lockstep.comm.nccl_end import abort_at_exit  # needs all of torch.distributed, which was not there yet
+
+            abort_at_exit()
         return result
 
     return init_process_group

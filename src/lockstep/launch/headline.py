@@ -33,6 +33,9 @@ _KEYS = re.compile(r"(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<ke
 _QUOTED = re.compile(r'"([^"]*)"')
 _WRAPPERS_PREFIX = "module."
 _MAX_REASON_CHARS = 200
+# nccl's own words stand at the end of what torch raises; often there are none.
+_NCCLS = re.compile(r"NCCL error in: .*^Last error:\s*\n(?P<reason>[^\n]+)", re.MULTILINE | re.DOTALL)
+_SHARED_GPU = "Duplicate GPU detected"
 # What Hugging Face Accelerate says of a backend that is not in its list.
 _REFUSED_BACKEND = re.compile(r"Your assigned backend \S*lockstep\S* is not ava\w+")
 # `assert backend in ["gloo", "nccl"]`, as programs for detection have it before they pickle objects into tensors.
@@ -98,6 +101,9 @@ def why_worker_is_gone(message: str, trace: str) -> str | None:
 
 def first_reason(message: str) -> str:
     """The first line of a text; where that ends with a colon, also what follows it, and what a pattern in it means."""
+    if (found := _NCCLS.match(message)) is not None:
+        hint = " (each rank needs a GPU of its own: cuda:LOCAL_RANK, and as many GPUs)"
+        return f"NCCL: {found['reason'].strip()}{hint if _SHARED_GPU in found['reason'] else ''}"
     lines = [line.strip() for line in message.strip().splitlines()]
     if len(lines) < 2 or not lines[0].endswith(":"):
         return lines[0] if lines else ""
