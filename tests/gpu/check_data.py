@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from gpu_context import Context, close, make_model, same
@@ -67,6 +67,37 @@ def loader_under_load(run: Context) -> dict[str, Any]:
             same(float((rows.double().mean(1) - labels).abs().max()), 0.0, "error on another stream")
     world.shutdown()
     return {"batches": len(sums)}
+
+
+class _Noisy(Dataset[torch.Tensor]):
+    """Rows that lie on the device, and noise that is drawn there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rows = torch.arange(24.0, device=device)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index] + torch.rand((), device=self.rows.device)
+
+
+def loader_draws(run: Context) -> dict[str, Any]:
+    """What samples draw on the device is the same on any number of ranks, and what the training draws stays."""
+    world = run.init("nccl", seed=0)
+    data = _Noisy(run.device)
+    state = torch.cuda.get_rng_state() if run.is_cuda else torch.get_rng_state()
+    found = [
+        torch.cat([*lockstep.DataLoader(data, 6, shuffle=True, seed=3, rank=rank, world_size=size)]).sort()[0]
+        for size in (1, 3)
+        for rank in range(size)
+    ]
+    after = torch.cuda.get_rng_state() if run.is_cuda else torch.get_rng_state()
+    assert torch.equal(state, after), "the training's stream was moved"
+    whole, *parts = found
+    close(torch.cat(parts).sort()[0], whole, 0.0, "samples of three ranks")
+    world.shutdown()
+    return {}
 
 
 def metrics(run: Context, backend: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ torch's CPU generator and numpy's legacy one are both a Mersenne Twister that ke
 its seed, so they get different halves of the hash: with the same half, a dataset that draws
 from both would see two copies of one stream.
 
-Generators of accelerators stay as they are: a dataset has no business drawing there, and
-touching them would initialise the device in every worker.
+CUDA's is the one of the current device, and only in a process that uses CUDA already: touching it
+would initialise the device in every worker.
 """
 
 from __future__ import annotations
@@ -214,11 +214,41 @@ def _is_numpys_as_known() -> bool:
     return _memory_of(example) == np.append(state["key"], state["pos"]).astype(np.uint32).tobytes()
 
 
-GLOBAL_RNGS: Sequence[GlobalRng] = (_Torch(), _Python(), _Numpy())
+class _Cuda(GlobalRng):
+    """torch's generator on the current GPU: a dataset may hold its data there, and draw there. None without CUDA."""
+
+    def seed(self, value: int) -> None:
+        generator = _cudas_generator()
+        if generator is not None:
+            generator.manual_seed(value)
+
+    def state(self) -> torch.Tensor | None:
+        generator = _cudas_generator()
+        return None if generator is None else generator.get_state()
+
+    def restore(self, state: torch.Tensor | None) -> None:
+        generator = _cudas_generator()
+        if generator is not None and state is not None:
+            generator.set_state(state)
+        elif generator is not None:  # CUDA was initialised meanwhile
+            generator.manual_seed(torch.initial_seed())  # as `torch.manual_seed` would have had it
+
+    def is_at(self, state: torch.Tensor | None) -> bool:
+        now = self.state()
+        return now is state or (now is not None and state is not None and _bytes_of(now) == _bytes_of(state))
+
+
+def _cudas_generator() -> torch.Generator | None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+GLOBAL_RNGS: Sequence[GlobalRng] = (_Torch(), _Python(), _Numpy(), _Cuda())
 
 
 def seed_global_rngs(value: int) -> None:
-    """Start the process-wide generators of torch (CPU), numpy and `random` anew.
+    """Start the process-wide generators of torch, numpy and `random` anew.
 
     Args:
         value: 0 … 2**64-1.
@@ -229,11 +259,11 @@ def seed_global_rngs(value: int) -> None:
 
 def states_after(value: int) -> Sequence[Any]:
     """The states in which `seed_global_rngs` leaves the generators. They are to be put back afterwards."""
-    return _states_after(value, _mersenne_twister())
+    return _states_after(value, _mersenne_twister(), _cudas_generator())
 
 
 @lru_cache(maxsize=4)
-def _states_after(value: int, _: Any) -> Sequence[Any]:
+def _states_after(value: int, *_: Any) -> Sequence[Any]:
     seed_global_rngs(value)
     return [rng.state() for rng in GLOBAL_RNGS]
 

@@ -6,13 +6,13 @@ holds here is a source: it fetches the samples, seeds them and collates them. Tw
 - a dataset whose `__getitem__` takes a keyword `generator` is handed a `torch.Generator` of its
   own for each sample. This is the clean way, and free of the process-wide generators. torch's
   wrappers (`Subset`, `ConcatDataset`, `StackDataset`) are looked into, and hand it on.
-- everything else may draw from the process-wide generators of torch, numpy or `random`, as most transforms do. They
-  are seeded anew before each sample, and once more before a collate function of the user's.
+- everything else may draw from the process-wide generators of torch (also on the current GPU), numpy or `random`, as
+  most transforms do. They are seeded anew before each sample, and once more before a collate function of the user's.
 
 A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded once for it. If it then draws, its
 samples depend on which of them a rank fetches together, and so on the number of ranks.
 
-[Note: generators that nobody draws from] Seeding all three generators takes longer than fetching a cheap sample, and
+[Note: generators that nobody draws from] Seeding all generators takes longer than fetching a cheap sample, and
 most datasets draw from one of them or from none. So it is measured. A generator that no sample has drawn from yet has
 one state throughout a batch, which depends on seed and epoch alone; so it does not matter which samples come before.
 Whether it was drawn from is seen by comparing: after each sample of the first batch that a process fetches, later after
