@@ -56,6 +56,66 @@ def test_circle_of_asynchronous_calls() -> None:
     check_round(run_ranks(go_round, 4, True))
 
 
+LARGE = 4 << 20  # bytes, too many to be sent before they are asked for
+
+
+def both_receive() -> None:
+    dist.recv(torch.ones(2), 1 - dist.get_rank())
+
+
+def both_send() -> None:
+    dist.send(torch.ones(LARGE // 4), 1 - dist.get_rank())
+
+
+def one_receives() -> None:
+    dist.recv(torch.ones(2), 1) if dist.get_rank() == 0 else dist.barrier()
+
+
+def one_receives_in_another_group() -> None:
+    group = dist.new_group()
+    dist.send(torch.ones(LARGE // 4), 1, group=group) if dist.get_rank() == 0 else dist.all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize("call", [both_receive, both_send, one_receives, one_receives_in_another_group])
+def test_messages_that_nobody_sends_or_receives(call: Callable[[], None]) -> None:
+    for outcome in run_ranks(call_together, 2, call):
+        expect(outcome, CollectiveMismatch, (), "wait for each other", "rank 0", "rank 1", "Send before you wait")
+
+
+def call_together(call: Callable[[], None]) -> Caught:
+    dist.barrier()
+    return attempt(call)
+
+
+def exchange_slowly() -> bool:
+    """Messages that are under way while their ranks wait for something else, for longer than it takes to be sure."""
+    mine, theirs = torch.full((LARGE // 4,), 1.0 + dist.get_rank()), torch.zeros(LARGE // 4)
+    pause = threading.Event()
+    if dist.get_rank() == 0:
+        sent = dist.isend(mine, 1)
+        expected = dist.irecv(theirs, 1)
+        dist.barrier()
+        expected.wait()
+        sent.wait()
+        dist.send(mine, 1)  # to a rank that computes
+        dist.recv(theirs, 1)  # of one that computes
+    else:
+        pause.wait(LONG_S)
+        dist.recv(theirs, 0)
+        dist.barrier()
+        pause.wait(LONG_S)
+        dist.send(mine, 0)
+        pause.wait(LONG_S)
+        dist.recv(theirs, 0)
+        pause.wait(LONG_S)
+        dist.send(mine, 0)
+    return bool((theirs == 2.0 - dist.get_rank()).all()) and group_works()
+
+
+def test_messages_that_are_under_way_are_no_standstill() -> None:
+    assert run_ranks(exchange_slowly, 2) == [True, True]
+
+
 def call_from_a_thread() -> tuple[bool, bool]:
     """Each waits in another group for the other; but rank 0 has a thread that comes, if late."""
     first, second = dist.new_group(), dist.new_group()
@@ -163,5 +223,5 @@ def test_long_wait_is_looked_at_twice_a_second(has_other_callers: bool, monkeypa
     """Whoever suspects a circle waits until every rank of it has confirmed its wait, in a look."""
     monkeypatch.setattr(deadlock, "_has_other_callers", has_other_callers)
     waits: Any = NobodyWaits()
-    detector = deadlock.DeadlockDetector(waits, [0, 1], 0, "a group", lambda: "a call", Runner("unused"))
+    detector = deadlock.DeadlockDetector(waits, [0, 1], 0, "a group", Runner("unused"), lambda: "a call")
     assert detector.look([1], 10.0, 60.0) <= 0.5

@@ -1,8 +1,9 @@
-"""The deadlock detector: ranks that wait for each other in different groups get an error within a second.
+"""The deadlock detector: ranks that wait for each other in different calls get an error within a second.
 
 Fingerprints find ranks that come for different things in one group. If one rank calls group A and then B, and another B
 and then A, each waits in a group of its own, and nobody ever comes for the wrong thing. What shows is a cycle: rank 0
-waits in A for rank 1, which waits in B for rank 0.
+waits in A for rank 1, which waits in B for rank 0. The same holds for messages: two ranks that both receive first, or a
+rank that receives from one that is in a collective.
 
 A rank that has waited for a moment publishes its wait in its control block of the default group, which all ranks map:
 in which collective it waits, and for whom. While it waits, it follows the ranks that it waits for, and those
@@ -11,10 +12,12 @@ that they wait for, and looks whether this leads back to itself.
 [Note: no false alarm] An error where none is would be worse than a late one, so a rank counts as waiting only if it
 cannot come to any other collective meanwhile: its main thread is the one that waits, no other thread of it has ever
 called a collective or is in the user's code, from where it may call its first (threads of libraries, such as those of
-a progress bar or a DataLoader, are none of these), no other group has asynchronous calls left to run, and its wait is
-no short try. And a cycle counts only if it is seen twice, `_CONFIRM_S` apart, with every rank of it in the very same
-wait, and if every rank has confirmed its wait in between, which means that it has looked again whether those it waits
-for have come. Then none of them can have come in between: the first to come would have had to stop waiting before.
+a progress bar or a DataLoader, are none of these), no other group has asynchronous calls left to run, no other send or
+receive of it is under way, and its wait is no short try. And a cycle counts only if it is seen twice, `_CONFIRM_S`
+apart, with every rank of it in the very same wait, and if every rank has confirmed its wait in between, which means
+that it has looked again whether those it waits for have come. Then none of them can have come in between: the first to
+come would have had to stop waiting before. A rank that sends to one that receives from it is no cycle: a large message
+may be on its way between them.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 from lockstep.comm.contract import PublishedWaits
 from lockstep.comm.work import Runner
@@ -35,9 +40,12 @@ from lockstep.shm.sync import FailureKind, PeerFailure
 
 __all__ = [
     "MAIN_THREAD",
+    "WAIT_FOR_EACH_OTHER",
     "Deadlock",
     "DeadlockDetector",
+    "Messages",
     "forget_other_callers",
+    "note_messages",
     "note_other_caller",
     "threads_in_users_code",
 ]
@@ -54,6 +62,12 @@ _CONFIRM_LOOKS_EVERY_S = 0.05
 _LAST_WORD_S = 2.0
 _MAX_AWAITED = 16
 
+WAIT_FOR_EACH_OTHER = "the ranks wait for each other"
+_ORDER_OF_GROUPS = "Ranks that share several groups must call them in the same order."
+_ORDER_OF_MESSAGES = (
+    "Send before you wait for the receiver: start messages by isend and irecv, or by batch_isend_irecv, and wait later."
+)
+
 _has_other_callers = False
 MAIN_THREAD = threading.main_thread().ident
 
@@ -68,6 +82,21 @@ def forget_other_callers() -> None:
     """Count on the main thread alone again. Local; for a process that takes another job without such threads."""
     global _has_other_callers
     _has_other_callers = False
+
+
+class Messages(Protocol):
+    """The sends and receives of a group on this rank."""
+
+    def has_unfinished(self, besides: object = None) -> bool:
+        """Whether one is under way, other than this."""
+
+
+_messages: weakref.WeakSet[Messages] = weakref.WeakSet()
+
+
+def note_messages(messages: Messages) -> None:
+    """Ask these, too, whether a rank that waits has anything under way. Local."""
+    _messages.add(messages)
 
 
 def threads_in_users_code() -> set[int]:
@@ -105,7 +134,7 @@ class _Wait:
 
 
 class Deadlock(PeerFailure):  # never leaves the package, as others of its kind
-    """A wait for ranks that wait for this one, in other groups.
+    """A wait for ranks that wait for this one, in other calls.
 
     Attributes:
         text: which ranks wait in what.
@@ -126,8 +155,8 @@ class DeadlockDetector:
         global_ranks: global rank of each rank of this group.
         rank: this rank in this group.
         group_name: how errors call this group.
-        where: tells in which collective this rank is, and from which line.
         runner: runs the asynchronous calls of this group.
+        where: tells in which collective, send or receive this rank is, and from which line.
     """
 
     def __init__(
@@ -136,8 +165,8 @@ class DeadlockDetector:
         global_ranks: Sequence[int],
         rank: int,
         group_name: str,
-        where: Callable[[], str],
         runner: Runner,
+        where: Callable[[], str],
     ) -> None:
         self._waits = waits
         self._global_ranks = tuple(global_ranks)
@@ -150,13 +179,14 @@ class DeadlockDetector:
         self._suspects: dict[int, int] = {}  # rank -> serial of its wait
         self._suspected_at_ns = 0
 
-    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> float:
+    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float, message: object = None) -> float:
         """Look at a wait of this rank for ranks of the group that have not come.
 
         Args:
             missing: ranks of the group that have not come.
             waited_s: seconds since the wait began.
             timeout_s: seconds from then until the wait gives up by itself.
+            message: the send or receive that is waited for; None in a collective.
 
         Returns:
             Seconds after which it wants to look again: soon, if there is a cycle to be confirmed.
@@ -168,7 +198,7 @@ class DeadlockDetector:
             return math.inf
         if waited_s < _PUBLISH_AFTER_S:
             return _PUBLISH_AFTER_S - waited_s
-        if not self._is_blocked():
+        if not self._is_blocked(message):
             self.end()
             return _LOOK_AGAIN_S
         awaited = sorted(self._global_ranks[rank] for rank in missing)[:_MAX_AWAITED]
@@ -194,9 +224,13 @@ class DeadlockDetector:
             self._waits.withdraw_wait()
         self._suspects = {}
 
-    def _is_blocked(self) -> bool:
-        """Whether this rank cannot come to any other collective before this wait ends."""
+    def _is_blocked(self, message: object) -> bool:
+        """Whether this rank cannot do anything for another before this wait ends."""
         if _has_other_callers or self._runner.has_unfinished_elsewhere():
+            return False
+        if any(each.has_unfinished(besides=message) for each in list(_messages)):
+            return False
+        if message is not None and self._runner.unfinished:
             return False
         if threading.get_ident() != MAIN_THREAD and not self._runner.is_awaited_by_main:
             return False
@@ -240,12 +274,17 @@ class DeadlockDetector:
                 cycle = [rank]
                 while cycle[-1] != self._rank:
                     cycle.append(came_from[cycle[-1]])
-                return {member: serials[member] for member in cycle}
+                return {} if self._may_be_exchanging(cycle) else {member: serials[member] for member in cycle}
             for peer in wait.awaited:
                 if peer not in came_from:
                     came_from[peer] = rank
                     frontier.append(peer)
         return {}
+
+    def _may_be_exchanging(self, cycle: Sequence[int]) -> bool:
+        """Whether one of two ranks sends, and the other receives. See [Note: no false alarm]."""
+        verbs = [wait.where.partition("(")[0] for rank in cycle if (wait := self._wait_of(rank)) is not None]
+        return len(cycle) == 2 and sorted(verbs) == ["recv", "send"]
 
     # ---- the error ------------------------------------------------------------------------------
 
@@ -265,11 +304,9 @@ class DeadlockDetector:
             f"{', '.join(map(str, wait.awaited))}"
             for rank, wait in waits.items()
         ]
-        text = (
-            "the ranks came to their groups in different orders, and wait for each other:\n"
-            + "\n".join(lines)
-            + "\nRanks that share several groups must call them in the same order."
-        )
+        is_of_messages = any(wait.where.startswith(("recv(", "send(")) for wait in waits.values())
+        advice = _ORDER_OF_MESSAGES if is_of_messages else _ORDER_OF_GROUPS
+        text = f"{WAIT_FOR_EACH_OTHER}:\n" + "\n".join(lines) + f"\n{advice}"
         return text, tuple(culprits)
 
     def _name(self, rank: int) -> str:

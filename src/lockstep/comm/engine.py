@@ -7,6 +7,7 @@ in the group's thread. Either way calls run one at a time, in the order in which
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -99,10 +100,11 @@ class Engine:
         self._turn = threading.Lock()
         self._closed = ""  # why the group cannot be used any more
         self._symmetric = SymmetricRegions()
+        self._make_detector: Callable[[Callable[[], str]], DeadlockDetector] | None = None
         if waits is not None and team.overseers is not None:
-            group_name, ranks = recorder.group_name, recorder.global_ranks
-            where = recorder.describe_activity
-            team.overseers.append(DeadlockDetector(waits, ranks, team.rank, group_name, where, self._runner))
+            known = waits, recorder.global_ranks, team.rank, recorder.group_name, self._runner
+            self._make_detector = functools.partial(DeadlockDetector, *known)
+            team.overseers.append(self._make_detector(recorder.describe_activity))
 
     # ---- running -----------------------------------------------------------------------------
 
@@ -473,7 +475,8 @@ class Engine:
             raise NotInitialized(f"{verb} on {self.recorder.group_name}: {self._closed}")
         if self._p2p is None:
             with self._p2p_lock:
-                self._p2p = self._p2p or PointToPoint(self.team, self.recorder, self._make_mailbox())
+                if self._p2p is None:
+                    self._p2p = PointToPoint(self.team, self.recorder, self._make_mailbox(), self._make_detector)
         return self._p2p
 
     # ---- symmetric memory ----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from lockstep import rank_status
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
 from lockstep.comm.contract import Team
-from lockstep.comm.deadlock import Deadlock
+from lockstep.comm.deadlock import WAIT_FOR_EACH_OTHER, Deadlock
 from lockstep.comm.flat_shapes import FlatShapes, Shapes
 from lockstep.comm.reorder import Order, ReorderDetector
 from lockstep.comm.wording import without_ones
@@ -404,6 +404,8 @@ class FlightRecorder:
             return None
         first = failures[gave_up[0]]
         blamed = sorted({culprit for rank in gave_up for culprit in failures[rank].culprits})
+        if first.message.startswith(WAIT_FOR_EACH_OTHER):  # this rank is among them
+            return error(first.message, tuple(blamed)), first.message
         verb = "came to" if self.global_ranks[self._rank] in blamed else "waited in"
         text = f"{self.name(self._rank)} {verb} {activity}, but {self.names(gave_up)} had given up. {first.message}"
         return error(text, tuple(blamed)), first.message

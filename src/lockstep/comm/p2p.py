@@ -17,6 +17,7 @@ does in a collective: peers that wait for this rank learn of it at once.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 import time
@@ -27,6 +28,7 @@ import torch
 from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site, describe_exception, site_text
 from lockstep.comm.contract import Team
+from lockstep.comm.deadlock import Deadlock, DeadlockDetector, note_messages
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.intra_op import compute_alone
 from lockstep.comm.message_work import DoneMessage, MessageWork, source_of
@@ -59,9 +61,17 @@ class PointToPoint:
         team: the ranks of the group.
         recorder: its flight recorder.
         mailbox: moves the messages.
+        make_detector: of ranks that wait for each other, from what tells which message is waited for; None where nobody
+            can find them.
     """
 
-    def __init__(self, team: Team, recorder: FlightRecorder, mailbox: BaseMailbox) -> None:
+    def __init__(
+        self,
+        team: Team,
+        recorder: FlightRecorder,
+        mailbox: BaseMailbox,
+        make_detector: Callable[[Callable[[], str]], DeadlockDetector] | None = None,
+    ) -> None:
         self._team = team
         self._recorder = recorder
         self._mailbox = mailbox
@@ -73,6 +83,9 @@ class PointToPoint:
         self._thread: threading.Thread | None = None
         self._has_work = threading.Event()
         self._closed = False
+        self._awaited: Send | Receive | None = None  # by the thread that the detector looks for
+        self._detector = None if make_detector is None else make_detector(self._describe_awaited)
+        note_messages(self)
 
     # ---- operations ----------------------------------------------------------------------------------
 
@@ -190,6 +203,8 @@ class PointToPoint:
             self._drive_slowly(work, timeout_s)
         finally:
             self._drivers.discard(thread)
+            if self._detector is not None:
+                self._detector.end()
             if self._works and not self._has_work.is_set():
                 self._has_work.set()
             clock.add(time.perf_counter() - started)
@@ -215,7 +230,7 @@ class PointToPoint:
                 if now >= look_at:
                     published.publish(work.operation)
                     num_alarms = self._team.num_alarms
-                    look_at = self._look_and_plan(began, now, left_s)
+                    look_at = self._look_and_plan(began, now, left_s, work)
                 if timeout_s is not None and now - began >= timeout_s:
                     return
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
@@ -378,11 +393,46 @@ class PointToPoint:
             if now - since >= _MAPPED_WITHIN_S and not self._gone([rank]):
                 self._break(error)
 
-    def _look_and_plan(self, began: float, now: float, timeout_s: float) -> float:
-        """Look at the peers; returns the monotonic time of the next look."""
+    def _look_and_plan(self, began: float, now: float, timeout_s: float, awaited: MessageWork | None = None) -> float:
+        """Look at the peers; returns the monotonic time of the next look.
+
+        Args:
+            began: when this thread began to wait, or something moved.
+            now: monotonic time.
+            timeout_s: seconds from `began` to the end of the wait.
+            awaited: what this thread waits for.
+        """
         if not self._look():
             return now + _TRY_AGAIN_S
-        return next_look(began, now, timeout_s, self._team.failures_wake_waits)
+        again_s = math.inf if awaited is None else self._look_for_deadlock(awaited, now - began, timeout_s)
+        return min(now + again_s, next_look(began, now, timeout_s, self._team.failures_wake_waits))
+
+    def _look_for_deadlock(self, work: MessageWork, waited_s: float, timeout_s: float) -> float:
+        """End the message if the rank that it waits for waits for this one; else seconds until the next look.
+
+        Call `_look` before it, which reads what has come.
+        """
+        operation, detector = work.operation, self._detector
+        if detector is None or work.is_completed() or operation.awaited in (ANY_SOURCE, self._team.rank):
+            return math.inf
+        self._awaited = operation
+        try:
+            return detector.look([operation.awaited], waited_s, timeout_s, operation)
+        except Deadlock as failure:
+            with self._lock:
+                self._mailbox.abandon(operation)
+                is_under_way = self._works.pop(operation, None) is not None
+            if is_under_way:
+                self._end(work, self._explain(work, failure))
+            return math.inf
+
+    def _describe_awaited(self) -> str:
+        """Which message a thread waits for. For the detector."""
+        return "" if self._awaited is None else self.name_of(self._awaited)
+
+    def has_unfinished(self, besides: object = None) -> bool:
+        """Whether a send or receive other than this is under way."""
+        return any(operation is not besides for operation in list(self._works))
 
     def _gone(self, peers: Iterable[int]) -> dict[int, FailureKind]:
         """Those of `peers` that will not send or receive any more."""
