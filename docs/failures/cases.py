@@ -310,6 +310,14 @@ CASES = (
         odd_line="# second group",
         prepare=_make_groups,
     ),
+    _mismatch(
+        "message",
+        "two ranks wait for a message of one that is in a barrier",
+        lambda: dist.recv(_ones(4), 1),  # message
+        lambda: dist.barrier(),  # odd message
+        "recv(float32[4], src=1, tag=0)",
+        "barrier()",
+    ),
     Case(
         "ahead",
         "one rank is a step ahead",

@@ -230,7 +230,9 @@ class PointToPoint:
                 if now >= look_at:
                     published.publish(work.operation)
                     num_alarms = self._team.num_alarms
-                    look_at = self._look_and_plan(began, now, left_s, work)
+                    look_at = self._look_and_plan(began, now, left_s)
+                    limit_s = work.timeout_s if timeout_s is None else timeout_s
+                    look_at = min(look_at, now + self._look_for_deadlock(work, now - began, limit_s))
                 if timeout_s is not None and now - began >= timeout_s:
                     return
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
@@ -393,27 +395,25 @@ class PointToPoint:
             if now - since >= _MAPPED_WITHIN_S and not self._gone([rank]):
                 self._break(error)
 
-    def _look_and_plan(self, began: float, now: float, timeout_s: float, awaited: MessageWork | None = None) -> float:
-        """Look at the peers; returns the monotonic time of the next look.
-
-        Args:
-            began: when this thread began to wait, or something moved.
-            now: monotonic time.
-            timeout_s: seconds from `began` to the end of the wait.
-            awaited: what this thread waits for.
-        """
+    def _look_and_plan(self, began: float, now: float, timeout_s: float) -> float:
+        """Look at the peers; returns the monotonic time of the next look."""
         if not self._look():
             return now + _TRY_AGAIN_S
-        again_s = math.inf if awaited is None else self._look_for_deadlock(awaited, now - began, timeout_s)
-        return min(now + again_s, next_look(began, now, timeout_s, self._team.failures_wake_waits))
+        return next_look(began, now, timeout_s, self._team.failures_wake_waits)
 
     def _look_for_deadlock(self, work: MessageWork, waited_s: float, timeout_s: float) -> float:
         """End the message if the rank that it waits for waits for this one; else seconds until the next look.
 
-        Call `_look` before it, which reads what has come.
+        Args:
+            work: what this thread waits for.
+            waited_s: for so long.
+            timeout_s: seconds after which it waits no longer.
         """
         operation, detector = work.operation, self._detector
-        if detector is None or work.is_completed() or operation.awaited in (ANY_SOURCE, self._team.rank):
+        if detector is None or operation.awaited in (ANY_SOURCE, self._team.rank):
+            return math.inf
+        self._advance(blocking=True)  # before the wait is confirmed: what has come counts
+        if work.is_completed():
             return math.inf
         self._awaited = operation
         try:
