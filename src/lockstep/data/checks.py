@@ -7,6 +7,7 @@ expected and what to do.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, cast
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from lockstep import env, log
-from lockstep.drift.samplers import num_ranks_of
 from lockstep.errors import DataError
 from lockstep.world import current_world
 
@@ -44,6 +44,9 @@ _OF_ONE_RANK = (
     "LengthGroupedSampler instead of DistributedLengthGroupedSampler"
 )
 
+# How samplers name the number of ranks among which they share out their indices, and the rank; also with an underscore
+# before: torch, timm, transformers; OpenMMLab, lhotse, detectron2, YOLOX; Megatron-LM.
+_NAMES_OF_RANKS = (("num_replicas", "rank"), ("world_size", "rank"), ("data_parallel_size", "data_parallel_rank"))
 _STATE_KEYS = ("seed", "epoch", "samples_consumed", "dataset_length")
 
 
@@ -132,7 +135,7 @@ def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
     name = type(sampler).__name__
     if shuffle:
         raise DataError(f"shuffle=True together with sampler {name}: the sampler gives the order. Drop one of the two")
-    if num_ranks_of(sampler) > 1 and world_size != 1:
+    if _num_ranks_of(sampler) > 1 and world_size != 1:
         to_keep = ". To keep its order, give it num_replicas=1 and rank=0: the loader splits that"
         raise DataError(
             f"sampler {name} gives each rank its own part already. The loader splits the global order by itself, "
@@ -146,6 +149,16 @@ def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
         )
     if len(sampler) < 1:
         raise DataError(f"sampler {name} is empty: expected at least one index")
+
+
+def _num_ranks_of(sampler: object) -> int:
+    """Among how many ranks a sampler shares out its indices; 1 where its attributes tell of no others."""
+    for (size_name, rank_name), prefix in itertools.product(_NAMES_OF_RANKS, ("", "_")):
+        with contextlib.suppress(Exception):  # a property may ask a group that is not there
+            size, rank = getattr(sampler, prefix + size_name), getattr(sampler, prefix + rank_name)
+            if all(isinstance(each, int | np.integer) for each in (size, rank)) and size > 1:
+                return int(size)
+    return 1
 
 
 def check_batch_sampler(batch_sampler: Any, is_cut_already: bool, world_size: object) -> None:
@@ -164,7 +177,8 @@ def check_batch_sampler(batch_sampler: Any, is_cut_already: bool, world_size: ob
             f"batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last: {name} "
             "makes the batches. Drop one or the other"
         )
-    if world_size != 1 and any(num_ranks_of(each) > 1 for each in (batch_sampler, _inner_sampler(batch_sampler))):
+    makers = (batch_sampler, getattr(batch_sampler, "sampler", None)) if world_size != 1 else ()
+    if any(_num_ranks_of(each) > 1 for each in makers):
         raise DataError(
             f"batch_sampler {name} makes the batches of one rank already. The loader splits global batches by itself: "
             "make it for one process, as by num_replicas=1 and rank=0, or without its sampler for ranks, and with the "
@@ -178,10 +192,6 @@ def check_batch_sampler(batch_sampler: Any, is_cut_already: bool, world_size: ob
     with contextlib.suppress(TypeError, NotImplementedError):  # it need not have a length
         if len(cast("Sized", batch_sampler)) < 1:
             raise DataError(f"batch_sampler {name} is empty: expected at least one batch")
-
-
-def _inner_sampler(batch_sampler: Any) -> Any:
-    return getattr(batch_sampler, "sampler", None)
 
 
 def check_own_batches(batch_sampler: object, own: object) -> None:

@@ -13,7 +13,7 @@ from lockstep.batch import BatchShare, Iteration
 from lockstep.data.batch_sampler import RankBatches
 from lockstep.data.checks import is_fixed
 from lockstep.data.order import Fetch, Schedule
-from lockstep.drift.evaluations import EvaluationWatch
+from lockstep.drift.watch import EvaluationWatch
 from lockstep.errors import DataError
 
 __all__ = ["EpochIterator", "EpochProgress", "RankBatchSampler"]

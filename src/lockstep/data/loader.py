@@ -45,8 +45,7 @@ from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs, teller_of_epoc
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
 from lockstep.data.worker_signals import held_back
-from lockstep.drift.evaluations import EvaluationWatch
-from lockstep.drift.watch import watch_optimizers, watch_shutdown
+from lockstep.drift.watch import EvaluationWatch, watch_optimizers, watch_shutdown
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import end_workers_with, iterator_of, set_guarded
 

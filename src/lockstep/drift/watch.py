@@ -1,4 +1,4 @@
-"""The one hook on steps of optimizers: asks the engines, and warns where nobody averages.
+"""The one hook on steps of optimizers, which asks the engines; and warnings where nobody communicates.
 
 [Note: quiet steps] Between two steps of data-parallel training there is at least one collective, whoever averages: this
 engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. So where a `lockstep.DataLoader` gives each
@@ -6,6 +6,12 @@ rank its own part of every batch, and nothing is communicated from the first ste
 model of its own. Rank 0 says so after `_QUIET_STEPS`, since local SGD averages parameters only now and then, or when
 the world is left. A script that communicates for another reason, such as to show a loss, hears nothing: `lockstep
 verify` tells what it trains.
+
+[Note: uncounted evaluations] A loader gives each rank its share of the samples. If the script has walked one with
+`evaluation=True`, or under no_grad, to its end, and this process has communicated nothing until it walks the loader
+again or leaves the world, then whatever it counted is of one rank's samples. Rank 0 says so, once for each loader.
+That is a fact; whether it is a mistake is not: where each rank writes down predictions of its own, nothing is to be
+added up. A loader that is made in the head of the loop is gone before that, so what it ended with is kept here.
 """
 
 from __future__ import annotations
@@ -18,20 +24,31 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lockstep.comm import clock
+from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import make_locator, site_text
-from lockstep.drift.communication import communication
 from lockstep.drift.comparison import comparison_of_engines
 from lockstep.drift.engines import StepArguments, engines
-from lockstep.drift.evaluations import look_at_evaluations
 from lockstep.log import get_logger, warn_once
+from lockstep.torch_private.groups import open_groups, sequence_number_of
 from lockstep.world import World, check_at_shutdown
 
-__all__ = ["describe_step", "watch_optimizers", "watch_shutdown", "watch_steps"]
+__all__ = ["EvaluationWatch", "describe_step", "watch_optimizers", "watch_shutdown", "watch_steps"]
 
 _logger = get_logger(__name__)
 _QUIET_STEPS = 64
 _find_line = make_locator()
 _is_installed = False
+
+
+def _communication() -> tuple[object, ...]:
+    """Changes with every collective of this process, and with every message of our groups. Local."""
+    counts: list[object] = [clock.total()]
+    for group in open_groups():
+        if engine_of(group) is None:  # else what it does is on the clock
+            number = sequence_number_of(group)
+            counts.append(object() if number is None else number)  # else every step may have had one
+    return tuple(counts)
 
 
 @dataclass
@@ -51,8 +68,45 @@ class _Watched:
     num_steps: int = 0
 
 
+class EvaluationWatch:
+    """Whether anything was communicated after the last evaluation by one loader. Local."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._communication: object = None
+
+    def end(self, num_local: int, num_total: int, world_size: int) -> None:
+        """The loader was walked to its end.
+
+        Args:
+            num_local: samples that this rank has got.
+            num_total: samples that all ranks have got together.
+            world_size: ranks that share the samples.
+        """
+        group = dist.group.WORLD
+        if group is None or group.size() != world_size or world_size == 1 or group.rank() != 0:
+            return
+        self._text = (
+            f"rank 0 evaluated {num_local} of {num_total} samples, and nothing was communicated afterwards: what the "
+            f"script counted in this evaluation is of one rank of {world_size}. Count with lockstep.metrics, or add up "
+            "the ranks, such as accuracy = lockstep.mean(torch.tensor(float(right)), n). Where each rank keeps results "
+            "of its own there is nothing to do"
+        )
+        self._communication = _communication()
+        _pending.difference_update([each for each in _pending if each._communication != self._communication])
+        _pending.add(self)
+
+    def look(self) -> None:
+        """The loader is walked again, or the world is left: warn if nothing was communicated since `end`."""
+        if self._text and self._communication == _communication():
+            warn_once(_logger, self._text)
+        self._text = ""
+        _pending.discard(self)
+
+
 _watched: _Watched | None = None
 _is_quiet = False  # nothing was communicated since the first step
+_pending: set[EvaluationWatch] = set()  # that ended, and whose counts may not be added up yet
 
 
 def describe_step(optimizer: Optimizer) -> str:
@@ -97,7 +151,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _look_for_communication(optimizer: Optimizer) -> None:
     """See [Note: quiet steps]."""
     global _is_quiet
-    watched, current = _watched, communication()
+    watched, current = _watched, _communication()
     assert watched is not None
     if not watched.label:
         watched.label, watched.communication = describe_step(optimizer), current
@@ -124,8 +178,9 @@ def _warn_of(watched: _Watched) -> None:
 def _at_shutdown(world: World) -> Callable[[], None] | None:
     global _watched, _is_quiet
     watched = _watched
-    if _is_quiet and watched is not None and watched.num_steps > 1 and watched.communication == communication():
+    if _is_quiet and watched is not None and watched.num_steps > 1 and watched.communication == _communication():
         _warn_of(watched)
     _watched, _is_quiet = None, False
-    look_at_evaluations()  # before the comparison, which communicates
+    for evaluation in list(_pending):  # before the comparison, which communicates
+        evaluation.look()
     return comparison_of_engines(world)
