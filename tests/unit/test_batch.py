@@ -124,7 +124,7 @@ def test_many_tags_are_looked_through_seldom(monkeypatch: pytest.MonkeyPatch) ->
     share = batch.BatchShare(1, 1, 1)
     kept = [torch.ones(1) for _ in range(1000)]
     for tensor in kept:
-        batch.tag_batch(tensor, share)
+        tags.tag_batch(tensor, share)
     assert looks <= 10
     batch.purge(at_most=999)
     del tensor

@@ -45,12 +45,11 @@ from lockstep.batch.plans import (
     LoaderToken,
     divisions,
     must_ask,
-    note_yielded,
     register,
     was_yielded,
 )
 from lockstep.batch.share import BatchShare, filler_rows, share_bounds
-from lockstep.batch.tags import Tag, find_tag, is_filler, purge, tag_batch
+from lockstep.batch.tags import Tag, find_tag, is_filler, purge
 
 __all__ = [
     "BatchShare",
@@ -81,14 +80,12 @@ __all__ = [
     "names_behind",
     "note_evaluation",
     "note_forward",
-    "note_yielded",
     "of_a_value",
     "purge",
     "register",
     "reset",
     "share_bounds",
     "since_now",
-    "tag_batch",
     "was_yielded",
 ]
 

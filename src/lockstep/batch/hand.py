@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.batch.plans import note_yielded, num_registrations
 from lockstep.batch.share import BatchShare
-from lockstep.batch.tags import forget, purge, shares_in_memory, tag_batch
+from lockstep.batch.tags import forget, shares_in_memory, tag_batch
 from lockstep.torch_private.dynamo import left_out
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
 _counter = itertools.count(1)
 # A loop does not fetch more batches ahead; see [Note: values without a metric].
 _MOST_AHEAD = 4
-_FEW_TAGS = 16
 
 
 class Iteration:
@@ -81,15 +80,8 @@ class Iteration:
         self._all: set[BatchShare] = set()
         Iteration._open.insert(0, self)
 
-    def clear_away(self) -> None:
-        """Forget what is gone of the batches before, as the next one is about to be made. Local.
-
-        See [Note: holes] in `tags.py`.
-        """
-        purge(at_most=_FEW_TAGS)
-
     def publish(self, share: BatchShare, batch: Any = None) -> None:
-        """This batch is yielded now: tag its tensors. Local, after `clear_away`."""
+        """This batch is yielded now: tag its tensors. Local."""
         if self in Iteration._open:
             Iteration._open.remove(self)
         Iteration._open.append(self)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.batch import BatchShare, Iteration
+from lockstep.batch import BatchShare, Iteration, purge
 from lockstep.data.batch_sampler import RankBatches
 from lockstep.data.checks import is_fixed
 from lockstep.data.order import Fetch, Schedule
@@ -20,6 +20,7 @@ __all__ = ["EpochIterator", "EpochProgress", "RankBatchSampler"]
 
 
 _count = itertools.count(1).__next__
+_FEW_TAGS = 16
 
 
 @dataclass
@@ -154,7 +155,7 @@ class EpochIterator(Iterator[Any]):
                 "With persistent_workers=True a loader walks one epoch at a time; use persistent_workers=False, "
                 "or a second loader"
             )
-        self._iteration.clear_away()
+        purge(at_most=_FEW_TAGS)  # before the next batch is made: [Note: holes] in `batch/tags.py`
         try:
             loaded = next(self._batches)
         except StopIteration:
