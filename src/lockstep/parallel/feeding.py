@@ -56,11 +56,9 @@ from lockstep.tree import tensors_in
 
 __all__ = [
     "PLAIN",
-    "Deferred",
     "Feed",
     "Feeding",
     "Parts",
-    "Question",
     "Slice",
     "add_up",
     "describe_share",
@@ -78,53 +76,22 @@ class Feed:
         share: of the global batch; None where it is of none.
         claim: what all ranks must have understood alike; "" where there is nothing to compare.
         is_certain: the claim comes from a tag or from the user, not from a size.
-        question: what must be asked before the weight is known; None where it is.
+        question: finds out the weight where it is not known yet; collective, if it asks the other ranks. Asked in the
+            backward pass, which all ranks make: a forward pass waits for nobody, and one rank may make it alone.
     """
 
     weight: float = 1.0
     share: BatchShare | None = None
     claim: str = ""
     is_certain: bool = False
-    question: Question | Deferred | None = None
+    question: Callable[[], Feed] | None = None
 
     def settled(self) -> Feed:
         """The same with its weight. Collective where there is a question."""
-        return self if self.question is None else self.question.ask()
+        return self if self.question is None else self.question().settled()
 
 
 PLAIN = Feed()
-
-
-@dataclass(frozen=True)
-class Question:
-    """How many rows each rank holds, and what follows from it.
-
-    Asked in the backward pass, which all ranks make: a forward pass waits for nobody, and one rank may make it alone.
-    """
-
-    rows: int
-    group: dist.ProcessGroup
-    device: torch.device
-    follow: Callable[[torch.Tensor], Feed]
-
-    def ask(self) -> Feed:
-        """Collective."""
-        rows = torch.zeros(self.group.size(), dtype=torch.int64, device="cpu")
-        rows[self.group.rank()] = self.rows
-        rows = rows.to(self.device, non_blocking=True)
-        dist.all_reduce(rows, group=self.group)
-        return self.follow(rows)
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """What is looked into once gradients reach parameters. See [Note: gradients of an evaluation]."""
-
-    find: Callable[[], Feed]
-
-    def ask(self) -> Feed:
-        """Collective, if what it finds has a question."""
-        return self.find().settled()
 
 
 def share_said(count: Any, group: dist.ProcessGroup, device: torch.device, joins: bool) -> BatchShare:
@@ -238,7 +205,7 @@ class Feeding:
         def refuse() -> NoReturn:
             raise refusal
 
-        return Feed(question=Deferred(refuse))
+        return Feed(question=refuse)
 
     def _resolve(self, inputs: Any, trains: bool, syncs: bool) -> Feed:
         args, kwargs = inputs
@@ -259,7 +226,7 @@ class Feeding:
         rows = rows_in(inputs)
         if not batch.must_ask(self._rank, self._world_size, self._since):
             feed = self._by_size(rows, trains, lambda: show_inputs(inputs))
-            return feed if _is_sure(feed.share, trains) else Feed(question=Deferred(lambda: feed))
+            return feed if _is_sure(feed.share, trains) else Feed(question=lambda: feed)
         shown = show_inputs(inputs)  # now: the question must not keep the inputs
         matches = self._matches(rows, trains)
         shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
@@ -272,7 +239,16 @@ class Feeding:
         return self._ask(rows if matches and rows else 0, follow, known)
 
     def _ask(self, rows: int, follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
-        return Feed(share=share, question=Question(rows, self._group, self._device, follow))
+        """What follows from the rows that each rank holds, once they are asked for."""
+
+        def ask() -> Feed:
+            of_ranks = torch.zeros(self._world_size, dtype=torch.int64, device="cpu")
+            of_ranks[self._rank] = rows
+            of_ranks = of_ranks.to(self._device, non_blocking=True)
+            dist.all_reduce(of_ranks, group=self._group)
+            return follow(of_ranks)
+
+        return Feed(share=share, question=ask)
 
     def _by_size(
         self,
@@ -344,7 +320,7 @@ class Feeding:
         feed = self._of_share(share, syncs)
         piece = slice_of(*tags[0])
         if piece is not None and not trains:
-            return Feed(share=share, question=Deferred(lambda: self._cut(feed, piece)))
+            return Feed(share=share, question=lambda: self._cut(feed, piece))
         if piece is not None:
             feed = self._cut(feed, piece)
         if feed.question is None and share.rows and batch.must_ask(self._rank, self._world_size, self._since):
