@@ -29,6 +29,7 @@ from lockstep.drift.engines import StepArguments
 from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.losses import find_origin
+from lockstep.parallel.rank_agreement import gather
 
 __all__ = ["with_mean_of_closure"]
 
@@ -90,9 +91,8 @@ def _mean_over_ranks(loss: Any, group: dist.ProcessGroup) -> torch.Tensor:
     local = loss if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, dtype=torch.float64, device="cpu")
     value = local.detach().to(collective_device(group, local.device), torch.float64)
     own = torch.cat([value.reshape(-1), value.new_full((1,), _weight_of(local, group))])
-    rows = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(rows, own, group=group)
-    values, weights = [row[:-1] for row in rows], torch.stack(rows)[:, -1].tolist()
+    rows = gather(own, group)
+    values, weights = rows[:, :-1], rows[:, -1].tolist()
     if _UNKNOWN not in weights:
         # Not multiplied by zero: what a filler sample gives may be infinite.
         parts = [each * weight for each, weight in zip(values, weights, strict=True) if weight]

@@ -1,24 +1,28 @@
 """Walks autograd's graph: which parameters a backward pass reaches, and whether a checkpoint hides some.
 
-Also the one node that this package puts into it: behind means of gradients, by which nothing goes back.
+Also hooks on the nodes that accumulate into parameters; and the one node that this package puts into the graph: behind
+means of gradients, by which nothing goes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
 from lockstep.torch_private.autograd import will_engine_execute_node, without_transforms
 
 __all__ = [
+    "AccumulationHook",
     "accumulating_node",
     "begins_with_checkpoint",
     "reachable_leaves",
+    "remove_all",
     "runs_backward_by",
     "runs_backward_to",
     "without_way_back",
@@ -78,6 +82,38 @@ def accumulating_node(parameter: torch.Tensor) -> Node:
         if is_frozen:
             parameter.requires_grad = False
     return node
+
+
+class AccumulationHook:
+    """A function that is called whenever a gradient of a parameter has come, and the parameter's own hooks have run.
+
+    [Note: hooks of others] A post-accumulate hook would run before those that the user registers later, which may
+    change `.grad`: clip it, scale it, put another tensor there. The node that accumulates calls its hooks after all
+    of those. It is kept alive here, because autograd makes a new one when nobody holds it.
+
+    Args:
+        parameter: that one.
+        function: called with what torch's node hooks are.
+        is_before: call it before the gradient is accumulated, with what is about to be; it may return something else.
+
+    Attributes:
+        node: the one that accumulates.
+    """
+
+    def __init__(self, parameter: torch.Tensor, function: Callable[..., Any], is_before: bool = False) -> None:
+        self.node = accumulating_node(parameter)
+        register: Callable[..., RemovableHandle] = self.node.register_prehook if is_before else self.node.register_hook
+        self._handle = register(function)
+
+    def remove(self) -> None:
+        """Never call it again."""
+        self._handle.remove()
+
+
+def remove_all(hooks: Iterable[AccumulationHook]) -> None:
+    """Never call any of them again."""
+    for hook in hooks:
+        hook.remove()
 
 
 def runs_backward_by(nodes: Iterable[Node]) -> bool:

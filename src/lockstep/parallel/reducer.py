@@ -19,7 +19,7 @@ set to None) everything goes out at the end. `begin` looks, once per backward pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
 from operator import is_
 from typing import Any, Protocol
@@ -27,14 +27,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ModelError
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.comm_hooks import CommHook, HookedBuckets
 from lockstep.parallel.gradient_memory import GradientViews, find_held
-from lockstep.parallel.graph import accumulating_node, without_way_back
+from lockstep.parallel.graph import AccumulationHook, remove_all, without_way_back
 from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words, broadcast_tensors
 from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
@@ -110,39 +109,42 @@ class Reducer:
         self._hooked: HookedBuckets | None = None
         self._sparse_gradients = SparseGradients([self._parameters[index] for index in self._sparse], group, backward)
         # The sentinels', by bucket; after them each parameter without a bucket is its own.
-        self._handles: list[_HookBehindAll | None] = [None] * (len(plans) + len(self._sparse))
-        self._watchers: list[_HookBehindAll | None] = []  # by parameter
-        for bucket in range(len(plans)):
-            self._set_sentinel(bucket, self._members[bucket][-1])
-        for position, index in enumerate(self._sparse, len(plans)):
-            self._set_sentinel(position, index)
-        # The parameters may outlive the engine.
-        weakref.finalize(self, _remove_all, self._handles).atexit = False
-        weakref.finalize(self, _remove_all, self._watchers).atexit = False
+        sentinels = [*(members[-1] for members in self._members), *self._sparse]
+        self._handles = [self._hook(index, bucket) for bucket, index in enumerate(sentinels)]
+        self._watchers: list[AccumulationHook] = []  # by parameter
+        for handles in (self._handles, self._watchers):  # the parameters may outlive the engine
+            weakref.finalize(self, remove_all, handles).atexit = False
 
     # ---- who is told of gradients --------------------------------------------------------------
 
+    def _hook(self, index: int, bucket: int | None) -> AccumulationHook:
+        listener = self._listener
+
+        def call(*_: object) -> None:
+            alive = listener()
+            if alive is not None:
+                alive.on_param_grad(index, bucket)
+
+        return AccumulationHook(self._parameters[index], call)
+
     def _set_sentinel(self, bucket: int, index: int) -> None:
-        handle = self._handles[bucket]
-        if handle is not None:
-            handle.remove()
-        self._handles[bucket] = _HookBehindAll(self._parameters[index], self._listener, index, bucket)
+        self._handles[bucket].remove()
+        self._handles[bucket] = self._hook(index, bucket)
 
     def watch_all(self) -> None:
         """From now on tell of a gradient of any parameter. Local."""
         if not self._watchers:
-            every = enumerate(self._parameters)
-            self._watchers += [_HookBehindAll(parameter, self._listener, index, None) for index, parameter in every]
+            self._watchers += [self._hook(index, None) for index in range(len(self._parameters))]
 
     def watch_no_more(self) -> None:
         """Tell of sentinels alone again. Local."""
-        _remove_all(self._watchers)
+        remove_all(self._watchers)
         self._watchers.clear()
 
     @property
     def watched_nodes(self) -> Iterator[Node]:
         """Of autograd's graph, those that accumulate into the sentinels."""
-        return (handle.node for handle in self._handles if handle is not None)
+        return (handle.node for handle in self._handles)
 
     # ---- during a backward pass ----------------------------------------------------------------
 
@@ -433,37 +435,3 @@ class Reducer:
             compare()
         if buffers:
             broadcast_tensors(buffers, self._group)
-
-
-class _HookBehindAll:
-    """Tells a listener whenever a gradient of the parameter has come, and its own hooks have run.
-
-    [Note: hooks of others] A post-accumulate hook would run before those that the user registers later, which may
-    change `.grad`: clip it, scale it, put another tensor there. The node that accumulates calls its hooks after all
-    of those. It is kept alive here, because autograd makes a new one when nobody holds it.
-
-    Attributes:
-        node: that one.
-    """
-
-    def __init__(
-        self, parameter: torch.Tensor, listener: Callable[[], Listener | None], index: int, bucket: int | None
-    ) -> None:
-        self.node = accumulating_node(parameter)
-
-        def call(*_: object) -> None:
-            alive = listener()
-            if alive is not None:
-                alive.on_param_grad(index, bucket)
-
-        self._handle: RemovableHandle = self.node.register_hook(call)
-
-    def remove(self) -> None:
-        """Never call it again."""
-        self._handle.remove()
-
-
-def _remove_all(handles: Sequence[_HookBehindAll | None]) -> None:
-    for handle in handles:
-        if handle is not None:
-            handle.remove()

@@ -16,16 +16,17 @@ bring another one (`samples(0)`). So a backward pass that a filler takes part in
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.agreement import collective_device
-from lockstep.parallel.graph import accumulating_node
+from lockstep.parallel.graph import AccumulationHook, remove_all
+from lockstep.parallel.rank_agreement import gather
 from lockstep.torch_private.tensors import indices_of, make_sparse, values_of
 
 __all__ = ["SparseGradients"]
@@ -53,8 +54,9 @@ class SparseGradients:
         self._parameters = list(parameters)
         self._group = group
         self._world_size = group.size()
-        self._hooks = [_EntriesHook(parameter, backward) for parameter in parameters]
-        weakref.finalize(self, _remove_all, self._hooks).atexit = False  # the parameters may outlive the engine
+        function = functools.partial(_without_zeros_of_fillers, weakref.ref(backward))
+        hooks = [AccumulationHook(parameter, function, is_before=True) for parameter in parameters]
+        weakref.finalize(self, remove_all, hooks).atexit = False  # the parameters may outlive the engine
 
     def gradient(self, index: int) -> torch.Tensor:
         """The gradient of a parameter as a sparse COO tensor, without entries where it has none. Local."""
@@ -82,7 +84,9 @@ class SparseGradients:
         if not self._parameters or self._world_size == 1:
             return
         own = [_normalised(parameter.grad) for parameter in self._parameters]
-        by_rank = self._gather_counts([_count(gradient) for gradient in own])
+        device = collective_device(self._group, self._device)
+        counts = torch.tensor([_count(gradient) for gradient in own], dtype=torch.int64, device=device)
+        by_rank = gather(counts, self._group).tolist()
         sparse = []
         for index, of_ranks in enumerate(zip(*by_rank, strict=True)):
             if _DENSE in of_ranks:
@@ -90,14 +94,6 @@ class SparseGradients:
             elif max(of_ranks) > _NO_GRADIENT:
                 sparse.append(index)
         self._average_entries(sparse, own, by_rank)
-
-    def _gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
-        """Of each rank, what it has of each parameter. Collective."""
-        mine = torch.tensor(counts, dtype=torch.int64, device=collective_device(self._group, self._device))
-        rows = [torch.empty_like(mine) for _ in range(self._world_size)]
-        dist.all_gather(rows, mine, group=self._group)
-        found: list[list[int]] = torch.stack(rows).tolist()
-        return found
 
     @property
     def _device(self) -> torch.device:
@@ -186,30 +182,12 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class _EntriesHook:
-    """Has a parameter accumulate no entries of zeros in passes of fillers. See [Note: entries of fillers]."""
-
-    def __init__(self, parameter: torch.nn.Parameter, backward: _Pass) -> None:
-        self._node = accumulating_node(parameter)
-        reference = weakref.ref(backward)
-
-        def accumulate(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-            alive = reference()
-            if alive is None or not alive.has_filler:
-                return None
-            return tuple(map(_without_zeros, gradients))
-
-        register: Callable[..., RemovableHandle] = self._node.register_prehook
-        self._handle = register(accumulate)
-
-    def remove(self) -> None:
-        """Never call it again."""
-        self._handle.remove()
-
-
-def _remove_all(hooks: Sequence[_EntriesHook]) -> None:
-    for hook in hooks:
-        hook.remove()
+def _without_zeros_of_fillers(
+    backward: weakref.ref[_Pass], gradients: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...] | None:
+    """A hook before a gradient is accumulated. See [Note: entries of fillers]."""
+    alive = backward()
+    return tuple(map(_without_zeros, gradients)) if alive is not None and alive.has_filler else None
 
 
 def _without_zeros(gradient: torch.Tensor | None) -> torch.Tensor | None:
