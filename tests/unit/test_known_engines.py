@@ -30,8 +30,6 @@ def test_engines_are_those_that_live() -> None:
     for engine in engines:
         drift.note_engine(engine)
     assert drift.engines() == engines
-    assert all(map(drift.is_engine, engines))
-    assert not drift.is_engine(torch.nn.Linear(1, 1))
     del engine, engines[1]
     assert drift.engines() == engines
     drift.note_engine(engines[-1])

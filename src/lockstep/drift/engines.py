@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from lockstep.torch_private.autograd import version_of
 
-__all__ = ["AveragingModule", "engines", "is_engine", "note_engine", "num_writes", "parameters_of"]
+__all__ = ["AveragingModule", "engines", "note_engine", "num_writes", "parameters_of"]
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -68,11 +68,6 @@ def note_engine(engine: AveragingModule) -> None:
     vars(engine)[_WRITES_BEFORE] = num_writes(engine)
     with _engines_lock:
         _engines = [*(each for each in _engines if each() not in (None, engine)), weakref.ref(engine)]
-
-
-def is_engine(module: torch.nn.Module) -> bool:
-    """Whether it is an engine. Local."""
-    return any(each() is module for each in _engines)
 
 
 def engines() -> list[Any]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
 from lockstep.agreement import collective_device
 from lockstep.drift.comparison import note_end
-from lockstep.drift.engines import is_engine
+from lockstep.drift.engines import engines
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.batchnorm import SyncBatchNorm
@@ -32,7 +32,6 @@ __all__ = [
     "check_renormalised",
     "choose_broadcast_buffers",
     "choose_devices",
-    "choose_group",
     "current_buffers",
     "find_alike",
     "find_buffers",
@@ -57,9 +56,24 @@ SPARSE_ADVICE = (
 )
 
 
-def check_group(process_group: object) -> dist.ProcessGroup:
-    """The group that was given, or the default group."""
+def check_group(process_group: object, device_mesh: Any = None) -> dist.ProcessGroup:
+    """The group that was given, by itself or as a mesh of one dimension; or the default group.
+
+    Raises:
+        NotInitialized: there is none.
+        InputError: both were given, a mesh of several dimensions, or a group that this rank is not in.
+        InputTypeError: no group.
+    """
     group = process_group
+    if device_mesh is not None:
+        if process_group is not None:
+            raise InputError("both process_group and device_mesh were given: they say the same; give one of them")
+        if device_mesh.ndim != 1:
+            raise InputError(
+                f"device_mesh has {device_mesh.ndim} dimensions: gradients are averaged along one. Give that one, such "
+                'as mesh["dp"]'
+            )
+        group = device_mesh.get_group()
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:
@@ -289,25 +303,6 @@ def choose_devices(
     return [chosen]
 
 
-def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:
-    """The group that was given, by itself or as a mesh of one dimension.
-
-    Raises:
-        InputError: both were given, or a mesh of several dimensions.
-    """
-    if device_mesh is None:
-        return process_group
-    if process_group is not None:
-        raise InputError("both process_group and device_mesh were given: they say the same; give one of them")
-    if device_mesh.ndim != 1:
-        raise InputError(
-            f"device_mesh has {device_mesh.ndim} dimensions: gradients are averaged along one. Give that one, such as "
-            'mesh["dp"]'
-        )
-    group: dist.ProcessGroup = device_mesh.get_group()
-    return group
-
-
 _OURS = "lockstep.DistributedDataParallel"
 _TORCHS = "torch.nn.parallel.DistributedDataParallel"
 
@@ -322,24 +317,13 @@ def check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
     for name, submodule in module.named_modules():
-        inner = _name_of(submodule)
-        if inner is not None:
+        is_ours = any(submodule is each for each in engines())
+        if is_ours or TorchEngine in type(submodule).__mro__:  # `isinstance` holds for ours as well
             where = f"its submodule {name} is" if name else "it is"
             raise ModelError(
-                f"{_OURS} was given {type(module).__name__}, but {where} a {inner} already: its gradients would be "
-                "averaged twice. Wrap the bare model once, and train with what that returns"
+                f"{_OURS} was given {type(module).__name__}, but {where} a {_OURS if is_ours else _TORCHS} already: "
+                "its gradients would be averaged twice. Wrap the bare model once, and train with what that returns"
             )
-
-
-def _name_of(module: nn.Module) -> str | None:
-    if is_engine(module):
-        return _OURS
-    return _TORCHS if _is_torchs(module) else None
-
-
-def _is_torchs(module: object) -> bool:
-    """Not by `isinstance`, which holds for ours as well."""
-    return TorchEngine in type(module).__mro__
 
 
 class _Reducer:

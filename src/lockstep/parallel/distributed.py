@@ -36,7 +36,6 @@ from lockstep.parallel.checks import (
     check_renormalised,
     choose_broadcast_buffers,
     choose_devices,
-    choose_group,
     current_buffers,
     find_alike,
     find_buffers,
@@ -169,7 +168,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             dim=dim or None,
         )
         self.module = module
-        self.process_group = group = check_group(choose_group(process_group, device_mesh))
+        self.process_group = group = check_group(process_group, device_mesh)
         self.broadcast_buffers = choose_broadcast_buffers(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True
@@ -191,7 +190,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self._joined = Steps(group, self.device)
         self.number = -1  # of a copy
         if self._averages_at_once:
-            self.number = next(_numbers_of(group))
+            self.number = next(_numbers.setdefault(group, itertools.count()))
             self._reducer  # noqa: B018  made now, while all ranks are here
         for other in engines():
             other.give_way(self._own)
@@ -263,8 +262,36 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A copy of the model with an engine of its own, as AveragedModel makes one. Local, until it trains."""
-        return _copy_engine(self, memo)
+        """A copy of the model with an engine of its own, as AveragedModel makes one. Local, until it trains.
+
+        With what users have put on it: attributes, hooks, modules, buffers. The constructor of a subclass is not run;
+        what it has made is copied.
+        """
+        kind = type(self)
+        twin = memo[id(self)] = kind.__new__(kind)
+        # Groups are of the process, and cannot be copied.
+        memo.update((id(each), each) for each in vars(self).values() if isinstance(each, dist.ProcessGroup))
+        twin._averages_at_once = False
+        DistributedDataParallel.__init__(
+            twin,
+            copy.deepcopy(self.module, memo),
+            self.device_ids,
+            broadcast_buffers=self.broadcast_buffers,
+            init_sync=False,
+            process_group=self.process_group,
+            bucket_cap_mb=self._cap_mib,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self._always_views,
+            static_graph=self.static_graph,
+        )
+        twin._hook = self._hook
+        twin._backward.pause(self._backward.is_paused)
+        of_modules = vars(torch.nn.Module()).keys()  # with submodules, parameters, buffers and hooks, in dicts
+        made = {*vars(twin), "_reducer"} - of_modules  # that is made when the copy trains
+        for name, value in torch.nn.Module.__getstate__(self).items():  # type: ignore[no-untyped-call]
+            if name not in made:
+                vars(twin)[name] = copy.deepcopy(value, memo)
+        return twin
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise ModelError(
@@ -527,39 +554,3 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         """Take part in one step of the ranks that still train, having joined. Collective; `Join` calls it."""
         if self._joined.agree_on_step(trains=False, averages=False, rows=0):
             self._backward.answer_step(self, self._joined)
-
-
-def _numbers_of(group: dist.ProcessGroup) -> Iterator[int]:
-    """Counts the engines that the ranks of this group have made together."""
-    return _numbers.setdefault(group, itertools.count())
-
-
-def _copy_engine(engine: DistributedDataParallel, memo: dict[int, Any]) -> DistributedDataParallel:
-    """A copy of an engine with what users have put on it: attributes, hooks, modules, buffers. Local.
-
-    What a subclass has in its constructor is not run, but copied.
-    """
-    kind = type(engine)
-    twin = memo[id(engine)] = kind.__new__(kind)
-    # Groups are of the process, and cannot be copied.
-    memo.update((id(each), each) for each in vars(engine).values() if isinstance(each, dist.ProcessGroup))
-    twin._averages_at_once = False
-    DistributedDataParallel.__init__(
-        twin,
-        copy.deepcopy(engine.module, memo),
-        engine.device_ids,
-        broadcast_buffers=engine.broadcast_buffers,
-        init_sync=False,
-        process_group=engine.process_group,
-        bucket_cap_mb=engine._cap_mib,
-        find_unused_parameters=engine.find_unused_parameters,
-        gradient_as_bucket_view=engine._always_views,
-        static_graph=engine.static_graph,
-    )
-    twin._hook = engine._hook
-    twin._backward.pause(engine._backward.is_paused)
-    of_modules = set(vars(torch.nn.Module()))  # with submodules, parameters, buffers and hooks, in dicts
-    for name, value in torch.nn.Module.__getstate__(engine).items():  # type: ignore[no-untyped-call]
-        if name in of_modules or (name not in vars(twin) and name != "_reducer"):  # that is made when the copy trains
-            vars(twin)[name] = copy.deepcopy(value, memo)
-    return twin
