@@ -278,8 +278,7 @@ class _Rows:
         """
         if self.forward is None or (self.is_inside and self.forward.has_weighted):
             return 1.0
-        self.forward.settle()
-        return self.forward.feed.weight
+        return self.forward.settle()
 
 
 def _rows_of(values: Tensor) -> _Rows:
@@ -294,9 +293,7 @@ def _rows_of(values: Tensor) -> _Rows:
     if share is not None or around is not None:
         return _Rows(share is None or share.local_samples > 0, around, is_inside=True)
     forwards = cast("list[ForwardPass]", batch.find_marks(values) if batch.marks_tell_shares() else [])
-    for forward in forwards:
-        forward.settle()
-    if len({forward.feed.weight for forward in forwards}) > 1:
+    if len({forward.settle() for forward in forwards}) > 1:
         raise InputError(
             "SyncBatchNorm: its input comes from forward passes on two batches, of which this rank holds different "
             "shares. Call the network that contains it on each of them"

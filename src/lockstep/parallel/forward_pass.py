@@ -96,13 +96,14 @@ class ForwardPass:
         """Whether the backward pass under way has come by the outputs, where gradients get their weight."""
         return self._weighted_task == current_graph_task_id()
 
-    def settle(self) -> None:
-        """Ask the other ranks for what the weight depends on, if that was not done. Collective.
+    def settle(self) -> float:
+        """The weight; asks the other ranks for what it depends on, if that was not done. Collective then.
 
         Raises:
             InputError: how many samples the forward pass holds cannot be told.
         """
         self._set_feed(self.feed.settled())
+        return self.feed.weight
 
     def _set_feed(self, feed: Feed) -> None:
         self.feed = feed

@@ -250,15 +250,12 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         if share is None or group is None or share.world_size != group.size():
             return Origin(group, 1.0, is_filler)
         return Origin(group, share.weight, is_filler)
-    for forward in forwards:
-        forward.settle()
+    if len({forward.settle() for forward in forwards}) > 1:
+        raise InputError(
+            f"{name}: this loss comes from forward passes on two batches, of which this rank holds different shares. "
+            f"Hand {name} the part of each batch, and add up what it returns"
+        )
     first = forwards[0]
-    for other in forwards[1:]:
-        if other.feed.weight != first.feed.weight:
-            raise InputError(
-                f"{name}: this loss comes from forward passes on two batches, of which this rank holds different "
-                f"shares. Hand {name} the part of each batch, and add up what it returns"
-            )
     return Origin(process_group or first.group, first.feed.weight, first.is_filler)
 
 
