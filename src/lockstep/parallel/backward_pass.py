@@ -77,7 +77,7 @@ from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import begins_with_checkpoint, reachable_leaves, runs_backward_by, runs_backward_to
 from lockstep.parallel.joined import Steps
 from lockstep.parallel.parameter_changes import ParameterChanges
-from lockstep.parallel.rank_agreement import RankAgreement
+from lockstep.parallel.rank_agreement import RankAgreement, all_reduce_number
 from lockstep.parallel.reducer import Reducer
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out
@@ -497,7 +497,7 @@ class BackwardPass(PassState):
         """Take part in the averaging of the ranks that still train, having joined. Collective."""
         reducer = self._made_reducer()
         if engine.static_graph and self._static_unused is None:
-            self._static_any_unused = self._any_rank(False)
+            self._static_any_unused = bool(all_reduce_number(0, dist.ReduceOp.MAX, self._group, self._device))
             self._static_unused = frozenset()
         self.average()
         reducer.send_zeros()
@@ -543,7 +543,9 @@ class BackwardPass(PassState):
         """Whether these may be missing at the end of a step. Collective in the first step of a static graph."""
         if is_static and self._static_unused is None:
             self._static_unused = frozenset(missing)
-            self._static_any_unused = self._any_rank(bool(missing))
+            self._static_any_unused = bool(
+                all_reduce_number(bool(missing), dist.ReduceOp.MAX, self._group, self._device)
+            )
         if not missing or may_be_unused:
             return
         if self._static_unused is None:
@@ -559,12 +561,6 @@ class BackwardPass(PassState):
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         # Who has used all of them knows, and does not have to wait for a GPU.
         return frozenset((used == 0).nonzero().flatten().tolist()) if missing else frozenset()
-
-    def _any_rank(self, here: bool) -> bool:
-        """Whether something holds on any rank. Collective."""
-        flag = torch.tensor([int(here)], device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        return bool(flag.item())
 
     def _raise(self, indices: list[int], when: str, advice: str) -> NoReturn:
         names = [self._names[index] for index in indices]

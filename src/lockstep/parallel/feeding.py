@@ -51,6 +51,7 @@ import torch.distributed as dist
 from lockstep import batch
 from lockstep.batch import BatchShare, Division, Tag
 from lockstep.errors import InputError, InputTypeError
+from lockstep.parallel.rank_agreement import all_reduce_number
 from lockstep.parallel.rows import rows_in, show_inputs
 from lockstep.tree import tensors_in
 
@@ -60,7 +61,6 @@ __all__ = [
     "Feeding",
     "Parts",
     "Slice",
-    "add_up",
     "describe_share",
     "share_said",
     "slice_of",
@@ -115,17 +115,10 @@ def share_said(count: Any, group: dist.ProcessGroup, device: torch.device, joins
         number = None
     if number is None:
         raise InputTypeError(f"samples({count!r}): give the number of samples on this rank, an int")
-    total = max(number, 1) if joins else int(add_up(number, group, device).item())
+    total = max(number, 1) if joins else all_reduce_number(number, dist.ReduceOp.SUM, group, device)
     if number < 0 or total <= 0:
         raise InputError(f"samples({number}): give a number of at least 0, and more than 0 on some rank")
     return BatchShare(number, total, 1 if joins else group.size())
-
-
-def add_up(count: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """The sum of a count over the ranks of a group, int64 [] on `device`. Collective."""
-    total = torch.tensor(count, dtype=torch.int64, device=device)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 # When a model was wrapped for the first time.

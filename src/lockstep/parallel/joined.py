@@ -33,7 +33,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from lockstep.batch import BatchShare
 from lockstep.errors import InputError
 from lockstep.parallel.checks import named_tensors
-from lockstep.parallel.rank_agreement import broadcast_tensors
+from lockstep.parallel.rank_agreement import all_reduce_number, broadcast_tensors
 from lockstep.torch_private.groups import join_config_of, tell_join_config
 
 __all__ = ["JoinableEngine", "JoinedRank", "RepeatableJoin", "Steps"]
@@ -98,15 +98,10 @@ class Steps:
 
     def sync_buffers(self, buffers: Sequence[torch.Tensor], trains: bool) -> None:
         """Give all ranks the buffers of the last rank that still trains. Collective, unless there are none."""
-        source = _highest(self._group.rank() if trains else -1, self._group, self._device) if buffers else -1
-        if source >= 0:
-            broadcast_tensors(buffers, self._group, source)
-
-
-def _highest(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    candidate = torch.tensor([value], device=device)
-    dist.all_reduce(candidate, dist.ReduceOp.MAX, group=group)
-    return int(candidate.item())
+        if buffers:
+            own = self._group.rank() if trains else -1
+            last = all_reduce_number(own, dist.ReduceOp.MAX, self._group, self._device)
+            broadcast_tensors(buffers, self._group, last)
 
 
 class JoinedRank(JoinHook):
@@ -133,10 +128,10 @@ class JoinedRank(JoinHook):
         for parameter, gradient in self._own:
             parameter.grad = gradient
         self._own.clear()
-        engine = self._engine
-        source = _highest(engine.process_group.rank() if is_last_joiner else -1, engine.process_group, engine.device)
+        engine, group = self._engine, self._engine.process_group
+        last = all_reduce_number(group.rank() if is_last_joiner else -1, dist.ReduceOp.MAX, group, engine.device)
         tensors = named_tensors(engine.module, self._ignored, engine.broadcast_buffers)
-        broadcast_tensors([tensor.detach() for tensor in tensors.values()], engine.process_group, source)
+        broadcast_tensors([tensor.detach() for tensor in tensors.values()], group, last)
         # `Join` leaves it enabled: later steps would be made as within it, without the checks that it cannot have.
         tell_join_config(engine, join_config_of(engine)._replace(enable=False))
 

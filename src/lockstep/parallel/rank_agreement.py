@@ -51,6 +51,7 @@ __all__ = [
     "NO_WORDS",
     "RankAgreement",
     "Words",
+    "all_reduce_number",
     "all_reduce_options",
     "broadcast_tensors",
     "check_same_model",
@@ -471,6 +472,13 @@ def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     rows = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(rows, own, group=group)
     return torch.stack(rows).cpu()
+
+
+def all_reduce_number(number: int, op: Any, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The sum, or the greatest, of what each rank gives; through a tensor on that device. Collective."""
+    combined = torch.tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(combined, op, group=group)
+    return int(combined.item())
 
 
 def _some_values(tensor: torch.Tensor) -> torch.Tensor:
