@@ -5,8 +5,8 @@ what the training has come to. So no order of the epoch is drawn ahead, as one i
 batch sampler itself, one batch at a time, as torch does, and takes its share of each. Two things make the ranks agree.
 The sampler draws from streams of its own, seeded by (seed, epoch), which stand in the place of the process-wide
 generators only while it runs. And the fingerprint of a batch is one of all indices of the epoch up to its end, so that
-the ranks notice with the gradients if their samplers did not make the same batches (`parallel/claims.py`), and a run
-that is resumed if its sampler does not make those that were consumed.
+the ranks notice with the gradients if their samplers did not make the same batches (`parallel/rank_agreement.py`), and
+a run that is resumed if its sampler does not make those that were consumed.
 
 An evaluation has an end, and its data are compared once, when its metrics are: there all batches are made first.
 """

@@ -11,7 +11,7 @@ from lockstep.data.loader import DataLoader
 __all__ = ["Waits"]
 
 
-class Waits:
+class Waits(Iterator[Any]):
     """The batches of an epoch, and how long the loop waits for them.
 
     Args:
@@ -24,19 +24,15 @@ class Waits:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._since = time.perf_counter()
+        since = time.perf_counter()
         self.batches = iter(loader)
+        self.total_s = time.perf_counter() - since
         self.first_s = 0.0
-        self.total_s = 0.0
 
-    def __iter__(self) -> Iterator[Any]:
-        for data in self.batches:
-            self._enter()
-            yield data
-            self._since = time.perf_counter()
-        self._enter()
-
-    def _enter(self) -> None:
-        waited_s = time.perf_counter() - self._since
-        self.total_s += waited_s
-        self.first_s = self.first_s or waited_s
+    def __next__(self) -> Any:
+        since = time.perf_counter()
+        try:
+            return next(self.batches)
+        finally:
+            self.total_s += time.perf_counter() - since
+            self.first_s = self.first_s or self.total_s

@@ -165,11 +165,6 @@ class PassState:
         self._go("wait", _WAITING, self.phase is not _AVERAGING)
         self.awaited = awaited
 
-    def take_awaited(self) -> list[int]:
-        """What was awaited, and is not any more."""
-        awaited, self.awaited = self.awaited, []
-        return awaited
-
     def average(self) -> None:
         """The gradients of all parameters go out, and the ranks meet."""
         self.phase = _AVERAGING
@@ -526,7 +521,8 @@ class BackwardPass(PassState):
             UnusedParameters: a backward pass left gradients to another one, which did not come.
         """
         if self.awaited:
-            self._raise(self.take_awaited(), when, _ADVICE_FOR_OUTPUTS)
+            awaited, self.awaited = self.awaited, []
+            self._raise(awaited, when, _ADVICE_FOR_OUTPUTS)
 
     def _come_later(self, missing: list[int], may_be_unused: bool) -> bool:
         """Wait for another backward pass, if one can bring what is missing over the outputs left."""

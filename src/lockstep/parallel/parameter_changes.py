@@ -70,7 +70,7 @@ class ParameterChanges:
 
     def were_unfrozen(self) -> bool:
         """Whether a parameter requires a gradient that was frozen when the engine looked last. Local."""
-        return bool(self._frozen) and any(map(_requires_gradient, self._frozen))
+        return any(each is not None and each.requires_grad for each in (frozen() for frozen in self._frozen))
 
     def are_transformed(self) -> bool:
         """Whether this is inside of `torch.func.grad` or the like, with other parameters in the model. Local."""
@@ -109,8 +109,3 @@ class ParameterChanges:
         # The model may have been wrapped anew, as the error says to, while somebody keeps this engine.
         others = [engine.changes.own for engine in engines()]
         return [name for name, each in found if not any(id(each) in own for own in others)]
-
-
-def _requires_gradient(reference: weakref.ref[torch.nn.Parameter]) -> bool:
-    parameter = reference()
-    return parameter is not None and parameter.requires_grad

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,18 +46,6 @@ from lockstep.errors import InputError
 from lockstep.torch_private.stores import GradBucket
 
 __all__ = ["PowerSGDState", "powersgd_hook"]
-
-
-class _Bucket(Protocol):
-    """What the hook uses of torch's `GradBucket`, and of ours."""
-
-    def buffer(self) -> torch.Tensor: ...
-
-    def gradients(self) -> Sequence[torch.Tensor]: ...
-
-    def parameters(self) -> Sequence[torch.Tensor]: ...
-
-    def is_last(self) -> bool: ...
 
 
 @dataclass
@@ -155,7 +143,7 @@ def powersgd_hook(state: PowerSGDState, bucket: Any) -> Future[torch.Tensor]:
     Returns:
         A finished future of the bucket's flat tensor, which holds the mean.
     """
-    given: _Bucket = bucket
+    given: GradBucket = bucket
     buffer = given.buffer()
     with torch.no_grad():
         state.exact_numel += buffer.numel()

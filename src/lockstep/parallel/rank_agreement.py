@@ -35,6 +35,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -514,12 +515,9 @@ def check_same_model(
     if bool((summaries[:, 0] == summaries[0, 0]).all()):
         return
     texts = _gather_texts(text, summaries[:, 1].tolist(), group, device)
-    reference = texts[0].split("\n")
-    for rank, other_text in enumerate(texts):
-        other = other_text.split("\n")
-        for index in range(max(len(reference), len(other))):
-            here = reference[index] if index < len(reference) else "nothing more"
-            there = other[index] if index < len(other) else "nothing more"
+    for rank, other in enumerate(texts):
+        pairs = zip_longest(texts[0].split("\n"), other.split("\n"), fillvalue="nothing more")
+        for here, there in pairs:
             if here != there:
                 ranks = dist.get_process_group_ranks(group)
                 raise ModelMismatch(

@@ -90,9 +90,8 @@ class Reducer:
         self._members = [[placement.index for placement in plan.placements] for plan in plans]
         self._offsets = [[placement.offset for placement in plan.placements] for plan in plans]
         self._bucket_parameters = [[self._parameters[index] for index in members] for members in self._members]
-        self._dense = sorted(index for members in self._members for index in members)
-        self._is_dense = frozenset(self._dense)
-        self._sparse = sorted(set(range(len(self._parameters))).difference(self._dense))
+        self._dense = frozenset(index for members in self._members for index in members)
+        self._sparse = sorted(set(range(len(self._parameters))) - self._dense)
         self._gradient_views = views = GradientViews(transport, plans, self._parameters)
         self._views = views.tensors
         self._always_views = always_views
@@ -359,7 +358,7 @@ class Reducer:
                 self._sparse_gradients.average()
         parameters, views = self._parameters, self._views
         for index in none:
-            if index in self._is_dense and index not in keep_none:
+            if index in self._dense and index not in keep_none:
                 parameters[index].grad = views[index].clone() if index in self._own_memory else views[index]
         if self._copied_back:
             self._copy_back()

@@ -77,14 +77,13 @@ class Transport(Protocol):
 
         Args:
             buffers: overwritten by those of the group's first rank.
-            claims: what the ranks must agree on about this step.
-            sample: a word of 64 bits for the others.
+            words: what this rank says of this step.
 
         Returns:
-            The samples of all ranks; None if they are not sent.
+            The words of all ranks; None if they are not sent.
 
         Raises:
-            CollectiveMismatch: they do not.
+            CollectiveMismatch: the ranks do not agree.
         """
 
     def restart(self) -> None:
