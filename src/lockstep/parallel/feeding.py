@@ -13,16 +13,11 @@
 this rank's rows are those of its arguments ([Note: rows] in `rows.py`). What is
 of no such batch is an error, which asks the script, unless all batches divide evenly: then every forward pass weighs
 the same, and as without a loader all ranks must have come with inputs of one size. So one row beside the batches, such
-as the code of a hypernetwork, is not taken for a last batch of one sample that is still to come. *Rejected:* to take
-any rows for those of the batch that the loop has in hand, such as the nodes of graphs: what a mask has selected from it
-would be averaged plainly. *Rejected:* twice the rows of a batch for that batch (`model(torch.cat([a, b]))`): the weight
-would be right, and a loss that compares the rows with each other, as most of that form do, another one without a word.
-*Rejected:* the sizes of all arguments: where one is a batch's by chance, it sets the weight.
+as the code of a hypernetwork, is not taken for a last batch of one sample that is still to come.
 
 Where a rank went by a size, a claim travels with the gradients and is compared (`rank_agreement.py`), so that ranks
 that understood different things stop. What ranks tell each other they tell in the backward pass, which all of
-them make; a forward pass waits for nobody. *Rejected:* telling each other the sizes in every step without a loader:
-one collective more, and a backward pass that could not begin before those of the others.
+them make; a forward pass waits for nobody.
 
 [Note: gradients of an evaluation] In evaluation mode a script may want gradients of inputs, of a few samples and on one
 rank only (saliency maps, attacks). What does not fit together then is an error only if gradients reach parameters.
@@ -31,8 +26,7 @@ rank only (saliency maps, attacks). What does not fit together then is an error 
 divided by the number of slices that gives the mean over the batch, provided that all slices have one size and
 that together they are the batch. The first is checked at once, the second when other batches come. Slices of each
 tensor of a batch count for themselves (chosen and rejected answers), and each may come several times, all equally
-often. *Rejected:*
-weighting a slice by its own size: what one process would have had in its slice is unknown here.
+often.
 """
 
 from __future__ import annotations

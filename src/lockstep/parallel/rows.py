@@ -6,9 +6,7 @@ dictionary, where nothing is the first, a list or the tensor of most dimensions.
 model.samples(n)`.
 
 Where no loader of Lockstep says what a batch is, ranks compare this number, and ranks that have another one do not go
-on: what is the same on every rank, such as a list of classes, belongs after the batch. *Rejected:* the sizes of all
-arguments: boxes, nodes and voxels are of any number on each rank, and rules that tell those from samples know the
-models of one library each.
+on: what is the same on every rank, such as a list of classes, belongs after the batch.
 """
 
 from __future__ import annotations
