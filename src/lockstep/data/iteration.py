@@ -186,14 +186,10 @@ class EpochIterator(Iterator[Any]):
 
     def _is_still_to_come(self, error: BaseException) -> bool:
         """Whether the batch that was waited for when this was raised comes when it is asked for again."""
-        return self._has_workers and (not isinstance(error, Exception) or _is_timeout(error))
+        # torch keeps waiting for a batch that did not come in time.
+        is_timeout = isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
+        return self._has_workers and (is_timeout or not isinstance(error, Exception))
 
     def __del__(self) -> None:
         if hasattr(self, "_iteration"):  # __init__ got that far
-            self._iteration.close()
-            self._progress.is_open = False
-
-
-def _is_timeout(error: Exception) -> bool:
-    """Whether a batch did not come in time: torch keeps waiting for it when it is asked again."""
-    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
+            self.close()

@@ -80,13 +80,6 @@ def _are_plain(samples: list[Any]) -> bool:
     return kinds <= _PLAIN_TYPES
 
 
-def _part_of(dataset: ConcatDataset[Any], index: int) -> tuple[int, int]:
-    """In which part of a concatenated dataset a sample is, and its index there."""
-    position = index + len(dataset) if index < 0 else index
-    part = bisect.bisect_right(dataset.cumulative_sizes, position)
-    return part, position - (dataset.cumulative_sizes[part - 1] if part else 0)
-
-
 @lru_cache(maxsize=64)
 def _getitem_takes_generator(kind: Any) -> bool:
     try:
@@ -118,8 +111,9 @@ def _read(dataset: Any, index: int, generator: torch.Generator) -> Any:
     if isinstance(dataset, Subset):
         return _read(dataset.dataset, dataset.indices[index], generator)
     if isinstance(dataset, ConcatDataset):
-        part, own = _part_of(dataset, index)
-        return _read(parts[part], own, generator)
+        position = index + len(dataset) if index < 0 else index
+        part = bisect.bisect_right(dataset.cumulative_sizes, position)
+        return _read(parts[part], position - (dataset.cumulative_sizes[part - 1] if part else 0), generator)
     if isinstance(dataset.datasets, dict):
         return {name: _read(inner, index, generator) for name, inner in dataset.datasets.items()}
     return tuple(_read(inner, index, generator) for inner in parts)
@@ -291,19 +285,6 @@ class TensorSource:
         # normalises its batch in place would change the data.
         return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.dataset.tensors]
 
-    @staticmethod
-    def fits(dataset: Any, collate_fn: Collate) -> bool:
-        """Whether the two ways give the same batch."""
-        return (
-            type(dataset) is TensorDataset
-            and collate_fn is default_collate
-            and stacks_as_torch()
-            and all(
-                type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-                for tensor in dataset.tensors
-            )
-        )
-
 
 def identity(batch: Any) -> Any:
     """The collate function of a source whose batches are collated already; for pickling, what is there as it is."""
@@ -313,8 +294,12 @@ def identity(batch: Any) -> Any:
 def make_source(
     dataset: Any, collate_fn: Collate, drawn_from: DrawnFrom | None, thread: int
 ) -> SampleSource | TensorSource:
-    """The source for a dataset: the gather where it fits, else one sample after the other."""
-    if TensorSource.fits(dataset, collate_fn):
+    """The source for a dataset: the gather where it gives the same batch, else one sample after the other."""
+    is_default = type(dataset) is TensorDataset and collate_fn is default_collate and stacks_as_torch()
+    if is_default and all(
+        type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        for tensor in dataset.tensors
+    ):
         return TensorSource(dataset)
     return SampleSource(dataset, collate_fn, drawn_from, thread)
 

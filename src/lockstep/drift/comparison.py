@@ -45,14 +45,12 @@ from lockstep.shm.liveness import Watch
 from lockstep.torch_private.groups import is_registered
 from lockstep.world import World, current_world
 
-__all__ = ["comparison_of_engines", "digest", "note_end"]
+__all__ = ["comparison_of_engines", "digest", "note_end", "rounding_of"]
 
 # How long a rank waits at its end for what the others have to say; the last one may still be saving what it has.
 _PATIENCE_S = 30.0
 # How long rank 0, which may be the host of the store, stays for others to read it.
 _STAY_S = 2.0
-# Times the distance from 1.0 to the next number, relative to the norm of the values; and at most.
-_ROUNDING, _MOST_ROUNDING = 1000, 0.01
 _ADVICE = (
     "Let all ranks decide alike which weights to load (by lockstep.mean of the loss, lockstep.metrics, or "
     "torch.distributed.broadcast); have backward() compute what is stepped, of what model(x) returns, or average by "
@@ -110,6 +108,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
         if flat.numel() > 0:
             state.update(flat.view(torch.uint8).numpy().data)
     return state.hexdigest()
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """How far ranks may be apart that have stepped alike, relative to the values."""
+    return min(1000 * torch.finfo(dtype).eps, 0.01) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -228,7 +231,6 @@ def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
     for name, tensor in tensors.items():
         values = tensor.detach()
         values = (values.coalesce().to_dense() if values.is_sparse else values).reshape(-1)
-        eps = torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0.0
         values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
         total = square = 0.0
         for chunk in torch.split(values, _CHUNK):  # so that a large tensor is never there a second time
@@ -236,7 +238,7 @@ def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
             sign = int(torch.randint(2, (), generator=generator, device="cpu")) * 2 - 1
             total += sign * float(part @ factors[: len(part)])
             square += float(part @ part)
-        found[name] = [total, square**0.5 * min(_ROUNDING * eps, _MOST_ROUNDING)]
+        found[name] = [total, square**0.5 * rounding_of(tensor.dtype)]
     return found
 
 

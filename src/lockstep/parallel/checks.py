@@ -180,13 +180,13 @@ def find_alike(module: torch.nn.Module, ignored: frozenset[str], with_buffers: b
         ignored: names that the user has told the engine to leave alone.
         with_buffers: whether buffers are among it.
     """
-    parameters = {name: each for name, each in module.named_parameters() if not _is_part(each)}
-    if not with_buffers:
-        return {name: each for name, each in parameters.items() if name not in ignored}
-    saved = frozenset(module.state_dict())
-    statistics = {id(each) for layer in module.modules() if isinstance(layer, _NORMS) for each in layer.buffers(False)}
-    buffers = {name: each for name, each in module.named_buffers() if name in saved and id(each) not in statistics}
-    return {name: each for name, each in {**parameters, **buffers}.items() if name not in ignored}
+    alike: dict[str, torch.Tensor] = {name: each for name, each in module.named_parameters() if not _is_part(each)}
+    if with_buffers:
+        saved, norms = module.state_dict().keys(), [each for each in module.modules() if isinstance(each, _NORMS)]
+        statistics = {id(each) for layer in norms for each in layer.buffers(False)}
+        buffers = module.named_buffers()
+        alike.update((name, each) for name, each in buffers if name in saved and id(each) not in statistics)
+    return {name: each for name, each in alike.items() if name not in ignored}
 
 
 def _is_part(parameter: torch.Tensor) -> bool:

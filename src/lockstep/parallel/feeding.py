@@ -372,13 +372,9 @@ def _is_sure(share: BatchShare | None, trains: bool) -> bool:
 
 def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
     """Tensors of the inputs that came with a batch."""
-    found = []
     args, kwargs = inputs
-    for tensor in tensors_in(inputs if kwargs else args):
-        tag = batch.find_tag(tensor)
-        if tag is not None:
-            found.append((tensor, tag))
-    return found
+    tensors = tensors_in(inputs if kwargs else args)
+    return [(tensor, tag) for tensor in tensors if (tag := batch.find_tag(tensor)) is not None]
 
 
 def describe_share(share: BatchShare) -> str:

@@ -119,8 +119,9 @@ class JoinedRank(JoinHook):
 
     def main_hook(self) -> None:
         """Answer one step of the others."""
-        if not self._own:
-            self._own = [(parameter, _copied(parameter.grad)) for parameter in self._engine.module.parameters()]
+        if not self._own:  # copied: the gradient may be a view of the engine's memory, which it writes to
+            pairs = ((parameter, parameter.grad) for parameter in self._engine.module.parameters())
+            self._own = [(parameter, None if grad is None else grad.detach().clone()) for parameter, grad in pairs]
         self._engine.answer_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -150,8 +151,3 @@ class RepeatableJoin(Join):
 
     def __enter__(self) -> None:
         tell_join_config(self._engine, self._config)
-
-
-def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Where the engine does not write: the gradient may be a view of its memory."""
-    return None if gradient is None else gradient.detach().clone()

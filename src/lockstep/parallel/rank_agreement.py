@@ -44,6 +44,7 @@ import torch.distributed as dist
 
 from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.wording import describe_tensor
+from lockstep.drift.comparison import rounding_of
 from lockstep.errors import CollectiveMismatch, ModelMismatch
 from lockstep.torch_private.autograd import version_of
 
@@ -66,8 +67,6 @@ _COMPARED_VALUES = 4096  # of each parameter
 _MEASURED_PARAMETERS = 8  # of those that differ
 _COLLECTIVE_EVERY = 4  # times as many averagings
 _POSITION_STEP = 2654435761  # from one value to the next of a parameter: it goes round, and everywhere
-# Times the distance from 1.0 to the next number, relative to the greatest value; and at most.
-_ROUNDING, _MOST_ROUNDING = 1000, 0.01
 _MOST_UNREAD = 16  # steps by which a host may be ahead of its GPU without waiting for what ranks claim
 _UNKNOWN, _ZERO = 0, 1  # samples
 _STRAYED = 1  # a sign
@@ -382,7 +381,7 @@ class RankAgreement:
         if is_first:
             self._raise(differing, min(differing), "", _ADVICE_AT_FIRST)
         index, distance = self._farthest(sorted(differing)[:_MEASURED_PARAMETERS])
-        if not distance <= min(_ROUNDING * torch.finfo(self._parameters[index].dtype).eps, _MOST_ROUNDING):
+        if not distance <= rounding_of(self._parameters[index].dtype):
             what = (
                 f", by up to {distance:.1g} times its greatest value. All were alike {self.num_averagings - 1} "
                 "averagings ago, and have got the same gradients since"

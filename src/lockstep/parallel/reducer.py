@@ -201,7 +201,8 @@ class Reducer:
         self._left.update(zip(indices, gradients, strict=True))
         self._out.add(bucket)
         if self._hooked is not None:
-            self._run_hook(self._hooked, bucket)
+            views, parameters = self._gradient_views.of_bucket[bucket], self._bucket_parameters[bucket]
+            self._hooked.begin(bucket, self._transport.buffer(bucket), views, parameters)
             return
         if is_early:
             self._sent += zip(indices, gradients, map(version_of, gradients), strict=True)
@@ -410,10 +411,6 @@ class Reducer:
                 "or take a plain optimizer"
             )
         self._hooked = HookedBuckets(state, hook, len(self._plans) + len(self._sparse))
-
-    def _run_hook(self, hooked: HookedBuckets, bucket: int) -> None:
-        gradients = self._gradient_views.of_bucket[bucket]
-        hooked.begin(bucket, self._transport.buffer(bucket), gradients, self._bucket_parameters[bucket])
 
     def _finish_hook(
         self, hooked: HookedBuckets, keep_none: Collection[int], buffers: Sequence[torch.Tensor], words: Words

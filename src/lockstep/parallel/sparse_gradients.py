@@ -73,7 +73,8 @@ class SparseGradients:
         """Make it the gradient of a parameter: written into the one that is there, which others may hold. Local."""
         parameter = self._parameters[index]
         gradient = parameter.grad
-        if gradient is not None and _are_alike(gradient, mean) and not gradient.requires_grad:
+        kind = mean.layout, _has_rows(mean)
+        if gradient is not None and not gradient.requires_grad and (gradient.layout, _has_rows(gradient)) == kind:
             gradient.copy_(mean)
         else:
             parameter.grad = mean
@@ -110,7 +111,8 @@ class SparseGradients:
         self, indices: Sequence[int], own: Sequence[torch.Tensor | None], by_rank: Sequence[Sequence[int]]
     ) -> None:
         """Of these parameters; no rank has a dense gradient of one. Collective."""
-        row_bytes = {index: self._row_bytes(index) for index in indices}
+        parameters = {index: self._parameters[index] for index in indices}
+        row_bytes = {index: each.shape[1:].numel() * each.element_size() for index, each in parameters.items()}
         sizes = [
             sum(
                 _padded(max(of_rank[index], 0) * width)
@@ -139,11 +141,7 @@ class SparseGradients:
                 end = middle + count * row_bytes[index]
                 parts.append((row[starts[rank] : starts[rank] + count * _INDEX_BYTES], row[middle:end]))
                 starts[rank] = middle + _padded(count * row_bytes[index])
-            self.put(index, self._add_up(self._parameters[index], parts))
-
-    def _row_bytes(self, index: int) -> int:
-        parameter = self._parameters[index]
-        return parameter.shape[1:].numel() * parameter.element_size()
+            self.put(index, self._add_up(parameters[index], parts))
 
     def _add_up(self, parameter: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """The mean of what the ranks brought for one parameter: the bytes of indices, and of values, of each rank."""
@@ -166,10 +164,6 @@ def _normalised(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 def _has_rows(gradient: torch.Tensor) -> bool:
     return gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
-
-
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.layout is other.layout and _has_rows(one) == _has_rows(other)
 
 
 def _count(gradient: torch.Tensor | None) -> int:
