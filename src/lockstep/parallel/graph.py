@@ -19,7 +19,6 @@ from lockstep.torch_private.autograd import will_engine_execute_node, without_tr
 
 __all__ = [
     "AccumulationHook",
-    "accumulating_node",
     "begins_with_checkpoint",
     "reachable_leaves",
     "remove_all",
@@ -72,18 +71,6 @@ def begins_with_checkpoint(root: Node | None, own: frozenset[int]) -> bool:
     return False
 
 
-def accumulating_node(parameter: torch.Tensor) -> Node:
-    """The node that accumulates into `.grad`. Autograd makes a new one when nobody holds it."""
-    with without_transforms():
-        is_frozen = not parameter.requires_grad
-        if is_frozen:  # for now: the node stays the same when it is thawed
-            parameter.requires_grad = True
-        node: Node = get_gradient_edge(parameter).node
-        if is_frozen:
-            parameter.requires_grad = False
-    return node
-
-
 class AccumulationHook:
     """A function that is called whenever a gradient of a parameter has come, and the parameter's own hooks have run.
 
@@ -101,7 +88,13 @@ class AccumulationHook:
     """
 
     def __init__(self, parameter: torch.Tensor, function: Callable[..., Any], is_before: bool = False) -> None:
-        self.node = accumulating_node(parameter)
+        with without_transforms():
+            is_frozen = not parameter.requires_grad
+            if is_frozen:  # for now: the node stays the same when it is thawed
+                parameter.requires_grad = True
+            self.node: Node = get_gradient_edge(parameter).node
+            if is_frozen:
+                parameter.requires_grad = False
         register: Callable[..., RemovableHandle] = self.node.register_prehook if is_before else self.node.register_hook
         self._handle = register(function)
 

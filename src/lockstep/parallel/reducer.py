@@ -38,7 +38,6 @@ from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words, bro
 from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
 from lockstep.torch_private.autograd import version_of
-from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["Listener", "Reducer"]
 
@@ -223,8 +222,7 @@ class Reducer:
         try:
             if self._hooked is None:
                 return self._transport.fill(bucket, offsets, views, gradients)
-            if views:
-                foreach_copy_(list(views), list(gradients))
+            copy_all(views, gradients)
         except RuntimeError:
             self._check_dense(indices, gradients)
             raise
