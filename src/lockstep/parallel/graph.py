@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
@@ -19,6 +19,7 @@ from lockstep.torch_private.autograd import will_engine_execute_node, without_tr
 
 __all__ = [
     "AccumulationHook",
+    "Listener",
     "begins_with_checkpoint",
     "reachable_leaves",
     "remove_all",
@@ -69,6 +70,15 @@ def begins_with_checkpoint(root: Node | None, own: frozenset[int]) -> bool:
         else:
             waiting += [following for following, _ in node.next_functions if following is not None]
     return False
+
+
+class Listener(Protocol):
+    """Who is told of gradients; see `BackwardPass`."""
+
+    has_filler: bool
+
+    def on_param_grad(self, index: int, bucket: int | None = None) -> None:
+        """A gradient has come to a parameter: the sentinel of that bucket, or one that is watched."""
 
 
 class AccumulationHook:

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,22 +33,13 @@ from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.comm_hooks import CommHook, HookedBuckets
 from lockstep.parallel.gradient_memory import GradientViews, find_held
-from lockstep.parallel.graph import AccumulationHook, remove_all, without_way_back
+from lockstep.parallel.graph import AccumulationHook, Listener, remove_all, without_way_back
 from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words, broadcast_tensors
 from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
 from lockstep.torch_private.autograd import version_of
 
-__all__ = ["Listener", "Reducer"]
-
-
-class Listener(Protocol):
-    """Who is told of gradients; see `BackwardPass`."""
-
-    has_filler: bool
-
-    def on_param_grad(self, index: int, bucket: int | None = None) -> None:
-        """A gradient has come to a parameter: the sentinel of that bucket, or one that is watched."""
+__all__ = ["Reducer"]
 
 
 class Reducer:

@@ -19,13 +19,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from lockstep.agreement import collective_device
-from lockstep.parallel.graph import AccumulationHook, remove_all
+from lockstep.parallel.graph import AccumulationHook, Listener, remove_all
 from lockstep.parallel.rank_agreement import gather
 from lockstep.torch_private.tensors import indices_of, make_sparse, values_of
 
@@ -37,10 +36,6 @@ _INDEX_BYTES = 8
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what entries are added up in
 
 
-class _Pass(Protocol):
-    has_filler: bool  # it is of a forward pass whose samples count nothing, among others
-
-
 class SparseGradients:
     """Averages the gradients of some parameters of an engine by their entries.
 
@@ -50,7 +45,7 @@ class SparseGradients:
         backward: of the engine.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: _Pass) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: Listener) -> None:
         self._parameters = list(parameters)
         self._group = group
         self._world_size = group.size()
@@ -177,7 +172,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _without_zeros_of_fillers(
-    backward: weakref.ref[_Pass], gradients: tuple[torch.Tensor | None, ...]
+    backward: weakref.ref[Listener], gradients: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...] | None:
     """A hook before a gradient is accumulated. See [Note: entries of fillers]."""
     alive = backward()
