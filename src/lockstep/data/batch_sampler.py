@@ -18,6 +18,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,7 +94,7 @@ class GlobalBatches(Iterator[GlobalBatch]):
         thread: that made the loader.
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int, epoch: int, num_samples: int, thread: int) -> None:
+    def __init__(self, sampler: Any, seed: int, epoch: int, num_samples: int, thread: int) -> None:
         self.sampler = sampler
         self._epoch = epoch
         self._streams = RngStreams(derive_seed(b"sampler", seed, epoch), thread)
@@ -181,10 +182,11 @@ class GlobalBatches(Iterator[GlobalBatch]):
         return keys
 
 
+@dataclass(eq=False)
 class RankBatches:
     """The batches of one rank in one epoch, cut from those of a batch sampler: what `order.Schedule` is for an order.
 
-    Args:
+    Attributes:
         batches: of the epoch, from where it begins or is resumed.
         seed: the loader's.
         epoch: number of the epoch.
@@ -193,31 +195,21 @@ class RankBatches:
         evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
         source: of the loader; its shares keep it alive.
         data_fingerprint: a number for the samples; see `fingerprints.py`.
-
-    Attributes:
         mark: of the batches before the first, see `iteration.EpochProgress`.
     """
 
-    def __init__(
-        self,
-        batches: GlobalBatches,
-        seed: int,
-        epoch: int,
-        rank: int,
-        world_size: int,
-        evaluation: bool,
-        source: batch.LoaderToken,
-        *,
-        data_fingerprint: int,
-    ) -> None:
-        self._sampler: Any = batches.sampler
-        self._num_skipped = batches.number
-        self.mark = batches.mark
-        self._seed, self._epoch, self._rank, self._world_size = seed, epoch, rank, world_size
-        self._evaluation = evaluation
-        self._source = source
-        self._batches: Iterable[GlobalBatch] = list(batches) if evaluation else batches
-        self._data_fingerprint = data_fingerprint ^ (batches.mark if evaluation else 0)
+    batches: GlobalBatches
+    seed: int
+    epoch: int
+    rank: int
+    world_size: int
+    evaluation: bool
+    source: batch.LoaderToken
+    data_fingerprint: int
+
+    def __post_init__(self) -> None:
+        self.mark, self._num_skipped = self.batches.mark, self.batches.number
+        self._batches: Iterable[GlobalBatch] = list(self.batches) if self.evaluation else self.batches
         self._sizes: set[int] = set()  # of batches yielded
         self._number = 0  # of batches of this rank
         self._made: deque[tuple[int, GlobalBatch]] = deque()  # and not yet yielded
@@ -225,26 +217,27 @@ class RankBatches:
     @property
     def fingerprint(self) -> int:
         """Of the data of an evaluation, with their order; else of the samples alone: their order is not known yet."""
-        return self._data_fingerprint if self._world_size > 1 else 0
+        of_order = self.batches.mark if self.evaluation else 0
+        return self.data_fingerprint ^ of_order if self.world_size > 1 else 0
 
     def __len__(self) -> int:
         """Number of batches that this rank yields, by the length of the batch sampler; TypeError where it has none."""
-        if self._evaluation:
+        if self.evaluation:
             return sum(begin < end for begin, end in map(self._bounds, self._batches))
-        return len(self._sampler) - self._num_skipped
+        return len(self.batches.sampler) - self._num_skipped
 
     def __iter__(self) -> Iterator[Fetch]:
         for made in self._batches:
             begin, end = self._bounds(made)
-            if begin == end and self._evaluation:
+            if begin == end and self.evaluation:
                 continue
             self._made.append((self._number, made))
             self._number += 1
             # A filler has two rows, of the first sample. Shares of one row stand before it then, and ranks that have
             # to tell a batch by its sizes (`batch/plans.py`) take those for no other batch: elsewhere none grows.
             part = slice(begin, end) if begin < end else slice(0, 1)
-            copies = 1 if begin < end else self._division(made).rows(self._rank)
-            yield Fetch(self._seed, self._epoch, made.indices[part] * copies, made.keys[part] * copies)
+            copies = 1 if begin < end else self._division(made).rows(self.rank)
+            yield Fetch(self.seed, self.epoch, made.indices[part] * copies, made.keys[part] * copies)
 
     def take(self, number: int) -> tuple[BatchShare, int, int]:
         """What this rank holds of its batch `number`, which is yielded now; samples consumed with it, and their mark.
@@ -256,14 +249,14 @@ class RankBatches:
         _, made = self._made.popleft()
         begin, end = self._bounds(made)
         division = self._division(made)
-        if not self._evaluation and division.num_samples not in self._sizes:
+        if not self.evaluation and division.num_samples not in self._sizes:
             self._sizes.add(division.num_samples)
-            batch.register(self._source, self._rank, {division})
-        fingerprint = self.fingerprint ^ (made.mark if self._world_size > 1 and not self._evaluation else 0)
-        name = f"samples {made.first} to {made.last - 1} of epoch {self._epoch}"
+            batch.register(self.source, self.rank, {division})
+        fingerprint = self.fingerprint ^ (made.mark if self.world_size > 1 and not self.evaluation else 0)
+        name = f"samples {made.first} to {made.last - 1} of epoch {self.epoch}"
         share = BatchShare(
-            *(end - begin, division.num_samples, self._world_size, name, self._evaluation),
-            *(division.rows(self._rank), self._source, fingerprint),
+            *(end - begin, division.num_samples, self.world_size, name, self.evaluation),
+            *(division.rows(self.rank), self.source, fingerprint),
         )
         return share, made.last, made.mark
 
@@ -272,7 +265,7 @@ class RankBatches:
         return set()
 
     def _bounds(self, made: GlobalBatch) -> tuple[int, int]:
-        return share_bounds(len(made.indices), self._rank, self._world_size)
+        return share_bounds(len(made.indices), self.rank, self.world_size)
 
     def _division(self, made: GlobalBatch) -> Division:
-        return Division(len(made.indices), self._world_size, self._world_size)
+        return Division(len(made.indices), self.world_size, self.world_size)
