@@ -127,7 +127,7 @@ class DrawnFrom:
     """
 
     def __init__(self, is_asked: bool = True) -> None:
-        self._is_asked = is_asked
+        self.is_asked = is_asked
         self._checks_each = is_asked  # after each sample, not after each batch
         # Positions in `GLOBAL_RNGS`: of those that were drawn from, and of the others.
         self._drawn: list[int] = []
@@ -208,7 +208,6 @@ class SampleSource:
     def __init__(self, dataset: Any, collate_fn: Collate, drawn_from: DrawnFrom | None, thread: int) -> None:
         self.dataset = dataset
         self._collate_fn = collate_fn
-        self._seeds_global_rngs = drawn_from is not None
         self._drawn_from = drawn_from or DrawnFrom(is_asked=False)
         self._thread = thread
         self._takes_generator = takes_generator(dataset)
@@ -220,7 +219,7 @@ class SampleSource:
         Raises:
             DataError: it is fetched in a thread beside the one that trains; or the dataset raises StopIteration.
         """
-        if not self._seeds_global_rngs:
+        if not self._drawn_from.is_asked:
             return self._batch(fetch)
         if self._collate_fn is default_collate and _is_deterministic(self.dataset):
             samples = [self.dataset[index] for index in fetch.indices]

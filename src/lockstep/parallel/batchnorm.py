@@ -441,8 +441,8 @@ def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, varianc
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words
 
 
-def explain_forward_error(error: Exception, world_size: int, share: BatchShare | None) -> Exception:
-    """The error to raise in place of one that the model raised: with a remedy where torch says this, or itself. Local.
+def explain_forward_error(error: Exception, world_size: int, share: BatchShare | None) -> None:
+    """Raise an error with a remedy in place of what the model raised, where that is torch's for too few values. Local.
 
     Args:
         error: what the forward pass raised.
@@ -450,10 +450,10 @@ def explain_forward_error(error: Exception, world_size: int, share: BatchShare |
         share: what this rank holds of the batch; None where nobody knows.
     """
     if world_size == 1 or _ONE_VALUE not in str(error):
-        return error
+        return
     held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
-    return InputError(
+    raise InputError(
         f"rank {dist.get_rank()} had {held} of this batch, and batch normalization needs more than one value per "
         f"channel on each of the {world_size} ranks: {error}. Normalize over the batch of all ranks, with model = "
         "lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model)"
-    )
+    ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +32,6 @@ __all__ = [
     "check_renormalised",
     "choose_broadcast_buffers",
     "choose_devices",
-    "current_buffers",
     "find_alike",
     "find_buffers",
     "find_sparse",
@@ -214,12 +213,6 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
                 )
             entries.append((buffers_of(submodule), name))
     return entries
-
-
-def current_buffers(entries: Iterable[tuple[dict[str, torch.Tensor | None], str]]) -> list[torch.Tensor]:
-    """The buffers that stand in these entries now: a module may replace a buffer by another tensor. Local."""
-    found = [buffers[name] for buffers, name in entries if name in buffers]  # TorchScript's mapping has no `get`
-    return [buffer for buffer in found if buffer is not None]
 
 
 def has_sync_batchnorm(module: torch.nn.Module) -> bool:

@@ -36,7 +36,6 @@ from lockstep.parallel.checks import (
     check_renormalised,
     choose_broadcast_buffers,
     choose_devices,
-    current_buffers,
     find_alike,
     find_buffers,
     find_sparse,
@@ -327,10 +326,8 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             try:
                 output = self.module(*inputs, **kwargs)
             except (RuntimeError, ValueError) as error:
-                explained = explain_forward_error(error, self._world_size, forward.feed.share)
-                if explained is error:
-                    raise
-                raise explained from error
+                explain_forward_error(error, self._world_size, forward.feed.share)
+                raise
         return self._post_forward(forward, output)
 
     @left_out(with_what_it_calls=True)
@@ -415,8 +412,11 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     def buffers_to_sync(self) -> list[torch.Tensor]:
         """Buffers that all ranks shall have from the first rank when this step is over. Local."""
-        is_due = self._buffers_of_ranks and self.broadcast_buffers and self.training and self._world_size > 1
-        return current_buffers(self._buffers_of_ranks) if is_due else []
+        if not (self._buffers_of_ranks and self.broadcast_buffers and self.training and self._world_size > 1):
+            return []
+        # A module may have replaced or removed one; TorchScript's mapping has no `get`.
+        found = [buffers[name] for buffers, name in self._buffers_of_ranks if name in buffers]
+        return [buffer for buffer in found if buffer is not None]
 
     def brings_now(self, parameter: torch.Tensor) -> bool:
         """Whether the backward pass under way came by this engine, which averages the parameter. Local."""

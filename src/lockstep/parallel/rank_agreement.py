@@ -243,15 +243,12 @@ class RankAgreement:
     def take_words(self) -> Words:
         """What this rank says with this averaging. Local."""
         signs = _STRAYED if self._has_strayed and self._looks_at_strays_left else 0
-        claims = self._claims
-        if not claims:
-            return Words(sample=self._sample(), signs=signs)
-        texts = list(claims) if len(claims) == 1 else sorted(claims)  # the order of forward passes does not count
+        texts = sorted(self._claims)  # the order of forward passes does not count
         if len(texts) > _MAX_SHOWN:
             rest = texts[_MAX_SHOWN:]
             texts[_MAX_SHOWN:] = [f"{len(rest)} more ({fingerprint(str(rest)):x})"]
         batches = 0 if ("", 0) in self._batches else fingerprint_of(self._batches)
-        words = Words(", ".join(texts), all(claims.values()), batches, self._sample(), signs)
+        words = Words(", ".join(texts), all(self._claims.values()), batches, self._sample(), signs)
         self.forget_claims()
         return words
 
@@ -576,10 +573,9 @@ def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     batches: list[list[torch.Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if batches[-1] and size + num_bytes > _GROUP_BYTES:
+        if batches[-1] and size + tensor.nbytes > _GROUP_BYTES:
             batches.append([])
             size = 0
         batches[-1].append(tensor)
-        size += num_bytes
+        size += tensor.nbytes
     return batches

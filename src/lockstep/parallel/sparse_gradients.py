@@ -106,17 +106,14 @@ class SparseGradients:
         self, indices: Sequence[int], own: Sequence[torch.Tensor | None], by_rank: Sequence[Sequence[int]]
     ) -> None:
         """Of these parameters; no rank has a dense gradient of one. Collective."""
-        parameters = {index: self._parameters[index] for index in indices}
-        row_bytes = {index: each.shape[1:].numel() * each.element_size() for index, each in parameters.items()}
-        sizes = [
-            sum(
-                _padded(max(of_rank[index], 0) * width)
-                for index in indices
-                for width in (_INDEX_BYTES, row_bytes[index])
-            )
-            for of_rank in by_rank
+        parameters = [self._parameters[index] for index in indices]
+        row_bytes = [parameter.shape[1:].numel() * parameter.element_size() for parameter in parameters]
+        widths = [
+            (index, each) for index, width in zip(indices, row_bytes, strict=True) for each in (_INDEX_BYTES, width)
         ]
-        mine = torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=self._device)
+        sizes = [[max(of_rank[index], 0) * width for index, width in widths] for of_rank in by_rank]
+        most = max(sum(map(_padded, of_rank)) for of_rank in sizes)
+        mine = torch.zeros(most, dtype=torch.uint8, device=self._device)
         start = 0
         for index in indices:
             gradient = own[index]
@@ -127,18 +124,11 @@ class SparseGradients:
         rows = [torch.empty_like(mine) for _ in by_rank]
         if len(mine):
             dist.all_gather(rows, mine, group=self._group)
-        starts = [0] * len(rows)
-        for index in indices:
-            parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for rank, row in enumerate(rows):
-                count = max(by_rank[rank][index], 0)
-                middle = starts[rank] + _padded(count * _INDEX_BYTES)
-                end = middle + count * row_bytes[index]
-                parts.append((row[starts[rank] : starts[rank] + count * _INDEX_BYTES], row[middle:end]))
-                starts[rank] = middle + _padded(count * row_bytes[index])
-            self.put(index, self._add_up(parameters[index], parts))
+        parts = list(map(_cut, rows, sizes))
+        for number, index in enumerate(indices):
+            self.put(index, self._add_up(parameters[number], [each[2 * number : 2 * number + 2] for each in parts]))
 
-    def _add_up(self, parameter: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _add_up(self, parameter: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The mean of what the ranks brought for one parameter: the bytes of indices, and of values, of each rank."""
         shape, dtype = parameter.shape, parameter.dtype
         indices = torch.cat([each.view(torch.int64) for each, _ in parts])
@@ -165,6 +155,12 @@ def _count(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return _NO_GRADIENT
     return gradient.indices().size(1) if gradient.is_sparse else _DENSE
+
+
+def _cut(row: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The parts of these sizes that lie in a row of bytes, each padded."""
+    padded = list(map(_padded, sizes))
+    return [part[:size] for part, size in zip(torch.split(row[: sum(padded)], padded), sizes, strict=True)]
 
 
 def _padded(num_bytes: int) -> int:

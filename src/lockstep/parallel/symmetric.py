@@ -305,11 +305,10 @@ class _BufferMail:
         offsets, total = [], 0
         for buffer in buffers:
             offsets.append(total)
-            num_bytes = buffer.numel() * buffer.element_size()
-            total += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+            total += -(-buffer.nbytes // _LINE_BYTES) * _LINE_BYTES
         source = engine.allocate(max(total, 1), _BUFFERS).parts[0]
         self._views = [
-            source[offset : offset + buffer.numel() * buffer.element_size()].view(buffer.dtype).view(buffer.shape)
+            source[offset : offset + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
             for offset, buffer in zip(offsets, buffers, strict=True)
         ]
 
