@@ -112,8 +112,12 @@ class GlobalBatches(Iterator[GlobalBatch]):
                 self._batches = iter(self.sampler)
             made = next(self._batches, _END)
         if made is _END:
-            self._check_not_empty()
-            raise StopIteration
+            if self.number > 0:
+                raise StopIteration
+            raise DataError(
+                f"batch_sampler {self._name} makes no batch in epoch {self._epoch}. If it is a generator at heart, it "
+                "can be walked once: let __iter__ begin anew each time"
+            )
         indices = self._indices_of(made)
         first = self.consumed
         self.number += 1
@@ -145,13 +149,6 @@ class GlobalBatches(Iterator[GlobalBatch]):
     @property
     def _name(self) -> str:
         return type(self.sampler).__name__
-
-    def _check_not_empty(self) -> None:
-        if self.number == 0:
-            raise DataError(
-                f"batch_sampler {self._name} makes no batch in epoch {self._epoch}. If it is a generator at heart, it "
-                "can be walked once: let __iter__ begin anew each time"
-            )
 
     def _indices_of(self, made: Any) -> list[int]:
         try:

@@ -77,7 +77,7 @@ from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import begins_with_checkpoint, reachable_leaves, runs_backward_by, runs_backward_to
 from lockstep.parallel.joined import Steps
 from lockstep.parallel.parameter_changes import ParameterChanges
-from lockstep.parallel.rank_agreement import RankAgreement, all_reduce_number
+from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, all_reduce_number
 from lockstep.parallel.reducer import Reducer
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out
@@ -470,25 +470,27 @@ class BackwardPass(PassState):
         finally:
             torch.set_grad_enabled(has_gradients)
 
-    def _meet(self, engine: AveragingEngine, reducer: Reducer, none: Sequence[int], unused: frozenset[int]) -> None:
+    def _meet(
+        self,
+        engine: AveragingEngine,
+        reducer: Reducer,
+        none: Sequence[int],
+        unused: frozenset[int],
+        trains: bool = True,
+    ) -> None:
         """The ranks meet: gradients become means, and what each says of its step is compared."""
-        words = self._agreement.take_words()
+        words = self._agreement.take_words() if trains else NO_WORDS
         steps, buffers = engine.steps_joined, engine.buffers_to_sync()
         if steps is not None:  # ranks may differ
-            steps.sync_buffers(buffers, trains=True)
-            self._finish(reducer, none, unused, some_have_joined=True)
-            steps.rescale(self._parameters)
-        else:
-            by_rank = reducer.finish(none, unused, buffers, words)
-            self.finish()
-            self._agreement.compare(by_rank, words, is_first_only=reducer.has_hook)
-
-    def _finish(self, reducer: Reducer, none: Sequence[int], unused: frozenset[int], some_have_joined: bool) -> None:
-        by_rank = reducer.finish(none, unused)
+            steps.sync_buffers(buffers, trains)
+            buffers, words = [], NO_WORDS
+        by_rank = reducer.finish(none, unused, buffers, words)
         self.finish()
-        self._agreement.compare(by_rank, is_first_only=some_have_joined)
+        self._agreement.compare(by_rank, words, is_first_only=reducer.has_hook or steps is not None)
+        if steps is not None:
+            steps.rescale(self._parameters)
 
-    def answer_step(self, engine: AveragingEngine, steps: Steps) -> None:
+    def answer_step(self, engine: AveragingEngine) -> None:
         """Take part in the averaging of the ranks that still train, having joined. Collective."""
         reducer = self._made_reducer()
         if engine.static_graph and self._static_unused is None:
@@ -499,9 +501,7 @@ class BackwardPass(PassState):
         every = range(len(self._parameters))
         is_asked = engine.find_unused_parameters or self._static_any_unused
         unused = self.used_nowhere(every) if is_asked else frozenset[int]()
-        steps.sync_buffers(engine.buffers_to_sync(), trains=False)
-        self._finish(reducer, every, unused, some_have_joined=True)
-        steps.rescale(self._parameters)
+        self._meet(engine, reducer, every, unused, trains=False)
 
     def _abandon(self) -> None:
         """The last backward pass failed, or never brought all gradients: what it left is void."""

@@ -463,11 +463,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             UnusedParameters: a backward pass has left gradients to another one, which did not come.
         """
         self.changes.check(optimizer)
-        own = self._own
-        for parameter in parameters_of(optimizer):
-            if id(parameter) in own:
-                break
-        else:
+        if self._own.isdisjoint(map(id, parameters_of(optimizer))):
             return None
         if self._sharded:
             refuse_others(optimizer, parameters_of(optimizer), self._sharded)
@@ -553,4 +549,4 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     def answer_step(self) -> None:
         """Take part in one step of the ranks that still train, having joined. Collective; `Join` calls it."""
         if self._joined.agree_on_step(trains=False, averages=False, rows=0):
-            self._backward.answer_step(self, self._joined)
+            self._backward.answer_step(self)

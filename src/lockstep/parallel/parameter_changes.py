@@ -100,12 +100,11 @@ class ParameterChanges:
 
     def _find(self) -> list[str]:
         module = self._module()
-        found = [] if module is None else [each for each in module.named_parameters() if each[1].requires_grad]
-        found = [(name, each) for name, each in found if id(each) not in self.own and name not in self._ignored]
-        known = {id(reference()) for reference in self._frozen}  # the engine takes them in with its next forward pass
-        found = [(name, each) for name, each in found if id(each) not in known]
-        if not found:
-            return []
+        known = self.own.union(id(reference()) for reference in self._frozen)  # those: with the next forward pass
+        new = [
+            (name, id(each))
+            for name, each in (() if module is None else module.named_parameters())
+            if each.requires_grad and id(each) not in known and name not in self._ignored
+        ]
         # The model may have been wrapped anew, as the error says to, while somebody keeps this engine.
-        others = [engine.changes.own for engine in engines()]
-        return [name for name, each in found if not any(id(each) in own for own in others)]
+        return [name for name, each in new if not any(each in engine.changes.own for engine in engines())]

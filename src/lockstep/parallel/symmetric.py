@@ -84,7 +84,10 @@ class SymmetricTransport:
             self._starts.append(total)
             total += -(-plan.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._region = self._engine.allocate(max(total, 1))
-        self._parts = [self._bucket_parts(bucket) for bucket in range(len(plans))]
+        self._parts = [
+            [part[start : start + plan.num_bytes].view(plan.dtype) for part in self._region.parts]
+            for start, plan in zip(self._starts, plans, strict=True)
+        ]
         self._kernels: list[Kernel] = [find_kernel(dist.ReduceOp.AVG, plan.dtype) for plan in plans]
         self._shares = [even_bounds(plan.numel, self._world_size) for plan in plans]
         # By bucket, where ranks are many; not of those that have moved to another address.
@@ -95,9 +98,8 @@ class SymmetricTransport:
         self._peer_words = [self._region.word_start(peer) for peer in range(self._world_size) if peer != self._rank]
         self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 3)
         # The last words of each rank: signs, a value of its parameters, and which batches its gradients come from.
-        self._said = [
-            slice(end - 3, end) for end in (self._region.word_start(rank + 1) for rank in range(self._world_size))
-        ]
+        ends = map(self._region.word_start, range(1, self._world_size + 1))
+        self._said = [slice(end - 3, end) for end in ends]
         self._pass = 1
         # Failed passes since the last averaging, or since the collective that was an error itself.
         self._num_failed = 0
@@ -109,10 +111,6 @@ class SymmetricTransport:
         self._mail: _BufferMail | None = None
         self.stand_ins: Mapping[int, torch.Tensor] = {}
         self._description = self._describe()
-
-    def _bucket_parts(self, bucket: int) -> list[torch.Tensor]:
-        plan, start = self._plans[bucket], self._starts[bucket]
-        return [part[start : start + plan.num_bytes].view(plan.dtype) for part in self._region.parts]
 
     def _row_shares(self) -> Iterator[RowShare]:
         sums: dict[torch.dtype, torch.Tensor] = {}
