@@ -35,7 +35,7 @@ host does not wait for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class _Memory:
     q: torch.Tensor  # (m, r)
 
 
+@dataclass(eq=False)
 class PowerSGDState:
     """What PowerSGD keeps between steps, on one rank.
 
@@ -75,29 +76,23 @@ class PowerSGDState:
         InputError: a number that makes no sense.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        matrix_rank: int = 2,
-        start_step: int = 10,
-        min_compression: float = 2.0,
-        seed: int = 0,
-    ) -> None:
-        if matrix_rank < 1 or start_step < 0 or min_compression < 1:
+    process_group: dist.ProcessGroup | None = None
+    matrix_rank: int = 2
+    start_step: int = 10
+    min_compression: float = 2.0
+    seed: int = 0
+    step: int = field(default=0, init=False)
+    sent_numel: int = field(default=0, init=False)
+    exact_numel: int = field(default=0, init=False)
+    _memories: dict[torch.Tensor, _Memory] = field(default_factory=dict, init=False, repr=False)  # buckets may change
+
+    def __post_init__(self) -> None:
+        if self.matrix_rank < 1 or self.start_step < 0 or self.min_compression < 1:
             raise InputError(
-                f"PowerSGDState(matrix_rank={matrix_rank}, start_step={start_step}, "
-                f"min_compression={min_compression}): expected a rank of at least 1, a step of at least 0 and a factor "
-                "of at least 1"
+                f"PowerSGDState(matrix_rank={self.matrix_rank}, start_step={self.start_step}, "
+                f"min_compression={self.min_compression}): expected a rank of at least 1, a step of at least 0 and a "
+                "factor of at least 1"
             )
-        self.process_group = process_group
-        self.matrix_rank = matrix_rank
-        self.start_step = start_step
-        self.min_compression = min_compression
-        self.seed = seed
-        self.step = 0
-        self.sent_numel = 0
-        self.exact_numel = 0
-        self._memories: dict[torch.Tensor, _Memory] = {}  # by parameter, so buckets may change
 
     def compresses(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient of that shape travels as thin matrices. Local."""

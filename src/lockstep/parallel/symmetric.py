@@ -48,8 +48,6 @@ class SymmetricTransport:
     Every rank owns a share of each bucket: it adds that share of all ranks' buckets and writes the
     mean into all of them. A rank that is through with its backward pass does so at once for all buckets that its peers
     have published meanwhile, and waits only then: reducing fills the time in which others still compute.
-    (Reducing between the layers of the own backward pass was measured and is slower: it takes from
-    the caches what the next layer needs.)
 
     [Note: bucket flags] Each rank has one word for each bucket: the number of the backward pass for which its
     gradients are complete. A rank that reads it may reduce the bucket. `finish` is one collective of the group: after
