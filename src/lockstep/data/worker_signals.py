@@ -13,6 +13,7 @@ handler of SIGCHLD, that a worker was killed; at that time nobody is left who wa
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -27,7 +28,6 @@ __all__ = ["Shield", "held_back"]
 
 _KILL_PRIORITY = 50  # before multiprocessing ends its children, and after our groups have been left
 _pids: set[int | None] = set()
-_finalizer_pid = 0
 
 
 @contextlib.contextmanager
@@ -43,14 +43,13 @@ def held_back() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _pids.update({process.pid for process in multiprocessing.active_children()} - others)
-        _kill_at_end()
+        _kill_at_end(os.getpid())
 
 
-def _kill_at_end() -> None:
-    global _finalizer_pid
-    if _finalizer_pid != os.getpid():  # a forked child has finalizers of its own
-        _finalizer_pid = os.getpid()
-        util.Finalize(None, _kill_workers, exitpriority=_KILL_PRIORITY)
+@functools.cache
+def _kill_at_end(_: int) -> None:
+    """Once in each process: a forked child has finalizers of its own."""
+    util.Finalize(None, _kill_workers, exitpriority=_KILL_PRIORITY)
 
 
 def _kill_workers() -> None:

@@ -16,6 +16,7 @@ added up. A loader that is made in the head of the loop is gone before that, so 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,6 @@ __all__ = ["EvaluationWatch", "describe_step", "watch_optimizers", "watch_shutdo
 _logger = get_logger(__name__)
 _QUIET_STEPS = 64
 _find_line = make_locator()
-_is_installed = False
 
 
 def _communication() -> tuple[object, ...]:
@@ -114,13 +114,11 @@ def describe_step(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__}.step() at {site_text(_find_line())}"
 
 
+@functools.cache
 def watch_steps() -> None:
     """From now on look at optimizers before they step, and at models when a world is left. Local; once."""
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        register_optimizer_step_pre_hook(_before_step)
-        watch_shutdown()
+    register_optimizer_step_pre_hook(_before_step)
+    watch_shutdown()
 
 
 def watch_shutdown() -> None:

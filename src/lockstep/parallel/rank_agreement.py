@@ -62,7 +62,7 @@ __all__ = [
     "gather",
 ]
 
-_GROUP_BYTES = 32 << 20  # of tensors that are broadcast in one call, as many small ones are
+_GROUP_BYTES = 32 << 20  # of tensors that begin in one call of broadcast, as many small ones do
 _COMPARED_VALUES = 4096  # of each parameter
 _MEASURED_PARAMETERS = 8  # of those that differ
 _COLLECTIVE_EVERY = 4  # times as many averagings
@@ -555,27 +555,16 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup,
         return
     source_in_group = source or 0
     global_source = dist.get_process_group_ranks(group)[source_in_group]
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    together: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
+    num_bytes = 0
     for tensor in tensors:
         if tensor.numel() > 0:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)
-    for members in by_kind.values():
-        for batch in _batches(members):
-            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-            dist.broadcast(flat, global_source, group=group)
-            if group.rank() != source_in_group:
-                pieces = torch.split(flat, [tensor.numel() for tensor in batch])
-                for tensor, piece in zip(batch, pieces, strict=True):
-                    tensor.copy_(piece.view(tensor.shape))
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    batches: list[list[torch.Tensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if batches[-1] and size + tensor.nbytes > _GROUP_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(tensor)
-        size += tensor.nbytes
-    return batches
+            together.setdefault((tensor.dtype, tensor.device, num_bytes // _GROUP_BYTES), []).append(tensor.data)
+            num_bytes += tensor.nbytes
+    for members in together.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        dist.broadcast(flat, global_source, group=group)
+        if group.rank() != source_in_group:
+            pieces = torch.split(flat, [tensor.numel() for tensor in members])
+            for tensor, piece in zip(members, pieces, strict=True):
+                tensor.copy_(piece.view(tensor.shape))
