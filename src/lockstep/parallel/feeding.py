@@ -151,10 +151,7 @@ class Feeding:
         tags = _tags_of(inputs)
         if tags:
             return tags[0][1].share
-        shares = [division.share(self._rank) for division in self._matches(rows_in(inputs), trains)]
-        return (
-            shares[0] if len({share.local_samples for share in shares}) == 1 and _is_sure(shares[0], trains) else None
-        )
+        return self._share_of(self._matches(rows_in(inputs), trains), trains)
 
     def count_rows(self, inputs: Any) -> int:
         """How many rows a forward pass within `join` holds on this rank; 1 where inputs have none. Local."""
@@ -216,9 +213,7 @@ class Feeding:
             return feed if _is_sure(feed.share, trains) else Feed(question=lambda: feed)
         shown = show_inputs(inputs)  # now: the question must not keep the inputs
         matches = self._matches(rows, trains)
-        shares = {each.share(self._rank).local_samples: each.share(self._rank) for each in matches}
-        known = next(iter(shares.values())) if len(shares) == 1 else None
-        known = known if _is_sure(known, trains) else None
+        known = self._share_of(matches, trains)
 
         def follow(of_ranks: torch.Tensor) -> Feed:
             return self._by_size(rows, trains, lambda: shown, tuple(of_ranks.tolist()))
@@ -325,6 +320,12 @@ class Feeding:
             each for each in divisions if each.rows(self._rank) == rows and batch.was_yielded(each, trains, self._since)
         ]
         return list({each.num_samples: each for each in found}.values())
+
+    def _share_of(self, divisions: Sequence[Division], trains: bool) -> BatchShare | None:
+        """What this rank holds, where all of these say the same. Local."""
+        shares = [each.share(self._rank) for each in divisions]
+        are_one = len({share.local_samples for share in shares}) == 1
+        return shares[0] if are_one and _is_sure(shares[0], trains) else None
 
     def _explain(self, rows: int | None, shown: str, divisions: Sequence[Division]) -> str:
         if divisions:
