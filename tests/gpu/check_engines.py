@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -448,3 +449,25 @@ def fsdp(run: Context) -> dict[str, Any]:
             worst = max(worst, close(grad.full_tensor(), other.grad, 1e-5, "gradient"))
     dist.destroy_process_group()
     return {"worst": worst}
+
+
+def memory(run: Context) -> dict[str, Any]:
+    """At one rank nobody needs buckets: the greatest memory of a step is that without an engine."""
+    world = run.init("nccl")
+    peaks = {}
+    for name, wrap in {"none": lambda module: module, "lockstep": lockstep.DistributedDataParallel}.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model = wrap(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12))).to(run.device))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(8, 1024, device=run.device)).mean().backward()
+            optimizer.step()
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        del model, optimizer
+    close(torch.tensor(peaks["lockstep"]), torch.tensor(peaks["none"]), 0.02 * peaks["none"], "MiB of a step")
+    world.shutdown()
+    return {f"{name}_mib": round(peak, 1) for name, peak in peaks.items()}

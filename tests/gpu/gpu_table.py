@@ -196,6 +196,7 @@ TABLE: list[Check] = [
         )
         for backend, nproc in _PLACES
     ),
+    Check("memory", "an engine at one rank takes no memory for buckets", "check_engines:memory", on_cpu=False),
     Check("loader", "the loader copies ahead on a stream of its own, and the data is right", "check_data:loader"),
     Check("loader-draws", "samples that draw on the GPU are those of one process", "check_data:loader_draws"),
     Check("loader-order", "batches of a prefetching loader under load, and kept", "check_data:loader_under_load"),

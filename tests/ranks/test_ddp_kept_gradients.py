@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.dlpack import from_dlpack
 
 from ddp_checks import TOLERANCE, assert_same_on_all_ranks, backends, data, mlp, twins
@@ -195,3 +197,27 @@ def test_saving_a_gradient_saves_no_bucket(backend: str) -> None:
     for storage, file, copied in run_ranks(save_one, 2, backend=backend):
         assert storage == copied == 3 * 4
         assert file < 10_000
+
+
+def count_large() -> list[int]:
+    """Pieces of memory of the size of the weight, or larger: after two steps, and after two more with a hook."""
+    model = DistributedDataParallel(nn.Linear(512, 512, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    for with_hook in (False, True):
+        if with_hook:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 512)).mean().backward()
+            optimizer.step()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        large = {each.untyped_storage().data_ptr() for each in tensors if each.untyped_storage().nbytes() >= 4 * 512**2}
+        counts.append(len(large))
+    return counts
+
+
+def test_alone_there_is_no_bucket_before_a_hook_wants_to_see_one() -> None:
+    """The weight and its gradient; no bucket beside them."""
+    ((without, with_hook),) = run_ranks(count_large, 1)
+    assert without == 2 < with_hook

@@ -33,7 +33,7 @@ from lockstep.parallel.buckets import BucketPlan
 from lockstep.parallel.transports import Transport
 from lockstep.torch_private.tensors import can_count_references, storage_key, storage_use_count, use_count
 
-__all__ = ["GradientViews", "find_held", "keep_memory_of_gradients"]
+__all__ = ["GradientViews", "can_renew", "find_held", "keep_memory_of_gradients"]
 
 _Counts = tuple[list[int], list[int], list[int]]
 
@@ -49,7 +49,6 @@ class GradientViews:
     Attributes:
         tensors: the views, by parameter.
         of_bucket: for each bucket, the views of its members.
-        can_renew: whether references can be counted, and buckets can move to new memory.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class GradientViews:
         self._transport = transport
         self._plans = plans
         self._parameters = parameters
-        self.can_renew = can_count_references and transport.can_renew
+        self._can_renew = can_renew(transport)
         self.tensors: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(parameters)
         self.of_bucket: list[list[torch.Tensor]] = [[] for _ in plans]
         self._storages: list[list[int]] = [[] for _ in plans]
@@ -75,14 +74,14 @@ class GradientViews:
                 bucket, placement.offset, self._parameters[placement.index]
             )
         self.of_bucket[bucket] = [self.tensors[placement.index] for placement in placements]
-        if self.can_renew:
+        if self._can_renew:
             self._storages[bucket] = list(map(storage_key, self.of_bucket[bucket]))
             self._counts[bucket] = _count(self.of_bucket[bucket], self._storages[bucket])
             self._num_references[bucket] = sum(map(sum, self._counts[bucket]))
 
     def held(self, bucket: int) -> list[int]:
         """Parameters whose view somebody holds although it is not their `.grad` any more."""
-        if not self.can_renew:
+        if not self._can_renew:
             return []
         views, storages = self.of_bucket[bucket], self._storages[bucket]
         # There are never fewer than the engine's own: if the sum is the same, all are.
@@ -100,6 +99,11 @@ class GradientViews:
         """Leave the bucket's memory to those who hold views of it, and take other memory."""
         self._transport.renew(bucket)
         self._make(bucket)
+
+
+def can_renew(transport: Transport) -> bool:
+    """Whether references can be counted, and buckets can move to new memory."""
+    return can_count_references and transport.can_renew
 
 
 def find_held(gradients: list[torch.Tensor]) -> list[bool]:

@@ -18,6 +18,7 @@ set to None) everything goes out at the end. `begin` looks, once per backward pa
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
@@ -32,7 +33,7 @@ from lockstep.errors import ModelError
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.comm_hooks import CommHook, HookedBuckets
-from lockstep.parallel.gradient_memory import GradientViews, find_held
+from lockstep.parallel.gradient_memory import GradientViews, can_renew, find_held
 from lockstep.parallel.graph import AccumulationHook, Listener, remove_all, without_way_back
 from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words, broadcast_tensors
 from lockstep.parallel.sparse_gradients import SparseGradients
@@ -82,11 +83,10 @@ class Reducer:
         self._bucket_parameters = [[self._parameters[index] for index in members] for members in self._members]
         self._dense = frozenset(index for members in self._members for index in members)
         self._sparse = sorted(set(range(len(self._parameters))) - self._dense)
-        self._gradient_views = views = GradientViews(transport, plans, self._parameters)
-        self._views = views.tensors
         self._always_views = always_views
         # Parameters whose gradients have memory of their own: for good, and in this backward pass.
-        self._own_memory = set() if always_views or views.can_renew else set(range(len(self._parameters)))
+        keeps_own = not always_views and not can_renew(transport)
+        self._own_memory = set(range(len(self._parameters))) if keeps_own else set()
         self._given: dict[int, torch.Tensor] = {}  # `.grad` of before this pass that others hold, too
         self._copied_back: set[int] = set()  # of those in `_left`
         self._keeps_graph = False  # the backward pass was asked for a graph of its own (create_graph)
@@ -103,6 +103,16 @@ class Reducer:
         self._watchers: list[AccumulationHook] = []  # by parameter
         for handles in (self._handles, self._watchers):  # the parameters may outlive the engine
             weakref.finalize(self, remove_all, handles).atexit = False
+
+    @functools.cached_property
+    def _gradient_views(self) -> GradientViews:
+        """Made when the first bucket is filled: where there is one rank, none is."""
+        return GradientViews(self._transport, self._plans, self._parameters)
+
+    @property
+    def _views(self) -> list[torch.Tensor]:
+        """Of the buckets, by parameter."""
+        return self._gradient_views.tensors
 
     # ---- who is told of gradients --------------------------------------------------------------
 
@@ -156,8 +166,8 @@ class Reducer:
         return self.may_go_early and are_none and not self._keeps_graph and self._hooked is None and not self._out
 
     def _note_given(self) -> None:
-        own = [(index, self._parameters[index].grad) for index in self._dense]
-        indices = [index for index, each in own if each is not None and each is not self._views[index]]
+        own, views = [(index, self._parameters[index].grad) for index in self._dense], self._views
+        indices = [index for index, each in own if each is not None and each is not views[index]]
         gradients = [each.grad for each in map(self._parameters.__getitem__, indices) if each.grad is not None]
         held = zip(indices, gradients, find_held(gradients), strict=True)
         self._given = {index: gradient for index, gradient, is_held in held if is_held}

@@ -7,6 +7,7 @@ the backward pass, and calls `finish` at its end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -122,7 +123,9 @@ class GroupTransport:
                 way = find_way(group, plan.device)
                 assert way is not None
                 self._owners[bucket] = OwnersBucket(bucket, plan, stand_ins, group, way)
-        self._buffers = [self._allocate(bucket, plan) for bucket, plan in enumerate(plans)]
+        self._plans = plans
+        if self._world_size > 1:
+            self._buffers  # noqa: B018  all ranks are here
         self._ready: set[int] = set()
         self._works: list[Any] = []
         self._options = all_reduce_options(dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM)
@@ -134,8 +137,13 @@ class GroupTransport:
     @property
     def can_renew(self) -> bool:
         """Not in memory that the ranks of a host have made together."""
-        on_cpu = any(buffer.device.type == "cpu" for buffer in self._buffers)  # there may be none
+        on_cpu = any(plan.device.type == "cpu" for plan in self._plans)  # there may be none
         return not (self._averages and self._world_size > 1 and on_cpu)
+
+    @functools.cached_property
+    def _buffers(self) -> list[torch.Tensor]:
+        """Where there is one rank, they are made when a hook wants to see them: nobody else does."""
+        return [self._allocate(bucket, plan) for bucket, plan in enumerate(self._plans)]
 
     def _allocate(self, bucket: int, plan: BucketPlan) -> torch.Tensor:
         if bucket in self._owners:
