@@ -16,7 +16,7 @@ from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.rows import is_time_first
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import Verification, verify
-from test_met import WRONG
+from met import WRONG
 
 SCRIPT = str(Path(__file__).with_name("mistakes.py"))
 CAUSES = {

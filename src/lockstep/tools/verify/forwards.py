@@ -35,12 +35,13 @@ class ForwardWatch:
 
     Args:
         recorder: of this process.
-        on_root: called with a module before it is called to train.
+        on_parameters: called with a module's name and its named parameters before it is called to train, and when it
+            has returned, which is when FSDP2 has put in whole ones.
     """
 
-    def __init__(self, recorder: StepRecorder, on_root: Any) -> None:
+    def __init__(self, recorder: StepRecorder, on_parameters: Any) -> None:
         self._recorder = recorder
-        self._on_root = on_root
+        self._on_parameters = on_parameters
         self._stack: list[nn.Module] = []
         self._inner: list[dict[str, Any]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
@@ -66,7 +67,7 @@ class ForwardWatch:
             self._inner = []
             if self._trains(module):
                 self._recorder.begin_work()
-                self._on_root(module)
+                self._on_parameters("", module.named_parameters())
                 self._recorder.begin_training(module)
 
     def _trains(self, module: nn.Module) -> bool:
@@ -88,6 +89,7 @@ class ForwardWatch:
         rounded = [torch.finfo(each.dtype).eps for each in tensors_in(result) if each.dtype in _OF_16_BITS]
         self._recorder.step["rounded"] = max([self._recorder.step["rounded"], *rounded])
         with self._recorder.aside(), torch.no_grad():
+            self._on_parameters(self._name(module) if self._stack else "", module.named_parameters(recurse=False))
             if self._stack:
                 self._note_inner(module, args, kwargs, result)
             elif trains and result is not None:

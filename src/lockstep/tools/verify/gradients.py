@@ -11,7 +11,7 @@ after it), and `buffers`. All values are `rows.value_sample`s.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class GradientWatch:
     def __init__(self, recorder: StepRecorder, on_step: Callable[[], None]) -> None:
         self._recorder = recorder
         self._on_step = on_step
-        self.forwards = ForwardWatch(recorder, self.see_module)
+        self.forwards = ForwardWatch(recorder, self.see_parameters)
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
         self._engines: list[nn.Module] = []
@@ -77,10 +77,10 @@ class GradientWatch:
 
     # ---- parameters ----------------------------------------------------------------------------------
 
-    def see_module(self, module: nn.Module) -> None:
-        """A module is about to be trained: listen to what reaches its parameters."""
-        for name, parameter in module.named_parameters():
-            self._see(parameter, plain_name(name))
+    def see_parameters(self, module: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Listen to what reaches parameters of a module that is trained."""
+        for name, parameter in named:
+            self._see(parameter, plain_name(f"{module}.{name}" if module else name))
 
     def _see(self, parameter: Tensor | None, name: str) -> None:
         if parameter is None or not parameter.is_leaf or nn.parameter.is_lazy(parameter):

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "main"]
 
+_STARTS_RANKS = (
+    "the script starts its ranks itself (torch.multiprocessing.spawn), so nobody else can say how many there are. Let "
+    "it read RANK and WORLD_SIZE where they are set, and start nothing then"
+)
+_SHARDS = (
+    "FullyShardedDataParallel keeps parts of parameters that no two ranks can compare. Its successor, fully_shard, "
+    "can be verified, and so can the script with DistributedDataParallel in its place"
+)
+
 
 def install(settings: VerifySettings) -> StepRecorder:
     """Record this process from now on, for good; returns who does."""
@@ -60,14 +69,17 @@ def install(settings: VerifySettings) -> StepRecorder:
     watched.__enter__()  # type: ignore[no-untyped-call]
     if settings.role == RANKS:
         for name in ("spawn", "start_processes"):
-            wrap(torch.multiprocessing, name, lambda original: functools.partial(_refuse, recorder))
+            wrap(torch.multiprocessing, name, lambda original: functools.partial(_refuse, recorder, _STARTS_RANKS))
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        wrap(FullyShardedDataParallel, "__init__", lambda original: functools.partial(_refuse, recorder, _SHARDS))
     atexit.register(recorder.write)
     return recorder
 
 
-def _refuse(recorder: StepRecorder, *args: Any, **kwargs: Any) -> None:
-    """In place of torch.multiprocessing's functions that start ranks."""
-    recorder.facts["starts_ranks"] = True
+def _refuse(recorder: StepRecorder, why: str, *args: Any, **kwargs: Any) -> None:
+    """In place of what cannot be compared."""
+    recorder.facts["refused"] = why
     recorder.end()
 
 

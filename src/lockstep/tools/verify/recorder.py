@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lockstep.frames import is_library_file, library_folders
 from lockstep.tools.verify.draws import join_draws
 from lockstep.tools.verify.settings import RANKS, VerifySettings
-from lockstep.tools.verify.state import dump_state, load_state
+from lockstep.tools.verify.state import dump_state, load_state, others_than
 
 __all__ = ["StepRecorder", "is_of_library", "line_of_script"]
 
@@ -102,7 +102,7 @@ class StepRecorder:
             "engines": [],
             "saves": [],
             "texts": [],
-            "starts_ranks": False,
+            "refused": "",  # why nothing can be told
             "scales": False,
             "goes_on": False,
             "begun": [],  # parameters that one process had otherwise before the first step
@@ -153,11 +153,11 @@ class StepRecorder:
         path = self.settings.state_file(step)
         with torch.no_grad(), self.aside():
             if self.settings.is_reference:
-                others = load_state(path, self.roots, self.optimizers)
                 if step == 0:
-                    self.facts["begun"] = others
-            elif self.rank == 0:
-                dump_state(path, self.roots, self.optimizers)
+                    self.facts["begun"] = others_than(path, self.roots[0])
+                load_state(path, self.roots, self.optimizers)
+            else:
+                dump_state(path if self.rank == 0 else None, self.roots, self.optimizers)
 
     def end_step(self) -> None:
         """After a step of an optimizer."""

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
-__all__ = ["is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample"]
+__all__ = ["is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
 
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
@@ -39,9 +40,15 @@ def _digest(parts: Iterable[bytes]) -> int:
     return int.from_bytes(state.digest(), "big", signed=True)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which each rank may hold a part, detached. Collective if so."""
+    tensor = tensor.whole() if isinstance(tensor, ShardedGradient) else tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _array(tensor: Tensor) -> Array:
     """Its values, as numpy has them, which no watch of operators sees."""
-    tensor = tensor.whole() if isinstance(tensor, ShardedGradient) else tensor.detach()
+    tensor = whole(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         tensor = tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor.to_dense()
     tensor = tensor.cpu()

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["dump_state", "load_state", "plain_name", "tensors_of"]
+from lockstep.tools.verify.rows import whole
+
+__all__ = ["dump_state", "load_state", "others_than", "plain_name", "tensors_of"]
 
 _ROUNDING = 1e-5  # relative
 
@@ -35,6 +38,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): tensor for name, tensor in named}
 
 
+def _own_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds: of one process, all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _of_optimizer(optimizer: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     states = [optimizer.state.get(each, {}) for each in parameters]
@@ -45,54 +53,61 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor | int | float | bool) and not isinstance(value, nn.Parameter)
 
 
-def dump_state(path: Path, roots: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-    """Write what a step begins with.
+def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    """Write what a step begins with. Collective where ranks hold parts of a tensor, else local.
 
     Args:
-        path: the file.
+        path: the file; None on ranks that write none.
         roots: models, in the order in which they were first called.
         optimizers: in the order of their first steps.
     """
     content: dict[str, Any] = {
-        "roots": [{name: tensor.detach() for name, tensor in tensors_of(root).items()} for root in roots],
+        "roots": [{name: whole(tensor) for name, tensor in tensors_of(root).items()} for root in roots],
         "optimizers": [],
         "rng": torch.get_rng_state(),
     }
     for optimizer in optimizers:
         parameters, states = _of_optimizer(optimizer)
-        content["optimizers"].append({"parameters": [each.detach() for each in parameters], "states": states})
+        states = [{key: whole(one) if isinstance(one, Tensor) else one for key, one in each.items()} for each in states]
+        content["optimizers"].append({"parameters": list(map(whole, parameters)), "states": states})
+    if path is None:
+        return
     draft = path.with_suffix(".tmp")
     torch.save(content, draft)
     os.replace(draft, path)
 
 
-def _copy(target: Tensor, source: Any) -> float:
-    """Overwrite a tensor; returns how far it was from that, relative to its greatest value."""
+def _copy(target: Tensor, source: Any) -> None:
+    target = _own_part(target)
     # What is the same is left alone: a graph may hold it already.
-    if not isinstance(source, Tensor) or target.shape != source.shape or torch.equal(target, source):
-        return 0.0
-    before = target.detach().clone()
-    target.copy_(source)
-    if not target.is_floating_point():
-        return 0.0
-    return float((target - before).abs().max() / target.abs().max().clamp(min=1e-30))
+    if isinstance(source, Tensor) and target.shape == source.shape and not torch.equal(target, source):
+        target.copy_(source)
 
 
-def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> list[str]:
-    """Begin a step with what rank 0 had, if it has written that. What it had not is left as it is.
-
-    Returns:
-        Names of the parameters that were others, by more than rounding.
-    """
+def others_than(path: Path, root: nn.Module) -> list[str]:
+    """Names of the parameters of the first model that are not those which rank 0 began with, by more than rounding."""
     if not path.exists():
         return []
-    others: list[str] = []
+    values = torch.load(path, weights_only=True)["roots"][0]
+    named = [(plain_name(name), _own_part(each)) for name, each in root.named_parameters()]
+    return [name for name, each in named if name in values and _is_another(each, values[name])]
+
+
+def _is_another(value: Tensor, other: Tensor) -> bool:
+    if value.shape != other.shape or torch.equal(value, other):
+        return False
+    return bool((value - other).abs().max() > _ROUNDING * other.abs().max())
+
+
+def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+    """Begin a step with what rank 0 had, if it has written that. What it had not is left as it is."""
+    if not path.exists():
+        return
     content = torch.load(path, weights_only=True)
     with torch.no_grad():
         for root, values in zip(roots, content["roots"], strict=False):
             for name, tensor in tensors_of(root).items():
-                if _copy(tensor, values.get(name)) > _ROUNDING and isinstance(tensor, nn.Parameter):
-                    others.append(name)
+                _copy(tensor, values.get(name))
         for optimizer, values in zip(optimizers, content["optimizers"], strict=False):
             parameters, states = _of_optimizer(optimizer)
             for parameter, value in zip(parameters, values["parameters"], strict=False):
@@ -105,4 +120,3 @@ def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]
                         optimizer.state[parameter][key] = value[key]
     with contextlib.suppress(RuntimeError):
         torch.set_rng_state(content["rng"])
-    return others

@@ -38,10 +38,6 @@ _FOREIGN = (
     "A file or folder that belongs to another user cannot be written to where files are kept apart: give the script a "
     "folder of your own. "
 )
-_STARTS_RANKS = (
-    "the script starts its ranks itself (torch.multiprocessing.spawn), so nobody else can say how many there are. Let "
-    "it read RANK and WORLD_SIZE where they are set, and start nothing then"
-)
 _ON_STAND_INS = (
     "devices: without GPUs each rank of this script trains by itself; it was given stand-ins for GPUs, one for each "
     "rank (--devices cpu: none)"
@@ -250,8 +246,9 @@ def _compared(session: _Session, world_size: int) -> Any:
     ranks = read_records(settings, RANKS, world_size)
     if len(ranks) < world_size:
         return Verdict(world_size, unknown=_ended(session.output(RANKS), code, f"{world_size} ranks"))
-    if any(each["facts"]["starts_ranks"] for each in ranks):
-        return Verdict(world_size, unknown=_STARTS_RANKS)
+    refused = next((each["facts"]["refused"] for each in ranks if each["facts"]["refused"]), "")
+    if refused:
+        return Verdict(world_size, unknown=refused)
     _write_keys(settings, ranks)
     failure = session.failure(RANKS) if code else ""
     code, one, sizes = _reference(session, ranks)

@@ -1,0 +1,497 @@
+"""Programs as others write them, on which an earlier verification was wrong, and what each is: see `test_met.py`."""
+
+from __future__ import annotations
+
+COMMON = """
+import numpy as np
+import torch
+import lockstep
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+draws = torch.Generator().manual_seed(1)
+data = torch.utils.data.TensorDataset(torch.randn(61, 6, generator=draws), torch.randint(4, (61,), generator=draws))
+world = lockstep.init(seed=0)
+loader = lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0)
+net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
+def split():
+    sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+    return torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
+
+
+def sharded(net):
+    from torch.distributed.fsdp import fully_shard
+
+    for each in [*net, net]:
+        fully_shard(each, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (world.world_size,)))
+    return net
+
+
+def trained(net):
+    model = lockstep.DistributedDataParallel(net)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+"""
+RIGHT = {
+    "parameters in shards": """
+        torch.manual_seed(0)
+        model = sharded(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+    """,
+    "a learning rate of numpy": """
+        model, optimizer = trained(net)
+        for epoch in range(2):
+            for number, (x, y) in enumerate(loader):
+                optimizer.param_groups[0]["lr"] = 0.1 * (1 + np.cos(np.pi * number / len(loader)))
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+    """,
+    "several steps by one batch": """
+        model, optimizer = trained(net)
+        x, y = next(iter(loader))
+        for _ in range(4):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "rank 0 draws what it shows": """
+        model, optimizer = trained(net)
+        for epoch in range(3):
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                cross_entropy(model(x + 0.1 * torch.randn_like(x)), y).backward()
+                optimizer.step()
+                if number % 2 == 0 and world.rank == 0:
+                    torch.randn(3)
+    """,
+    "a scaled loss": """
+        model, optimizer = trained(net)
+        scaler = torch.amp.GradScaler("cpu")
+        for x, y in loader:
+            optimizer.zero_grad()
+            scaler.scale(cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "numbers of 16 bits": """
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
+        sampler = torch.utils.data.DistributedSampler(data)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Identity(), nn.ReLU(), nn.Linear(16, 3))
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16):
+                    loss = cross_entropy(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    """,
+    "numbers of 16 bits alone": """
+        torch.set_default_dtype(torch.bfloat16)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x.bfloat16()), y).backward()
+            optimizer.step()
+    """,
+    "gradients of each sample by torch.func": """
+        from torch.func import functional_call, grad, vmap
+
+        model, optimizer = trained(nn.Linear(6, 4))
+
+        def loss_of(weights, x, y):
+            return cross_entropy(functional_call(model.module, weights, (x[None],)), y[None])
+
+        for x, y in loader:
+            weights = dict(model.module.named_parameters())
+            norms = vmap(grad(loss_of), (None, 0, 0))(weights, x, y)["weight"].flatten(1).norm(dim=1)
+            optimizer.zero_grad()
+            loss = (cross_entropy(model(x), y, reduction="none") / norms.detach().clamp(min=1)).mean()
+            loss.backward()
+            optimizer.step()
+    """,
+    "draws on GPUs, in rows that do not begin with the sample": """
+        import torch.distributed as dist
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(
+            nn.TransformerEncoderLayer(6, 2, 8, 0.3).cuda(), device_ids=[world.local_rank]
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            steps = x.float().cuda()[None].repeat(3, 1, 1)
+            cross_entropy(model(steps).mean(0), y.cuda()).backward()
+            optimizer.step()
+    """,
+    "a module that is wrapped on several ranks alone": """
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"net": nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))})
+        module.forward = lambda x: module["net"](x)
+        model = nn.parallel.DistributedDataParallel(module) if world.world_size > 1 else module["net"]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "accumulation whose last pass is in a closure": """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        batches = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
+        for number, (x, y) in enumerate(batches):
+            def compute():
+                if number % 2 == 0:
+                    optimizer.zero_grad()
+                loss = cross_entropy(model(x), y) / 2
+                loss.backward()
+                return loss
+            if number % 2:
+                optimizer.step(compute)
+            else:
+                compute()
+    """,
+    "so many batches by next()": """
+        model, optimizer = trained(net)
+        for epoch in range(3):
+            batches = iter(loader)
+            for _ in range(len(loader) // 2):
+                optimizer.zero_grad()
+                for x, y in [next(batches) for _ in range(2)]:
+                    (cross_entropy(model(x), y) / 2).backward()
+                optimizer.step()
+    """,
+}
+# Of what nothing can be told, and why.
+UNKNOWN = {
+    "parameters in flat shards": (
+        "FullyShardedDataParallel keeps parts of parameters",
+        """
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+}
+WRONG = {
+    "counts, and parameters in shards": (
+        ("loss", "count"),
+        """
+        torch.manual_seed(0)
+        model = sharded(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y.where(y > 0, -100)).backward()
+            optimizer.step()
+        """,
+    ),
+    "views that are joined, and a mask": (
+        ("loss", "count"),
+        """
+        class Views(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Linear(6, 4)
+
+            def forward(self, views):
+                return self.body(torch.cat(views))
+
+        model, optimizer = trained(Views())
+        for x, y in loader:
+            optimizer.zero_grad()
+            with model.samples(len(y)):
+                outputs = model([x, x.flip(1)])
+            each = cross_entropy(outputs, y.repeat(2), reduction="none").view(2, -1).mean(0)
+            keep = y > 0
+            ((each * keep).sum() / keep.sum()).backward()
+            optimizer.step()
+        """,
+    ),
+    "padding that is masked, and two counts": (
+        ("loss", "padding"),
+        """
+        def collate(rows):
+            inputs, labels = zip(*rows)
+            lengths = [6 if each[0] > 1 else 3 for each in inputs]
+            parts = [each[:length] for each, length in zip(inputs, lengths)]
+            return nn.utils.rnn.pad_sequence(parts, batch_first=True), torch.tensor(lengths), torch.stack(labels)
+
+        class Each(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Linear(1, 4)
+
+            def forward(self, x):
+                return self.body(x[..., None])
+
+        model, optimizer = trained(Each())
+        for x, lengths, y in lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0, collate_fn=collate):
+            optimizer.zero_grad()
+            outputs = model(x)
+            mask = torch.arange(x.shape[1]) < lengths[:, None]
+            labels = y[:, None].expand_as(mask)
+            loss = cross_entropy(outputs[mask], labels[mask]) + outputs[mask & (labels > 1)].square().mean()
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
+    "a sum of numbers of 16 bits": (
+        ("gradients", "sum"),
+        """
+        torch.set_default_dtype(torch.bfloat16)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x.bfloat16()), y, reduction="sum").backward()
+            optimizer.step()
+        """,
+    ),
+    "counts of numbers of 16 bits": (
+        ("gradients", "count"),
+        """
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                outputs = model(x.float())
+            keep = y > 0
+            (cross_entropy(outputs.float(), y, reduction="none") * keep).sum().div(keep.sum()).backward()
+            optimizer.step()
+        """,
+    ),
+    "counts, and losses that hardly differ": (
+        ("loss", "count"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        nn.init.normal_(model.module.weight, std=1e-2)
+        nn.init.zeros_(model.module.bias)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y.where(y > 0, -100)).backward()
+            optimizer.step()
+        """,
+    ),
+    "a learning rate by the number of GPUs": (
+        ("parameters", "settings"),
+        """
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4).cuda(), device_ids=[world.local_rank])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1 * torch.cuda.device_count())
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x.float().cuda()), y.cuda()).backward()
+            optimizer.step()
+        """,
+    ),
+    "set_epoch on rank 0": (
+        ("samples", "set-epoch"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        batches = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
+        for epoch in range(2):
+            if world.rank == 0:
+                sampler.set_epoch(epoch)
+            for x, y in batches:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+    ),
+    "a batch that is divided by the ranks": (
+        ("samples", "batch-size"),
+        """
+        model, optimizer = trained(net)
+        for x, y in lockstep.DataLoader(data, batch_size=20 // world.world_size, shuffle=True, seed=0):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "rank 0 in eval mode": (
+        ("outputs", "mode"),
+        """
+        model, optimizer = trained(net)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if world.rank == 0:
+                model.eval()
+        """,
+    ),
+    "a schedule on rank 0": (
+        ("parameters", "settings"),
+        """
+        model, optimizer = trained(net)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if world.rank == 0:
+                schedule.step()
+        """,
+    ),
+    "a state that rank 0 alone has": (
+        ("parameters", "optimizer"),
+        """
+        model, _ = trained(net)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            if world.rank == 1:
+                optimizer.state.clear()
+            optimizer.step()
+        """,
+    ),
+    "a mean of means by lockstep.mean": (
+        ("gradients", "uneven"),
+        """
+        model, optimizer = trained(net)
+        for x, y in lockstep.DataLoader(data, batch_size=5, shuffle=True, seed=0):
+            optimizer.zero_grad()
+            lockstep.mean(cross_entropy(model(x), y), 1).backward()
+            optimizer.step()
+        """,
+    ),
+    "an optimizer for each parameter, and a last batch that is filled up": (
+        ("samples", "padded"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+        optimizers = [torch.optim.SGD([each], 0.1) for each in model.parameters()]
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=torch.utils.data.DistributedSampler(data)):
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        """,
+    ),
+    "batch statistics within a model that returns its loss": (
+        ("outputs", "batch-norm"),
+        """
+        class Module(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+            def forward(self, x, y):
+                return cross_entropy(self.net(x), y)
+
+        model, optimizer = trained(Module())
+        for x, y in loader:
+            optimizer.zero_grad()
+            with model.samples(len(y)):
+                loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
+    "graphs that are joined, with a number for where each begins": (
+        ("loss", "count"),
+        """
+        def join(graphs):
+            parts = [(x.expand(2 + y, 6) + torch.arange(2.0 + y)[:, None], y.expand(2 + y)) for x, y in graphs]
+            inputs, labels = zip(*parts)
+            return torch.cat(inputs), torch.tensor([0, *map(len, inputs)]).cumsum(0)[:-1], torch.cat(labels)
+
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, _, y in torch.utils.data.DataLoader(data, 5, sampler=sampler, drop_last=True, collate_fn=join):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "terms that are divided by their values": (
+        ("gradients", "not-linear"),
+        """
+        model, optimizer = trained(nn.Linear(6, 4))
+        for x, y in loader:
+            optimizer.zero_grad()
+            output = model(x)
+            terms = cross_entropy(output, y), output.abs().mean()
+            (terms[0] / terms[0].detach() + terms[1] / terms[1].detach()).backward()
+            optimizer.step()
+        """,
+    ),
+    "samples in a list, and a model that divides by what they hold": (
+        ("loss", "count"),
+        """
+        class Detector(nn.Linear):
+            def forward(self, images, labels):
+                kept = [(image, label) for image, label in zip(images, labels) if label]
+                images, labels = map(torch.stack, zip(*kept))
+                return {"loss": cross_entropy(super().forward(images), labels)}
+
+        model, optimizer = trained(Detector(6, 4))
+        pairs = lockstep.DataLoader(data, batch_size=10, collate_fn=lambda samples: tuple(zip(*samples)))
+        for images, labels in pairs:
+            optimizer.zero_grad()
+            model(list(images), labels)["loss"].backward()
+            optimizer.step()
+        """,
+    ),
+    "a trainer that evaluates after as many batches as there are": (
+        ("evaluated", "metric"),
+        """
+        held = lockstep.DataLoader(data, batch_size=16, evaluation=True)
+        sizes = len(loader), len(held)
+        model, optimizer = trained(net)
+        for epoch in range(2):
+            for number, (x, y) in enumerate(loader):
+                model.train()
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if number + 1 == sizes[0]:
+                    model.eval()
+                    batches, right, count = iter(held), 0, 0
+                    with torch.no_grad():
+                        for _ in range(sizes[1]):
+                            x, y = next(batches)
+                            right, count = right + (model(x).argmax(1) == y).sum().item(), count + len(y)
+                    print(f"accuracy {right / count:.4f}")
+        """,
+    ),
+}
