@@ -36,6 +36,24 @@ def trained(net):
     return model, torch.optim.SGD(model.parameters(), 0.1)
 """
 RIGHT = {
+    "numbers of each sample, by its own generator": """
+        import random
+
+        model, optimizer = trained(net)
+        for x, y in loader:
+            flips = [random.Random(str(each.tolist())).choice([-1, 1]) for each in x]
+            optimizer.zero_grad()
+            cross_entropy(model(x * torch.tensor(flips)[:, None]), y).backward()
+            optimizer.step()
+    """,
+    "a row for each sample by the rank's own generator, and a rank without samples": """
+        model, optimizer = trained(net)
+        noise = np.random.default_rng(world.rank)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x + torch.from_numpy(noise.normal(size=(len(x), 1)))), y).backward()
+            optimizer.step()
+    """,
     "parameters in shards": """
         torch.manual_seed(0)
         model = sharded(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))
@@ -199,6 +217,43 @@ UNKNOWN = {
     ),
 }
 WRONG = {
+    "numbers of the rank's own Random": (
+        ("inputs", "drawn"),
+        """
+        import random
+
+        model, optimizer = trained(net)
+        shifts = random.Random(world.rank)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x + shifts.gauss(0, 1)), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "numbers of one Random, one for each of a rank's samples": (
+        ("inputs", "drawn"),
+        """
+        import random
+
+        model, optimizer = trained(net)
+        shifts = random.Random(0)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x + torch.tensor([[shifts.random()] for _ in y])), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "numbers of the rank's own RandomState": (
+        ("inputs", "drawn"),
+        """
+        model, optimizer = trained(net)
+        shifts = np.random.RandomState(world.rank)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x + shifts.exponential()), y).backward()
+            optimizer.step()
+        """,
+    ),
     "counts, and parameters in shards": (
         ("loss", "count"),
         """

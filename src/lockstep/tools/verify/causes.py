@@ -7,6 +7,7 @@ classes (a batch normalization, LBFGS) only word the advice.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -245,9 +246,17 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
 
 def unlike_draws(step: StepOfJob) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
     """Numbers that one process has drawn otherwise, and permutations: of a rank's rows, whoever seeds them."""
-    unlike = step.one["unlike_draws"]
+    unlike = [*step.one["unlike_draws"], *_of_own_generators(step)]
     permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS)]
     return [each for each in unlike if each not in permuted], permuted
+
+
+def _of_own_generators(step: StepOfJob) -> list[Mapping[str, Any]]:
+    """What generators of the script's own drew that is neither the same everywhere nor of one process's samples."""
+    own, *ranks = ([tuple(each) for each in one["generated"]] for one in (step.one, *step.ranks))
+    if all(each == own for each in ranks) or Counter(own) == sum(map(Counter, ranks), Counter()):
+        return []
+    return [{"name": name, "shape": [], "ranks": [[] for _ in ranks]} for name in {name for name, _ in own}]
 
 
 def describe_draws(drawn: Sequence[Mapping[str, Any]]) -> str:

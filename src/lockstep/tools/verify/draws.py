@@ -12,9 +12,10 @@ is computed outside of a step, such as the data, stays as it is: samples are kno
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
 
@@ -28,11 +29,12 @@ from lockstep.tools.rehearse.patching import wrap
 __all__ = ["PERMUTATIONS", "OperatorWatch", "join_draws", "watch_numpy_and_random"]
 
 _ATEN = torch.ops.aten
-_NUMPY = ("random", "rand", "randn", "randint", "uniform", "normal", "standard_normal", "beta", "integers")
-_RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate")
+_RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate", "expovariate")
 # Draws of anything, of which a number is noted, and which nobody can give to the one process.
-_PICKS = ("choice", "choices", "sample", "shuffle", "permutation")
-PERMUTATIONS = ("randperm", "shuffle", "permutation")
+_PICKS_OF_RANDOM = ("choice", "choices", "sample", "shuffle")
+_PICKS_OF_NUMPY = {"choice", "shuffle", "permutation", "permuted", "bytes"}
+_NO_DRAWS = {"seed", "get_state", "set_state", "spawn", "bit_generator"}
+PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
 # Numbers kept of all draws of a step; more are not given to the one process.
 _MOST_NUMBERS = 1 << 26
 
@@ -125,46 +127,75 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result if other is None else result.copy_(other)
 
 
-def watch_numpy_and_random(on_draw: Callable[[str, Tensor], Tensor | None]) -> None:
-    """See what numpy and `random` draw in this thread, from now on; `on_draw` as that of `OperatorWatch`."""
-    thread = threading.get_ident()
+def watch_numpy_and_random(
+    on_draw: Callable[[str, Tensor], Tensor | None], on_own_draw: Callable[[str, int], None]
+) -> None:
+    """See what numpy and `random` draw in this thread, from now on.
 
-    def make(place: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def drawing(original: Callable[..., Any]) -> Callable[..., Any]:
-            def draw(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                values = np.asarray(result)
-                if threading.get_ident() != thread or values.dtype.kind not in "iuf":
-                    return result
-                other = on_draw(place, torch.from_numpy(values))
-                if other is None:
-                    return result
-                return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
+    Args:
+        on_draw: as that of `OperatorWatch`.
+        on_own_draw: called with a method of a `random.Random` that the script has made, and a hash of what it drew.
+    """
+    thread, depth = threading.get_ident(), [0]
 
-            return draw
-
-        return drawing
-
-    def pick_of(place: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def picking(original: Callable[..., Any]) -> Callable[..., Any]:
-            def pick(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                if threading.get_ident() == thread:
-                    shown = repr(args if result is None else result).encode()  # a shuffle has its result in its place
-                    on_draw(place, torch.tensor(crc32(shown), device="cpu"))
+    def drawing(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            values = np.asarray(result)
+            if threading.get_ident() != thread or values.dtype.kind not in "iuf":
                 return result
+            other = on_draw(place, torch.from_numpy(values))
+            if other is None:
+                return result
+            return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
 
-            return pick
+        return draw
 
-        return picking
+    def picking(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def pick(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if threading.get_ident() == thread:
+                shown = repr(args[-1:] if result is None else result)  # a shuffle has its result in its place
+                on_draw(place, torch.tensor(crc32(shown.encode()), device="cpu"))
+            return result
 
-    watched: Any = type("Generator", (np.random.Generator,), {})
-    for owner, names in ((random, _RANDOM), (np.random, _NUMPY), (watched, _NUMPY)):
+        return pick
+
+    def noting(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            is_outer = threading.get_ident() == thread and not depth[0]  # gauss() calls random()
+            depth[0] += is_outer
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                depth[0] -= is_outer
+            if is_outer:
+                on_own_draw(place, crc32(repr(args[1:2] if result is None else result).encode()))
+            return result
+
+        return note
+
+    def watch(owner: Any, names: Iterable[str], watching: Callable[[str, Callable[..., Any]], Any]) -> None:
         for name in names:
-            wrap(owner, name, make(f"{owner.__name__}.{name}"))
-        for name in _PICKS:
-            wrap(owner, name, pick_of(f"{owner.__name__}.{name}"))
-    wrap(np.random, "default_rng", lambda original: lambda seed=None: watched(original(seed).bit_generator))
+            wrap(owner, name, functools.partial(watching, f"{owner.__name__}.{name}"))
+
+    watch(random, _RANDOM, drawing)
+    watch(random, _PICKS_OF_RANDOM, picking)
+    watch(random.Random, (*_RANDOM, *_PICKS_OF_RANDOM), noting)
+    generator, state = _subclass(np.random.Generator), _subclass(np.random.RandomState)
+    for owner, kind in ((np.random, state), (generator, generator), (state, state)):
+        names = {name for name in dir(kind) if name[0] != "_" and hasattr(owner, name)} - _NO_DRAWS
+        watch(owner, names - _PICKS_OF_NUMPY, drawing)
+        watch(owner, names & _PICKS_OF_NUMPY, picking)
+    wrap(np.random, "default_rng", lambda original: lambda seed=None: generator(original(seed).bit_generator))
+    for kind in (generator, state):
+        setattr(np.random, kind.__name__, kind)
+
+
+def _subclass(kind: Any) -> Any:
+    """One whose methods can be replaced, and of which all others are instances, too."""
+    meta = type("Kind", (type(kind),), {"__instancecheck__": lambda _, value: isinstance(value, kind)})
+    return meta(kind.__name__, (kind,), {})
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor | None:

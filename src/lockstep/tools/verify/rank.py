@@ -63,7 +63,7 @@ def install(settings: VerifySettings) -> StepRecorder:
     watch = loaders.install(recorder)
     GradientWatch(recorder, watch.note_step).install()
     outputs.install(recorder)
-    watch_numpy_and_random(recorder.on_draw)
+    watch_numpy_and_random(recorder.on_draw, recorder.note_own_draw)
     cuts = settings.role == HALVES
     watched = OperatorWatch(recorder.on_draw, recorder.note_single, lambda: cuts and recorder.is_recording)
     watched.__enter__()  # type: ignore[no-untyped-call]

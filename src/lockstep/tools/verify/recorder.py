@@ -43,7 +43,7 @@ _LONGEST_WAIT = 32
 
 
 def _empty_step() -> dict[str, Any]:
-    parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws")
+    parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws", "generated")
     return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0, "single": False}
 
 
@@ -252,9 +252,16 @@ class StepRecorder:
         after = len(self.step["batches"])
         with self.aside():
             if self.settings.role == RANKS:
-                self.step["draws"].append({"name": name, "values": values.detach().cpu().clone(), "after": after})
+                is_filler = bool(after and self.step["batches"][-1]["filler"])
+                one = {"name": name, "values": values.detach().cpu().clone(), "after": after, "filler": is_filler}
+                self.step["draws"].append(one)
                 return None
             return self._draw_of_ranks(name, values, after)
+
+    def note_own_draw(self, name: str, value: int) -> None:
+        """A generator of the script's own has drawn: it may be of all ranks, of this one, or of a sample."""
+        if self.is_recording:
+            self.step["generated"].append((name, value))
 
     def _draw_of_ranks(self, name: str, values: Tensor, after: int) -> Tensor | None:
         # Counted from the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
@@ -264,12 +271,8 @@ class StepRecorder:
         if len(drawn) != self.settings.world_size or any(each["name"] != name for each in drawn):
             joined = None
         else:
-            joined = join_draws(
-                name,
-                values,
-                [each["values"] for each in drawn],
-                self._order_of_ranks(),
-            )
+            real = [each for each in drawn if not each["filler"]] or drawn
+            joined = join_draws(name, values, [each["values"] for each in real], self._order_of_ranks())
         if joined is None:
             shapes = [list(each["values"].shape) for each in drawn]
             self.step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
