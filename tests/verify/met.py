@@ -217,6 +217,59 @@ UNKNOWN = {
     ),
 }
 WRONG = {
+    "a limit for values times the number of ranks": (
+        ("gradients", "after-averaging"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.02 * world.world_size)
+            optimizer.step()
+        """,
+    ),
+    "a limit for the norm times the number of ranks": (
+        ("gradients", "after-averaging"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05 * world.world_size)
+            optimizer.step()
+        """,
+    ),
+    "a sum by hand that is clipped by value": (
+        ("gradients", "factor"),
+        """
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+            optimizer.step()
+        """,
+    ),
+    "a mean over tokens times the number of ranks": (
+        ("loss", "count"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            (cross_entropy(model(x), y.where(y > 1, -100)) * world.world_size).backward()
+            optimizer.step()
+        """,
+    ),
     "numbers of the rank's own Random": (
         ("inputs", "drawn"),
         """

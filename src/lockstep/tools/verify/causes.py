@@ -348,7 +348,7 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
     )
     held = step.ranks[0]["held"]
     outside = [name for name in between.names if not held[int(name.split(":", 1)[0])]]
-    after = [each.get("after", {}) for each in step.ranks]
+    after = [each["after"] for each in step.ranks]
     if after[0] and not any(measure_values(after[0], each, step.precision).names for each in after[1:]):
         drawn = f"; {describe_draws(step.one['unlike_draws'])}" if step.one["unlike_draws"] else ""
         return step.found(

@@ -443,6 +443,7 @@ class Gradients:
         taken: the gradient that rank 0's optimizer took out of the same.
         scale: what one process's optimizer took is what it computed times this (clipped, unscaled); None for neither.
         zeros: of each rank's backward passes, whether it left nothing but zeros; of one process's last.
+        were_alike: those of rank 0 were one process's when backward() returned.
     """
 
     between: Values
@@ -452,12 +453,18 @@ class Gradients:
     taken: Fit
     scale: float | None
     zeros: tuple[bool, ...]
+    were_alike: bool
 
 
 def _used(step: _Step) -> dict[str, Tensor | None]:
     return {
         f"{place}:{name}": value for place, (name, value) in enumerate(zip(step["names"], step["used"], strict=True))
     }
+
+
+def _left(step: _Step) -> dict[str, Tensor | None]:
+    """What backward() left for the optimizer."""
+    return {f"{place}:{name}": step["after"][name] for place, name in enumerate(step["names"]) if name in step["after"]}
 
 
 def _flat(names: Sequence[str], values: Mapping[str, Tensor | None], like: Mapping[str, Tensor | None]) -> Tensor:
@@ -498,16 +505,28 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
     moved = 0.0 if again is None else _relative(whole, _flat(names, _total(again), total))
     rounding = max(min(_MOST_REST, max(1e-9, 100 * precision, TIMES_NOISE * moved)), TIMES_NOISE * rounded)
     took, kept = (dict(zip(step["names"], step["used"], strict=True)) for step in (ranks[0], one))
-    scale = fit_ranks(_flat(names, kept, total), [whole], rounding)
+    left, own_left = _left(ranks[0]), _left(one)
+    taken, own_taken = _flat(names, took, total), _flat(names, kept, total)
+    uncut = _below_limits([taken, own_taken], len(parts))
     return Gradients(
         between=max(between, key=lambda each: (len(each.names), each.worst), default=Values(0.0, (), 0)),
         used=used,
         factor=_only(common),
         needed=fit_ranks(whole, parts, rounding),
-        taken=fit_ranks(_flat(names, took, total), parts, rounding),
-        scale=_only(scale),
+        taken=fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding),
+        scale=_only(fit_ranks(own_taken[uncut], [whole[uncut]], rounding)),
         zeros=tuple(not bool(each.any()) for each in (*parts, whole)),
+        were_alike=bool(own_left) and not measure_values(left, own_left, precision, noise, least).names,
     )
+
+
+def _below_limits(gradients: Sequence[Tensor], unknowns: int) -> Tensor:
+    """Which numbers no clipping by value has cut: it leaves several with the size of the largest, exactly."""
+    uncut = torch.ones_like(gradients[0], dtype=torch.bool)
+    for each in gradients:
+        cut = each.abs() == each.abs().max() if each.numel() else uncut
+        uncut &= ~cut if int(cut.sum()) > 1 else True
+    return uncut if int(uncut.sum()) > unknowns else torch.ones_like(uncut)
 
 
 def _only(fit: Fit) -> float | None:

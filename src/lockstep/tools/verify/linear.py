@@ -25,6 +25,12 @@ _SUM = (
     "lockstep.sum(loss), or divide by the number of samples; lockstep.global_loss(loss) where gradients are divided "
     "later",
 )
+_CHANGED = (
+    "after-averaging",
+    "the gradients were those of one process when backward() returned, and were then changed otherwise than there: "
+    "clipped to a limit, or multiplied by a factor, that depends on the number of ranks",
+    "leave the number of ranks out of max_norm, clip_value, and whatever else changes gradients",
+)
 _WHOLE = (
     "whole-batch",
     "each rank's loss is that of the whole batch, by collectives of torch, and the averaging takes it for that of the "
@@ -69,6 +75,8 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
     elif padded:
         seen = "outputs of samples that are padded to other lengths are not compared"
     measured = _measured(gradients, losses, seen, max(_CLOSE, step.rounding))
+    if gradients.were_alike:
+        return step.found("gradients", _CHANGED[0], measured, *_CHANGED[1:])
     given = _given(step, losses)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
     averaging = _after_losses(step, needed, taken, given, losses)
@@ -262,20 +270,24 @@ def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weight
             "lockstep.all_gather(values) before max() or median()",
         )
     tolerance = max(1e-9, 100 * step.precision, step.rounding)
-    is_mean = _close(whole, passes, tolerance) and all(each >= -1e-6 for each in weights)
+    times = next((each for each in (1, len(step.ranks)) if _close(whole * each, passes, tolerance)), 0)
+    is_mean = times > 0 and all(each >= -1e-6 for each in weights)
     if all(_close(loss, one, max(1e-5, step.rounding)) for loss, one in _pairs(losses)):
         return _NOT_LINEAR  # it is divided by itself
     if is_mean and _is_weighted(losses, weights, 100 * tolerance):
+        shown = _numbers([each * times for each in weights])
+        multiplied = "" if times == 1 else f", and multiplied by the number of ranks, {times}"
         return (
             "count",
-            f"the ranks' losses weigh {shown} in one process, and their samples {_numbers(losses.shares)}: the loss "
-            "is divided by a count that ranks have more or less of (tokens, a mask, a selection, weights of classes)",
-            "lockstep.mean(total, count)",
+            f"the ranks' losses weigh {shown} in one process, and their samples {_numbers(losses.shares)}: the loss is "
+            "divided by a count that ranks have more or less of (tokens, a mask, a selection, weights of classes)"
+            + multiplied,
+            "lockstep.mean(total, count)" + (", and leave the number of ranks out" if multiplied else ""),
         )
     if step.number > 1 and _is_first_odd(step):
         return _KEPT
     odd = f"the ranks' losses would have to weigh {shown}, which add up to {whole:.6g} and not to {passes:.4g}"
-    if is_mean:
+    if is_mean and times == 1:
         odd = f"the ranks' gradients weigh {shown} in that of one process, and their losses do not"
     return (
         "function-of-mean",

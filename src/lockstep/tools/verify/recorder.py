@@ -44,7 +44,7 @@ _LONGEST_WAIT = 32
 
 def _empty_step() -> dict[str, Any]:
     parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws", "generated")
-    return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0, "single": False}
+    return {part: [] for part in parts} | {"lines": {}, "after": {}, "rounded": 0.0, "single": False}
 
 
 def _by_batch(draws: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:

@@ -263,7 +263,7 @@ def _renamed(step: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, 
 
     backwards = [{**each, "local": renamed(each["local"])} for each in step["backwards"]]
     own = [names.get(name, name) for name in step["names"]]
-    return {**step, "names": own, "backwards": backwards, "after": renamed(step.get("after", {}))}
+    return {**step, "names": own, "backwards": backwards, "after": renamed(step["after"])}
 
 
 def _is_finite(values: Iterable[torch.Tensor]) -> bool:
