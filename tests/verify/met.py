@@ -217,6 +217,37 @@ UNKNOWN = {
     ),
 }
 WRONG = {
+    "a frozen part that rank 0 changes": (
+        ("parameters", "ranks-differ"),
+        """
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 4))
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net[1].parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if world.rank == 0:
+                net[0].weight.data.mul_(0.9)
+        """,
+    ),
+    "weights that are put back by rank 0's loss": (
+        ("parameters", "moved"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            told = loss.detach().clone()
+            torch.distributed.broadcast(told, 0)
+            model.module.weight.data.mul_(1 - told / 100)
+        """,
+    ),
     "a limit for values times the number of ranks": (
         ("gradients", "after-averaging"),
         """

@@ -49,6 +49,11 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ")), written
 
 
+def test_what_is_changed_between_the_steps_is_not_said_to_be_within_one(tmp_path: Path) -> None:
+    verdict, text = verdict_on(WRONG["weights that are put back by rank 0's loss"][1], tmp_path)
+    assert "between the steps" in verdict.differences[0].meaning, text
+
+
 def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
     """One process has N times the batch, and the script's constant stays."""
     verdict, text = verdict_on(

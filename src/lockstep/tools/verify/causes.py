@@ -167,18 +167,25 @@ def read_ranks(step: StepOfJob) -> Difference | None:
     for rank, other in enumerate(step.ranks[1:], 1):
         found = measure_values(first, _parameters_of(other, "begin"), step.precision)
         if found.names:
-            when = "before the first step" if step.number == 1 else "between the steps"
-            return step.found(
-                "parameters",
-                "ranks-differ",
+            return _ranks_differ(
+                step,
                 f"{len(found.names)} of {found.count} parameters of rank {rank} are not those of rank 0 "
                 f"({_names(found.names)}), by up to {found.worst:.1e}",
-                f"the ranks have other parameters {when}: each has drawn, loaded or changed its own, or they were "
-                "averaged by nobody",
-                "draw what changes parameters from a generator that all ranks seed alike, let all of them load "
-                "the same file, and " + _WRAP,
             )
     return None
+
+
+def _ranks_differ(step: StepOfJob, measured: str) -> Difference:
+    when = "before the first step" if step.number == 1 else "between the steps"
+    return step.found(
+        "parameters",
+        "ranks-differ",
+        measured,
+        f"the ranks have other parameters {when}: each has drawn, loaded or changed its own, or they were averaged by "
+        "nobody",
+        "draw what changes parameters from a generator that all ranks seed alike, let all of them load the same file, "
+        "and " + _WRAP,
+    )
 
 
 def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
@@ -270,11 +277,22 @@ def read_moved(step: StepOfJob, calls: Calls) -> Difference | None:
     """Parameters that differ when a model is called, though the step began with the same."""
     if not far(calls.parameters, step.noise, step.precision):
         return None
+    measured = f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}"
+    if far(calls.apart, step.noise, step.precision):
+        return _ranks_differ(step, f"{measured}, and of one rank not those of another, by {calls.apart:.1e}")
+    if calls.begins:
+        return step.found(
+            "parameters",
+            "moved",
+            f"{measured}, before the first backward pass of the step; the step before ended with the same",
+            "they are changed between the steps by what a rank has itself, such as weights that are put back or "
+            "replaced by its own samples",
+            "make the change of what all ranks have: lockstep.mean(total, count), lockstep.all_gather(rows)",
+        )
     return step.found(
         "parameters",
         "moved",
-        f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}, "
-        "though the step began with the same",
+        f"{measured}, though the step began with the same",
         "they are changed within the step by what each rank has itself, such as its own gradients (sharpness-aware "
         "steps, perturbations, inner loops)",
         "make the change of what all ranks have: gradients that are averaged, so outside of no_sync",

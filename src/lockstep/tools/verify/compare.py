@@ -84,6 +84,8 @@ class Calls:
         kind: class of the model in question.
         foreign: those of `unknown` that a rank had.
         parameters: largest difference between the parameters that the model has when it is called.
+        apart: the same between the ranks.
+        begins: no backward pass of the step came before.
     """
 
     rows: int = 0
@@ -94,6 +96,8 @@ class Calls:
     kind: str = ""
     foreign: int = 0
     parameters: float = 0.0
+    apart: float = 0.0
+    begins: bool = False
 
 
 @dataclass
@@ -211,9 +215,18 @@ def _measure_call(
         culprit = _culprit(one, ranks, known, precision, noise)
         outputs = float("inf") if is_unseen and culprit[1] else outputs
     held = [each["parameters"] for each in ranks if each["parameters"].shape == one["parameters"].shape]
-    parameters = max((_relative(one["parameters"], each) for each in held), default=0.0)
-    unknown = pairs.unknown + pairs.foreign
-    return Calls(one["count"], unknown, inputs, outputs, culprit, one["name"], pairs.foreign, parameters)
+    return Calls(
+        rows=one["count"],
+        unknown=pairs.unknown + pairs.foreign,
+        inputs=inputs,
+        outputs=outputs,
+        culprit=culprit,
+        kind=one["name"],
+        foreign=pairs.foreign,
+        parameters=max((_relative(one["parameters"], each) for each in held), default=0.0),
+        apart=max((_relative(held[0], each) for each in held[1:]), default=0.0),
+        begins=not one["after"],
+    )
 
 
 def _outputs_differ(

@@ -1,12 +1,12 @@
 """Forward passes that train: what enters the outermost module and comes out of it, sample by sample, and what is
 inside.
 
-Writes `calls` of a step: `name` (its class), `resting` (modules in eval mode), `keys` (of its inputs), `count` of rows,
-`inputs` and `outputs` (sketches of each row, or None), `across` (of outputs, if the rows of a sample are `count` apart,
-as those of views are that are joined), `widths` (numbers in a row of each output), `parameters` (two numbers of each),
-`inner` (name, class and sketches of what the modules inside return, in order), `filler` and `samples` (keys of the
-batch that it was computed from, if that has as many rows). Besides, `rounded`: the eps of the coarsest numbers of 16
-bits that modules return.
+Writes `calls` of a step: `name` (its class), `resting` (modules in eval mode), `keys` (of its inputs), `count` of
+rows, `inputs` and `outputs` (sketches of each row, or None), `across` (of outputs, if the rows of a sample are
+`count` apart, as those of views are that are joined), `widths` (numbers in a row of each output), `parameters` (two
+numbers of each), `after` (how many backward passes), `inner` (name, class and sketches of what the modules inside
+return, in order), `filler` and `samples` (keys of the batch that it was computed from, if that has as many rows).
+Besides, `rounded`: the eps of the coarsest numbers of 16 bits that modules return.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ class ForwardWatch:
                 "across": _joined([row_sketch(each, count, True) for each in outputs]),
                 "widths": [each.numel() // count for each in outputs] if count else [],
                 "parameters": _brief(module),
+                "after": len(self._recorder.step["backwards"]),
                 "inner": [_sketched(each, count) for each in self._inner],
                 **_came_with(last, count),
             }
