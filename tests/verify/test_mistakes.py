@@ -228,7 +228,20 @@ TIME_FIRST = (
 )
 
 
-@pytest.mark.parametrize("text", [OF_TOKENS, TIME_FIRST], ids=["batch-first", "time-first"])
+# Batches as long as wide, on the ranks and then on one process.
+SQUARE, SQUARE_OF_ONE = (
+    TIME_FIRST.replace("[3, 9, 5, 4, 7, 6, 8, 3, 4, 9, 6, 5]", f"[{length}] * 12")
+    .replace("loader = DataLoader(texts, 2", "loader = DataLoader(texts, 3")
+    .replace("ignore_index=0", "ignore_index=1")
+    for length in (3, 6)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [OF_TOKENS, TIME_FIRST, SQUARE, SQUARE_OF_ONE],
+    ids=["batch-first", "time-first", "square", "square-of-one-process"],
+)
 def test_outputs_of_tokens_that_are_padding_are_not_compared(text: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)

@@ -1,10 +1,11 @@
 """What loaders hand out: the samples of every batch, and the batches of all ranks for the one process.
 
-Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: how many samples, `time_first`, `joins`:
-has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much of the step its loader takes
-it for, or None; `indices` of the dataset or None), the fact `made` (batch sizes of torch's loaders, in the order in
-which they were made), and the facts `loaders` (see `_describe`) and `passes` (`loader`, `keys`, `trains`, `finished`,
-`most`: batches to hand out, `asked`: the indices of each batch, None where they are no numbers).
+Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: how many samples, `time_first`, None
+where nobody knows, `joins`: has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much
+of the step its loader takes it for, or None; `indices` of the dataset or None), the fact `made` (batch sizes of
+torch's loaders, in the order in which they were made), and the facts `loaders` (see `_describe`) and `passes`
+(`loader`, `keys`, `trains`, `finished`, `most`: batches to hand out, `asked`: the indices of each batch, None where
+they are no numbers).
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class LoaderWatch:
         count = share.rows if share is not None and share.rows else len(indices or ())
         with recorder.aside():
             is_filler = lockstep.is_filler(batch)
-            time_first = is_time_first(batch, count)
+            time_first = is_time_first(batch, count, recorder.settings.time_first or None)
             keys = sample_keys(samples_first(tensors_in(batch), count) if time_first else batch, count)
         if not is_filler:
             one["keys"].append(keys)

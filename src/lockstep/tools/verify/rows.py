@@ -95,11 +95,18 @@ def _columns(value: Any, count: int) -> list[Any]:
     return [_array(tensor) for tensor in tensors_in(value) if _length(tensor) == count]
 
 
-def is_time_first(batch: Any, count: int) -> bool:
-    """Whether samples are columns of the tensors of a batch, as recurrent networks have them."""
+def is_time_first(batch: Any, count: int, squares: bool | None = None) -> bool | None:
+    """Whether samples are columns of the tensors of a batch, as recurrent networks have them.
+
+    Args:
+        batch: what a loader yielded.
+        count: number of its samples.
+        squares: the answer where the first tensor is as long as wide, and does not say.
+    """
     shapes = [tuple(tensor.shape[:2]) for tensor in tensors_in(batch) if tensor.ndim]
-    is_column = bool(shapes) and shapes[0][0] != count and shapes[0][1:] == (count,)
-    return is_column and all(count in each for each in shapes)
+    if not shapes or shapes[0][1:] != (count,) or not all(count in each for each in shapes):
+        return False
+    return squares if shapes[0][0] == count else True
 
 
 def samples_first(tensors: Iterable[Tensor], count: int) -> list[Tensor]:

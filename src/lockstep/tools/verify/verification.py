@@ -116,6 +116,7 @@ class _Session:
         self._devices = world_size if what.devices == "gpu" else 0
         self._folders = folders_of(what.target, what.is_module, what.args)
         self._count = 0
+        self.time_first = False  # as `VerifySettings` has it
         self.written: list[str] = []
         self.notes: list[str] = []
         self.not_kept = ""
@@ -145,6 +146,7 @@ class _Session:
             devices=devices,
             batch_sizes=batch_sizes,
             keeper=keeper,
+            time_first=self.time_first,
         )
         variables = env.snapshot()
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
@@ -249,9 +251,14 @@ def _compared(session: _Session, world_size: int) -> Any:
     refused = next((each["facts"]["refused"] for each in ranks if each["facts"]["refused"]), "")
     if refused:
         return Verdict(world_size, unknown=refused)
+    layouts = set[bool | None]().union(*map(_layouts, ranks))
+    session.time_first |= True in layouts
     _write_keys(settings, ranks)
     failure = session.failure(RANKS) if code else ""
     code, one, sizes = _reference(session, ranks)
+    if None in layouts and one is not None and True in layouts | _layouts(one):
+        session.time_first = True
+        return _compared(session, world_size)
     words = _ended(session.output(ONE), code, "one process that is started as a rank")
     verdict = Verdict(world_size, unknown=words) if one is None else _judged(session, ranks, one, sizes, failure)
     is_found = one is not None and any(0 < each.step <= len(one["steps"]) for each in verdict.differences)
@@ -259,6 +266,11 @@ def _compared(session: _Session, world_size: int) -> Any:
     if code or not verdict.unknown:
         verdict.notes.extend(_words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes))
     return verdict
+
+
+def _layouts(record: Mapping[str, Any]) -> set[bool | None]:
+    """Whether samples are columns of batches, which one that is as long as wide does not say."""
+    return {batch["time_first"] for step in record["steps"] for batch in step["batches"]}
 
 
 def _words_on_sizes(verdict: Any, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
