@@ -217,6 +217,24 @@ UNKNOWN = {
     ),
 }
 WRONG = {
+    "a mean of the weights that decays by the number of ranks": (
+        ("evaluated", "other-weights"),
+        """
+        torch.manual_seed(0)
+        net, mean = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+        model = nn.parallel.DistributedDataParallel(net)
+        mean.load_state_dict(net.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(2):
+            for x, y in split():
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                for theirs, own in zip(mean.parameters(), net.parameters()):
+                    theirs.lerp_(own.detach(), 1 - 0.9**world.world_size)
+            print(epoch, cross_entropy(mean(data.tensors[0]), data.tensors[1]).item())
+        """,
+    ),
     "a frozen part that rank 0 changes": (
         ("parameters", "ranks-differ"),
         """

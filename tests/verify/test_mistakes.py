@@ -191,7 +191,14 @@ def test_what_cannot_be_told_is_no_finding(kind: str, tmp_path: Path) -> None:
 def test_a_number_is_of_the_evaluation_if_it_moves_with_that_at_all(moved: str) -> None:
     def facts(loss: str, count: int) -> dict[str, Any]:
         one = {"loader": 0, "trains": False, "finished": True, "keys": [[(number, number) for number in range(count)]]}
-        return {"loaders": [], "saves": [], "passes": [one], "texts": [(True, f"epoch 0: val loss {loss}", "")]}
+        return {
+            "loaders": [],
+            "saves": [],
+            "untrained": {},
+            "begun": [],
+            "passes": [one],
+            "texts": [(True, f"epoch 0: val loss {loss}", "")],
+        }
 
     ranks, one = [facts("1.40817", 16), facts("1.42", 16)], facts("1.41257", 31)
     found, notes = judge_aftermath(ranks, one, one, facts(moved, 16))
@@ -293,6 +300,13 @@ def test_accelerate_draws_another_order_and_fills_up_the_last_batch(
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_pass_that_does_not_train_is_no_epoch(trains: bool) -> None:
     one = {"loader": 0, "trains": True, "finished": True, "keys": [[(1, 1), (2, 2)]]}
-    facts = {"loaders": [{"shuffles": True}], "saves": [], "passes": [{**one, "trains": trains}, one], "texts": []}
+    facts = {
+        "loaders": [{"shuffles": True}],
+        "saves": [],
+        "untrained": {},
+        "begun": [],
+        "passes": [{**one, "trains": trains}, one],
+        "texts": [],
+    }
     found, _ = judge_aftermath([facts, facts], facts, facts, None)
     assert [each.cause for each in found] == (["set-epoch"] if trains else [])

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.tools.verify.causes import Difference
+from lockstep.tools.verify.compare import distances
 
 __all__ = ["LOGGED", "judge_aftermath"]
 
@@ -38,7 +39,7 @@ def judge_aftermath(
         again: of one process once more, or None.
         moved: of one process that evaluated what rank 0 evaluates, or None.
     """
-    found = [*_same_epochs(ranks[0]), *_saved_by_all(ranks)]
+    found = [*_same_epochs(ranks[0]), *_saved_by_all(ranks), *_other_models(ranks[0], one, again)]
     evaluated, notes = _printed(ranks, one, again, moved)
     return found + evaluated, notes
 
@@ -64,6 +65,29 @@ def _same_epochs(facts: Facts) -> list[Difference]:
                 )
             ]
     return []
+
+
+def _other_models(facts: Facts, one: Facts, again: Facts | None) -> list[Difference]:
+    """A model that no optimizer steps, and that is another than in one process."""
+    ranks, own, second = (
+        {name: value for name, (value, _) in each["untrained"].items()} for each in (facts, one, again or one)
+    )
+    moved, noise = distances(own, ranks), distances(own, second)
+    name = next((name for name, value in moved.items() if value > _CLOSE and noise.get(name, 1.0) < _CLOSE / 10), None)
+    if name is None or one["begun"]:
+        return []
+    return [
+        Difference(
+            0,
+            "evaluated",
+            "other-weights",
+            f"the parameters of {name} are not those of one process, by {moved[name]:.1e}",
+            "they are no optimizer's, and follow something else than in one process: the number of ranks (a decay), or "
+            "what one rank has",
+            "leave the number of ranks out of it, and let it follow parameters alone, or what all ranks have",
+            tuple(filter(None, [facts["untrained"][name][1]])),
+        )
+    ]
 
 
 def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:

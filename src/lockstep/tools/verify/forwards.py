@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.recorder import StepRecorder, line_of_script
 from lockstep.tools.verify.rows import row_sketch, sample_keys, samples_first, value_sample
 from lockstep.tools.verify.state import plain_name
 from lockstep.tree import tensors_in
@@ -69,6 +69,18 @@ class ForwardWatch:
                 self._recorder.begin_work()
                 self._on_parameters("", module.named_parameters())
                 self._recorder.begin_training(module)
+            else:
+                self._note_untrained(module)
+
+    def _note_untrained(self, module: nn.Module) -> None:
+        """Of a model that is none of those which are trained, such as a mean of their weights: what it consists of."""
+        recorder, parameters = self._recorder, list(module.parameters())
+        trained = {id(each) for root in recorder.roots for each in root.parameters()}
+        is_other = parameters and trained and not any(id(each) in trained or each.is_meta for each in parameters)
+        if is_other and recorder.steps and not any(step["rounded"] for step in recorder.steps):
+            with recorder.aside(), torch.no_grad():
+                key = f"{type(module).__name__} after {len(recorder.steps)} steps"
+                recorder.facts["untrained"].setdefault(key, (_brief(module), line_of_script()))
 
     def _trains(self, module: nn.Module) -> bool:
         if not torch.is_grad_enabled() or self._recorder.is_cut:

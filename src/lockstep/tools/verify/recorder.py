@@ -105,6 +105,7 @@ class StepRecorder:
             "refused": "",  # why nothing can be told
             "scales": False,
             "goes_on": False,
+            "untrained": {},  # of other models that are called: two numbers of each parameter, and the line
             "begun": [],  # parameters that one process had otherwise before the first step
             "returned": False,
             "end": "",
