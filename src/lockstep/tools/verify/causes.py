@@ -278,7 +278,7 @@ def read_moved(step: StepOfJob, calls: Calls) -> Difference | None:
     if not far(calls.parameters, step.noise, step.precision):
         return None
     measured = f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}"
-    if far(calls.apart, step.noise, step.precision):
+    if calls.begins and far(calls.apart, step.noise, step.precision):
         return _ranks_differ(step, f"{measured}, and of one rank not those of another, by {calls.apart:.1e}")
     if calls.begins:
         return step.found(
