@@ -7,14 +7,14 @@ the second time, such as seconds, is none.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.tools.verify.causes import Difference
+from lockstep.tools.verify.causes import counted
 from lockstep.tools.verify.compare import distances
+from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["LOGGED", "judge_aftermath"]
 
@@ -53,17 +53,11 @@ def _same_epochs(facts: Facts) -> list[Difference]:
             del passes[0]
         if loader["shuffles"] and len(passes) > 1 and all(each["keys"][0] == passes[0]["keys"][0] for each in passes):
             count = len(passes[0]["keys"][0])
-            return [
-                Difference(
-                    0,
-                    "samples",
-                    "set-epoch",
-                    f"the second epoch began with the same {count} samples as the first, in the same order, "
-                    "though the sampler shuffles",
-                    "a DistributedSampler draws its order from the epoch that it is told, and nobody tells it",
-                    "sampler.set_epoch(epoch) at the beginning of each epoch",
-                )
-            ]
+            measured = (
+                f"the second epoch began with the same {count} samples as the first, in the same order, though the "
+                "sampler shuffles"
+            )
+            return [difference(0, "samples", "set-epoch never", measured)]
     return []
 
 
@@ -76,18 +70,9 @@ def _other_models(facts: Facts, one: Facts, again: Facts | None) -> list[Differe
     name = next((name for name, value in moved.items() if value > _CLOSE and noise.get(name, 1.0) < _CLOSE / 10), None)
     if name is None or one["begun"]:
         return []
-    return [
-        Difference(
-            0,
-            "evaluated",
-            "other-weights",
-            f"the parameters of {name} are not those of one process, by {moved[name]:.1e}",
-            "they are no optimizer's, and follow something else than in one process: the number of ranks (a decay), or "
-            "what one rank has",
-            "leave the number of ranks out of it, and let it follow parameters alone, or what all ranks have",
-            tuple(filter(None, [facts["untrained"][name][1]])),
-        )
-    ]
+    measured = f"the parameters of {name} are not those of one process, by {moved[name]:.1e}"
+    lines = tuple(filter(None, [facts["untrained"][name][1]]))
+    return [difference(0, "evaluated", "other-weights", measured, lines)]
 
 
 def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
@@ -99,13 +84,11 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
                 writers.setdefault(path, set()).add(rank)
                 lines[path] = line
     return [
-        Difference(
+        difference(
             0,
             "saved",
             "all-ranks-save",
             f"ranks {', '.join(map(str, sorted(who)))} write {path}",
-            "they write one file at the same time, which one process writes alone: it may end up damaged",
-            "if rank == 0: torch.save(…), or lockstep.checkpoint.save, which all ranks call",
             (lines[path],) if lines[path] else (),
         )
         for path, who in writers.items()
@@ -153,8 +136,7 @@ def _printed(
         tried = theirs if evaluates_all else _numbers_of(third, key, [])
         stays = tried and all(tried[place] == theirs[place] for place in wrong)
         if is_evaluation and (not stays or any(_is_times(numbers[each], theirs[each], len(ranks)) for each in wrong)):
-            found = _evaluated(ranks, one, measured, evaluates_all)
-            return [dataclasses.replace(found, lines=(where,) if where else ())], notes
+            return [_evaluated(ranks, one, measured, (where,) if where else (), evaluates_all)], notes
         if not notes:
             notes.append(
                 f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
@@ -191,7 +173,9 @@ def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
     ]
 
 
-def _evaluated(ranks: Sequence[Facts], one: Facts, measured: str, evaluates_all: bool) -> Difference:
+def _evaluated(
+    ranks: Sequence[Facts], one: Facts, measured: str, lines: tuple[str, ...], evaluates_all: bool
+) -> Difference:
     each = [_evaluation_keys(facts) for facts in ranks]
     own = _evaluation_keys(one)
     if own and all(each):
@@ -200,23 +184,7 @@ def _evaluated(ranks: Sequence[Facts], one: Facts, measured: str, evaluates_all:
         extra = sum((total - mine).values())
         counts = [sum(passes[-1].values()) for passes in each]
         if extra and extra < sum(mine.values()) and not mine - total:
-            return Difference(
-                0,
-                "evaluated",
-                "padded-evaluation",
-                f"{measured}; one process evaluated {sum(mine.values())} samples, the ranks "
-                f"{', '.join(map(str, counts))}",
-                f"{extra} sample{'' if extra == 1 else 's'} counted twice: the last batch was filled up so that all "
-                "ranks get equally many",
-                "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics: each sample on one rank",
-            )
-    return Difference(
-        0,
-        "evaluated",
-        "metric",
-        measured,
-        "the metric is that of one rank's samples, or a mean of the ranks' metrics, of which each counts alike"
-        + ("; or the model that rank 0 evaluates keeps statistics of its own samples" if evaluates_all else ""),
-        "lockstep.metrics, or add up numerators and denominators of all ranks before dividing "
-        "(lockstep.mean(total, count))",
-    )
+            measured += f"; one process evaluated {sum(mine.values())} samples, the ranks {', '.join(map(str, counts))}"
+            return difference(0, "evaluated", "padded-evaluation", measured, lines, extra=counted(extra, "sample"))
+    more = "; or the model that rank 0 evaluates keeps statistics of its own samples" if evaluates_all else ""
+    return difference(0, "evaluated", "metric", measured, lines, more=more)

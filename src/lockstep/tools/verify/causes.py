@@ -1,4 +1,4 @@
-"""What a measurement means, and what to write: the first stage of a step at which N ranks part from one process.
+"""The first stage of a step at which N ranks part from one process.
 
 Each function reads one stage, and answers with a `Difference` if that is where they part. The numbers decide; names of
 classes (a batch normalization, LBFGS) only word the advice.
@@ -12,23 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.tools.verify.compare import (
-    TIMES_NOISE,
-    Calls,
-    Gradients,
-    Losses,
-    distances,
-    far,
-    measure_values,
-)
+from lockstep.tools.verify.compare import TIMES_NOISE, Calls, Gradients, Losses, distances, far, measure_values
 from lockstep.tools.verify.draws import PERMUTATIONS
 from lockstep.tools.verify.samples import Samples
+from lockstep.tools.verify.words import Difference, difference
 
 __all__ = [
-    "DECIDE",
-    "Difference",
     "StepOfJob",
-    "VerifiedJob",
     "counted",
     "describe_draws",
     "read_buffers",
@@ -44,42 +34,16 @@ __all__ = [
 ]
 
 _SINGLE = 2.0**-23  # the eps of float32
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where N ranks part from one process, and why.
-
-    Attributes:
-        step: number of the optimizer step, from 1; 0 for what belongs to none.
-        stage: as in the table of docs/verify.md.
-        cause: a short name, the same in every report.
-        measured: what was measured, with numbers.
-        meaning: what follows from it.
-        advice: what to write.
-        lines: of the script, where what differs was fetched, called, computed or written.
-    """
-
-    step: int
-    stage: str
-    cause: str
-    measured: str
-    meaning: str
-    advice: str
-    lines: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class VerifiedJob:
-    """What is known of the whole run.
-
-    Attributes:
-        facts: of each rank's run.
-        one: of the one process.
-    """
-
-    facts: tuple[Mapping[str, Any], ...]
-    one: Mapping[str, Any]
+# What the script does at each stage, whose lines are told.
+_EVENTS = {
+    "samples": "batch",
+    "inputs": "call",
+    "outputs": "call",
+    "buffers": "call",
+    "loss": "backward",
+    "gradients": "backward",
+    "parameters": "step",
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +52,8 @@ class StepOfJob:
 
     Attributes:
         number: from 1.
-        job: to which it belongs.
+        facts: of each rank's whole run, with all its `steps`.
+        own_facts: the same of one process.
         ranks: what each rank recorded.
         one: what one process did.
         again: the same with halved sums, or None.
@@ -96,7 +61,8 @@ class StepOfJob:
     """
 
     number: int
-    job: VerifiedJob
+    facts: tuple[Mapping[str, Any], ...]
+    own_facts: Mapping[str, Any]
     ranks: tuple[Mapping[str, Any], ...]
     one: Mapping[str, Any]
     again: Mapping[str, Any] | None
@@ -112,21 +78,21 @@ class StepOfJob:
         """The relative difference up to which outputs, and what is made of them, count as the same."""
         return TIMES_NOISE * self.noise
 
-    def found(self, stage: str, cause: str, measured: str, meaning: str, advice: str) -> Difference:
-        """A difference of this step."""
+    def is_far(self, relative: float) -> bool:
+        """Whether a relative difference is more than rounding."""
+        return far(relative, self.noise, self.precision)
+
+    def found(self, stage: str, key: str, measured: str, **values: Any) -> Difference:
+        """A difference of this step; see `difference`."""
         lines = self.ranks[0]["lines"].get(_EVENTS.get(stage, ""), ())
-        return Difference(self.number, stage, cause, measured, meaning, advice, tuple(lines))
+        return difference(self.number, stage, key, measured, tuple(lines), **values)
 
 
 # ---- words -------------------------------------------------------------------------------------------
 
 
-def _number(value: float) -> str:
-    return f"{value:.6g}"
-
-
 def _each(values: Sequence[float | None]) -> str:
-    return ", ".join("none" if value is None else _number(value) for value in values)
+    return ", ".join("none" if value is None else f"{value:.6g}" for value in values)
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:
@@ -138,20 +104,6 @@ def _names(names: Sequence[str], most: int = 3) -> str:
 def counted(count: int, word: str) -> str:
     """`1 sample`, `2 samples`."""
     return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-# What the script does at each stage, whose lines are told.
-_EVENTS = {
-    "samples": "batch",
-    "inputs": "call",
-    "outputs": "call",
-    "buffers": "call",
-    "loss": "backward",
-    "gradients": "backward",
-    "parameters": "step",
-}
-DECIDE = "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum)"
-_WRAP = "wrap the model that holds them in DistributedDataParallel, and call that"
 
 
 # ---- the stages --------------------------------------------------------------------------------------
@@ -177,52 +129,30 @@ def read_ranks(step: StepOfJob) -> Difference | None:
 
 def _ranks_differ(step: StepOfJob, measured: str) -> Difference:
     when = "before the first step" if step.number == 1 else "between the steps"
-    return step.found(
-        "parameters",
-        "ranks-differ",
-        measured,
-        f"the ranks have other parameters {when}: each has drawn, loaded or changed its own, or they were averaged by "
-        "nobody",
-        "draw what changes parameters from a generator that all ranks seed alike, let all of them load the same file, "
-        "and " + _WRAP,
-    )
+    return step.found("parameters", "ranks-differ", measured, when=when)
 
 
 def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
     """Backward passes that are more or fewer than in one process."""
     counts = [len(each) for each in losses.ranks]
     if max(each["closure"] for each in (step.one, *step.ranks)) > 1:  # Trainers give a closure to any optimizer
-        return _by_closure(step, losses, counts)
-    if len(set(counts)) == 1 and counts[0] == len(losses.one):
+        kind = step.ranks[0]["kind"]
+        measured = (
+            f"{kind} called its closure {len(losses.one)} times in one process and {', '.join(map(str, counts))} times "
+            f"on the ranks; it first returned {_each(losses.one[:1])} there, and "
+            f"{_each([each[0] for each in losses.ranks if each])} here"
+        )
+        return step.found("loss", "closure", measured, kind=kind)
+    if set(counts) == {len(losses.one)}:
         return None
-    return step.found(
-        "loss",
-        "passes",
-        f"backward passes in this step: one process {len(losses.one)}, the ranks "
-        f"{_each([float(each) for each in counts])}",
-        "ranks skip batches, or accumulate over another number of them, than one process",
-        DECIDE,
-    )
-
-
-def _by_closure(step: StepOfJob, losses: Losses, counts: Sequence[int]) -> Difference:
-    kind = step.ranks[0]["kind"]
-    return step.found(
-        "loss",
-        "closure",
-        f"{kind} called its closure {len(losses.one)} times in one process and {', '.join(map(str, counts))} times on "
-        f"the ranks; it first returned {_each(losses.one[:1])} there, and "
-        f"{_each([each[0] for each in losses.ranks if each])} here",
-        f"{kind} decides by the loss that the closure returns, which is that of each rank's own samples",
-        "return lockstep.mean(loss * len(y), len(y)) from the closure, after loss.backward()",
-    )
+    measured = f"backward passes in this step: one process {len(losses.one)}, the ranks {', '.join(map(str, counts))}"
+    return step.found("loss", "passes", measured)
 
 
 def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
     """Rows that enter a model, made of the same samples, and are others."""
-    if not calls.unknown and not far(calls.inputs, step.noise, step.precision):
+    if not calls.unknown and not step.is_far(calls.inputs):
         return None
-    drawn, permuted = unlike_draws(step)
     measured = (
         f"the samples are the same, but {calls.unknown or 'some'} rows that enter {calls.kind} are not "
         f"(one process has {calls.rows})"
@@ -231,24 +161,14 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
         measured = (
             f"the samples are the same, but what is made of them and enters {calls.kind} differs by {calls.inputs:.1e}"
         )
-    if drawn:
-        return step.found(
-            "inputs",
-            "drawn",
-            f"{measured}; {describe_draws(drawn)}",
-            "each rank draws its own numbers, where one process draws once for all samples",
-            "draw a row for each sample (randn(len(x), …)), or once per step from a generator that all ranks "
-            "seed alike",
-        )
-    return step.found(
-        "inputs",
-        "batch",
-        f"{measured}; {describe_draws(permuted)}" if permuted else measured,
-        "they are computed from the other rows of a rank's batch (mixed with them, or normalised by their mean or "
-        "maximum), or cut by a constant number of rows",
-        "compute it from the batch of all ranks (lockstep.all_gather, lockstep.mean), or for each sample in the "
-        "dataset",
-    )
+    return _by_draws(step, "inputs", measured + ";")
+
+
+def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
+    """Rows that differ: drawn by each rank, or made of its other rows."""
+    drawn, permuted = unlike_draws(step)
+    measured = f"{measured} {describe_draws(drawn or permuted)}" if drawn or permuted else measured.rstrip(";")
+    return step.found(stage, f"drawn {stage}" if drawn else f"batch {stage}", measured)
 
 
 def unlike_draws(step: StepOfJob) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
@@ -275,33 +195,20 @@ def describe_draws(drawn: Sequence[Mapping[str, Any]]) -> str:
 
 def read_moved(step: StepOfJob, calls: Calls) -> Difference | None:
     """Parameters that differ when a model is called, though the step began with the same."""
-    if not far(calls.parameters, step.noise, step.precision):
+    if not step.is_far(calls.parameters):
         return None
     measured = f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}"
-    if calls.begins and far(calls.apart, step.noise, step.precision):
+    if not calls.begins:
+        return step.found("parameters", "moved", f"{measured}, though the step began with the same")
+    if step.is_far(calls.apart):
         return _ranks_differ(step, f"{measured}, and of one rank not those of another, by {calls.apart:.1e}")
-    if calls.begins:
-        return step.found(
-            "parameters",
-            "moved",
-            f"{measured}, before the first backward pass of the step; the step before ended with the same",
-            "they are changed between the steps by what a rank has itself, such as weights that are put back or "
-            "replaced by its own samples",
-            "make the change of what all ranks have: lockstep.mean(total, count), lockstep.all_gather(rows)",
-        )
-    return step.found(
-        "parameters",
-        "moved",
-        f"{measured}, though the step began with the same",
-        "they are changed within the step by what each rank has itself, such as its own gradients (sharpness-aware "
-        "steps, perturbations, inner loops)",
-        "make the change of what all ranks have: gradients that are averaged, so outside of no_sync",
-    )
+    measured += ", before the first backward pass of the step; the step before ended with the same"
+    return step.found("parameters", "moved between", measured)
 
 
 def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference | None:
     """Outputs that differ though the inputs do not."""
-    if not far(calls.outputs, step.noise, step.precision):
+    if not step.is_far(calls.outputs):
         return None
     name, kind = calls.culprit
     measured = f"the inputs are the same; what {calls.kind} returns for the same rows differs by {calls.outputs:.1e}."
@@ -310,48 +217,16 @@ def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference 
     if kind:
         measured += f" The first module that returns something else is {name} ({kind})."
     if "BatchNorm" in kind:
-        return step.found(
-            "outputs",
-            "batch-norm",
-            measured,
-            "it normalizes over this rank's rows, and one process over all",
-            "lockstep.convert_sync_batchnorm(model) before the model is wrapped (torch.nn.SyncBatchNorm on GPUs)",
-        )
+        return step.found("outputs", "batch-norm", measured)
     if samples.padded:
-        return step.found(
-            "outputs",
-            "padding",
-            f"{measured} {counted(samples.padded, 'sample')} were padded to another length",
-            "the model sees the padding, which a rank makes as long as the longest of its own samples",
-            "pad to one length, or mask the padding",
-        )
+        measured += f" {counted(samples.padded, 'sample')} were padded to another length"
+        return step.found("outputs", "padding outputs", measured)
     modes = [[call["resting"] for call in each["calls"]] for each in (step.one, *step.ranks)]
     if any(each != modes[0] for each in modes):
-        counts = [each[0] if each else 0 for each in modes]
-        return step.found(
-            "outputs",
-            "mode",
-            f"{measured} Modules in eval mode: one process {counts[0]}, the ranks {', '.join(map(str, counts[1:]))}.",
-            "parts of the model are in eval() on some ranks alone, where dropout and batch normalization are off",
-            "call model.train() on all ranks, after an evaluation by one of them too",
-        )
-    drawn, permuted = unlike_draws(step)
-    if drawn:
-        return step.found(
-            "outputs",
-            "drawn",
-            f"{measured} {describe_draws(drawn)}",
-            "each rank draws its own numbers, within forward() or handed to it",
-            "draw them from a generator that all ranks seed alike",
-        )
-    return step.found(
-        "outputs",
-        "batch",
-        f"{measured} {describe_draws(permuted)}" if permuted else measured,
-        "rows are compared with each other or mixed within forward(), or a statistic of this rank's rows is "
-        "taken there",
-        "lockstep.all_gather(x) where the rows meet, or lockstep.mean(total, count) for a statistic",
-    )
+        own, *ranks = (each[0] if each else 0 for each in modes)
+        measured += f" Modules in eval mode: one process {own}, the ranks {', '.join(map(str, ranks))}."
+        return step.found("outputs", "mode", measured)
+    return _by_draws(step, "outputs", measured)
 
 
 def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
@@ -359,62 +234,25 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
     between = gradients.between
     if not between.names:
         return None
-    facts = step.job.facts[0]
     measured = (
         f"the gradients of {len(between.names)} of {between.count} parameters differ between the ranks when "
         f"{step.ranks[0]['kind']} takes them, by up to {between.worst:.1e} ({_names(between.names)})"
     )
-    held = step.ranks[0]["held"]
-    outside = [name for name in between.names if not held[int(name.split(":", 1)[0])]]
     after = [each["after"] for each in step.ranks]
     if after[0] and not any(measure_values(after[0], each, step.precision).names for each in after[1:]):
         drawn = f"; {describe_draws(step.one['unlike_draws'])}" if step.one["unlike_draws"] else ""
-        return step.found(
-            "gradients",
-            "changed",
-            f"{measured}, and did not after backward(){drawn}",
-            "gradients were averaged, and then each rank changed its own (noise, a limit or a factor of its own)",
-            "change them by what all ranks have (lockstep.mean), and draw from a generator that all ranks seed alike",
-        )
-    if not facts["engines"]:
-        return step.found("gradients", "unwrapped", measured, "gradients are not averaged: no engine was made", _WRAP)
+        return step.found("gradients", "changed", f"{measured}, and did not after backward(){drawn}")
+    if not step.facts[0]["engines"]:
+        return step.found("gradients", "unwrapped", measured)
+    outside = [name for name in between.names if not step.ranks[0]["held"][int(name.split(":", 1)[0])]]
     if outside:  # and others, where an engine waits for what the script has put another module for
-        return step.found(
-            "gradients",
-            "unwrapped",
-            measured,
-            f"no engine holds {_names(outside)}, and so nobody averages their gradients",
-            "let one module hold the model and the criterion, and wrap that once requires_grad is set",
-        )
-    return step.found("gradients", *_past_engine(step, gradients, measured))
-
-
-def _past_engine(step: StepOfJob, gradients: Gradients, measured: str) -> tuple[str, str, str, str]:
+        return step.found("gradients", "unwrapped part", measured, names=_names(outside))
     if not any(step.ranks[0]["engine_calls"]):
-        return (
-            "inner-model",
-            measured,
-            "the model within the engine was called, and the engine was not: it averages what its own forward() leads "
-            "to",
-            "call the wrapped model, not model.module",
-        )
+        return step.found("gradients", "inner-model", measured)
     factors, passes = gradients.taken.factors, len(step.ranks[0]["backwards"])
     averaged = {any(abs(each) > 1e-3 for each in factors[passes + number :: passes]) for number in range(passes)}
-    if len(gradients.between.names) < gradients.between.count or (gradients.taken.is_good and len(averaged) > 1):
-        return (
-            "past-engine",
-            measured,
-            "a part of these gradients came past the engine: by another backward pass, by hand, or under no_sync",
-            "compute it with the wrapped model, and add up all losses before one backward() that averages; or leave "
-            "no_sync() before the last backward() of each window",
-        )
-    return (
-        "not-averaged",
-        measured,
-        "the engine was called, and averaged nothing: under no_sync up to the step, by gradients taken by hand "
-        "(torch.autograd.grad), or in a group of one rank",
-        "let the last backward pass before each step average (outside of no_sync), and take gradients by backward()",
-    )
+    is_part = len(between.names) < between.count or (gradients.taken.is_good and len(averaged) > 1)
+    return step.found("gradients", "past-engine" if is_part else "not-averaged", measured)
 
 
 # ---- after the gradients -----------------------------------------------------------------------------
@@ -422,41 +260,25 @@ def _past_engine(step: StepOfJob, gradients: Gradients, measured: str) -> tuple[
 
 def read_settings(step: StepOfJob) -> Difference | None:
     """Settings of an optimizer that are not those of one process."""
-    own = step.one["settings"]
     for rank, other in enumerate(step.ranks):
-        for number, (mine, theirs) in enumerate(zip(own, other["settings"], strict=False)):
-            for name in mine:
-                if name in theirs and _is_far(step, mine[name], theirs[name]):
-                    if rank:
-                        return _on_some_ranks(step, name, number, rank)
-                    return step.found(
-                        "parameters",
-                        "settings",
-                        f"{name} of group {number} is {mine[name]} with one process, and {theirs[name]} on rank "
-                        f"{rank} of {len(step.ranks)}",
-                        f"{name} depends on the number of ranks (a schedule that steps once for each, as one that "
-                        "Accelerate has prepared), or on what one rank has seen (a schedule by its own loss)",
-                        f"set {name} without the number of ranks, and let schedules go by what all ranks have "
-                        "(lockstep.mean)",
-                    )
+        groups = zip(step.one["settings"], step.ranks[0]["settings"], other["settings"], strict=False)
+        for number, (own, first, theirs) in enumerate(groups):
+            name = next((name for name in own if name in theirs and _is_set_apart(step, own[name], theirs[name])), None)
+            if name is None:
+                continue
+            measured = f"{name} of group {number} is {own[name]} with one process"
+            if rank:
+                measured += f" and on rank 0, and {theirs[name]} on rank {rank}"
+                return step.found("parameters", "settings on some", measured, name=name)
+            measured += f", and {first[name]} on rank 0 of {len(step.ranks)}"
+            return step.found("parameters", "settings", measured, name=name)
     return None
 
 
-def _on_some_ranks(step: StepOfJob, name: str, number: int, rank: int) -> Difference:
-    values = [each["settings"][number][name] for each in (step.ranks[0], step.ranks[rank])]
-    return step.found(
-        "parameters",
-        "settings",
-        f"{name} of group {number} is {values[0]} with one process and on rank 0, and {values[1]} on rank {rank}",
-        f"{name} is set or scheduled on some ranks alone (if rank == 0: scheduler.step()), or by what one has seen",
-        f"set {name} on all ranks alike, by what all of them have (lockstep.mean)",
-    )
-
-
-def _is_far(step: StepOfJob, a: Any, b: Any) -> bool:
+def _is_set_apart(step: StepOfJob, a: Any, b: Any) -> bool:
     if not isinstance(a, int | float) or not isinstance(b, int | float):
         return bool(a != b)
-    return far(abs(a - b) / max(abs(a), abs(b), 1e-30), step.noise, step.precision)  # a loss's rounding may be in it
+    return step.is_far(abs(a - b) / max(abs(a), abs(b), 1e-30))  # a loss's rounding may be in it
 
 
 def read_parameters(step: StepOfJob) -> Difference | None:
@@ -464,16 +286,11 @@ def read_parameters(step: StepOfJob) -> Difference | None:
     for rank, ranks in enumerate(step.ranks):
         wrong, worst = _stepped_apart(step, ranks)
         if wrong:
-            kind, whose = ranks["kind"], f" of rank {rank}" if rank else ""
-            return step.found(
-                "parameters",
-                "optimizer",
-                f"{len(wrong)} of {len(step.one['names'])} parameters{whose} differ after the step ({_names(wrong)}), "
-                f"by up to {worst:.1e} of what it moved them",
-                f"the same gradients make other steps: {kind} goes by something that each rank has of its own, such as "
-                "a state that one rank alone has loaded",
-                "give the optimizer what all ranks have; a closure returns lockstep.mean(loss * len(y), len(y))",
+            measured = (
+                f"{len(wrong)} of {len(step.one['names'])} parameters{f' of rank {rank}' if rank else ''} differ after "
+                f"the step ({_names(wrong)}), by up to {worst:.1e} of what it moved them"
             )
+            return step.found("parameters", "optimizer", measured, kind=ranks["kind"])
     return None
 
 
@@ -491,41 +308,33 @@ def _stepped_apart(step: StepOfJob, ranks: Mapping[str, Any]) -> tuple[list[str]
         off = float((value - other).abs().max())
         noise = 0.0 if again is None else float((value - again[name]).abs().max())
         least = max(1e3 * step.precision, float(step.one["precision"])) * float(value.abs().max()) + TIMES_NOISE * noise
-        if off > least and far(off / moved if moved else float("inf"), step.noise, step.precision):
+        if off > least and step.is_far(off / moved if moved else math.inf):
             wrong.append(name)
-            worst = max(worst, off / moved if moved else float("inf"))
+            worst = max(worst, off / moved if moved else math.inf)
     return wrong, worst
 
 
 def _rounded_only(step: StepOfJob, ranks: Mapping[str, Any]) -> set[str]:
     """Parameters whose gradients are rounding alone, and another one: optimizers that normalize make steps of it."""
     own, theirs = (_parameters_of(each, "used") for each in (step.one, ranks))
-    most = max((float(each.abs().max()) for each in own.values() if each is not None), default=0.0)
-    pairs = {
-        name: (each, theirs[name]) for name, each in own.items() if each is not None and theirs.get(name) is not None
-    }
+    sizes = {name: float(each.abs().max()) for name, each in own.items() if each is not None}
+    least = 100 * step.precision * max(sizes.values(), default=0.0)
+    both = {name: theirs[name] for name in sizes if theirs.get(name) is not None}
     return {
         name
-        for name, (one, other) in pairs.items()
-        if max(float(each.abs().max()) for each in (one, other)) <= 100 * step.precision * most and not one.equal(other)
+        for name, other in both.items()
+        if max(sizes[name], float(other.abs().max())) <= least and not own[name].equal(other)
     }
 
 
 def read_buffers(step: StepOfJob) -> Difference | None:
     """Buffers that differ after the step."""
     own, theirs = step.one["buffers"], step.ranks[0]["buffers"]
+    names = [name for name in theirs if name in own]
     noise = {} if step.again is None else distances(own, step.again["buffers"])
-    found = measure_values(
-        theirs, {name: value for name, value in own.items() if name in theirs}, step.precision, noise
-    )
-    names = [name for name in found.names if name in own and name in theirs]
-    if not names:
+    a, b = ({name: each[name] for name in names} for each in (theirs, own))
+    found = measure_values(a, b, step.precision, noise)
+    if not found.names:
         return None
-    return step.found(
-        "buffers",
-        "buffers",
-        f"{len(names)} of {len(own)} buffers differ after the step ({_names(names)}), by up to {found.worst:.1e}",
-        "they follow the samples of one rank, where one process takes those of the whole batch",
-        "update them by the samples of all ranks (lockstep.all_gather within forward()); for BatchNorm "
-        "lockstep.convert_sync_batchnorm",
-    )
+    measured = f"{len(found.names)} of {len(own)} buffers differ after the step ({_names(found.names)}), by up to "
+    return step.found("buffers", "buffers", f"{measured}{found.worst:.1e}")

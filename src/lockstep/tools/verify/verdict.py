@@ -12,9 +12,7 @@ import torch
 
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.causes import (
-    Difference,
     StepOfJob,
-    VerifiedJob,
     read_buffers,
     read_inputs,
     read_moved,
@@ -37,6 +35,7 @@ from lockstep.tools.verify.linear import read_gradients
 from lockstep.tools.verify.samples import measure_samples, rows_of
 from lockstep.tools.verify.settings import VerifySettings
 from lockstep.tools.verify.splits import read_samples
+from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["Verdict", "judge", "judge_step", "lacks_batch_size", "needed_batch_sizes", "read_records", "train_apart"]
 
@@ -48,6 +47,9 @@ _PIECES = (
     "has N times as many; the gradients are the same but for that factor, and parameters and buffers after the steps "
     "were not compared"
 )
+
+
+_Record = Mapping[str, Any]
 
 
 @dataclass
@@ -197,29 +199,22 @@ def judge(
     return verdict
 
 
-def _judge_steps(
-    verdict: Verdict,
-    count: int,
-    ranks: Sequence[Mapping[str, Any]],
-    one: Mapping[str, Any],
-    again: Mapping[str, Any] | None,
-) -> None:
+def _judge_steps(verdict: Verdict, count: int, ranks: Sequence[_Record], one: _Record, again: _Record | None) -> None:
     """So many steps, up to the first that differs or of which nobody can tell."""
-    facts = tuple({**each["facts"], "steps": each["steps"]} for each in ranks)
-    job = VerifiedJob(facts, {**one["facts"], "steps": one["steps"]})
+    own_facts, *facts = ({**each["facts"], "steps": each["steps"]} for each in (one, *ranks))
     for number in range(count):
         runs = [one, *ranks] if again is None or number >= len(again["steps"]) else [one, *ranks, again]
         own, *then = _by_names_of_first(_without_overflow(each["steps"][number] for each in runs))
-        again_then = None if len(then) == len(ranks) else then.pop()
-        view = _with_noise(StepOfJob(number + 1, job, tuple(then), own, again_then, noise_of_rounding(own)))
+        own_again = None if len(then) == len(ranks) else then.pop()
+        noise = noise_of_rounding(own)
+        view = _with_noise(StepOfJob(number + 1, tuple(facts), own_facts, tuple(then), own, own_again, noise))
         verdict.unknown = _is_undetermined(view) or _is_made_by_ranks(view)
         if verdict.unknown:
             return
         verdict.steps = number + 1
         if _cuts_pieces(view):
             verdict.digits.append({"gradients": 0.0})
-            if _PIECES not in verdict.notes:
-                verdict.notes.append(_PIECES)
+            verdict.notes = [_PIECES]
             continue
         verdict.digits.append(_digits(view))
         found = judge_step(view)
@@ -274,16 +269,9 @@ def _failed(step: int, ranks: Sequence[Mapping[str, Any]], failure: str) -> Diff
     done = [rank for rank, each in enumerate(ranks) if each["facts"]["returned"]]
     if done:
         text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
-        return _other_counts(step, f"the script came to its end on {text}, and other ranks continued: {failure}")
-    return Difference(
-        step,
-        "steps",
-        "fails",
-        f"one process continues, and {len(ranks)} ranks end with: {failure}",
-        "the script cannot train on this number of ranks as it is written",
-        "what the error says; where it asks how many samples a pass holds, first see whether samples are compared "
-        "with each other there",
-    )
+        measured = f"the script came to its end on {text}, and other ranks continued: {failure}"
+        return difference(step, "steps", "number-of-steps", measured)
+    return difference(step, "steps", "fails", f"one process continues, and {len(ranks)} ranks end with: {failure}")
 
 
 def _cuts_pieces(step: StepOfJob) -> bool:
@@ -335,9 +323,9 @@ def _has_own_data(step: StepOfJob) -> bool:
             for batch in each["batches"]
             for index, key in _indexed(batch)
         }
-        for facts in (step.job.one, *step.job.facts)
+        for facts in (step.own_facts, *step.facts)
     )
-    sizes = {tuple(loader["samples"] for loader in facts["loaders"]) for facts in (step.job.one, *step.job.facts)}
+    sizes = {tuple(loader["samples"] for loader in facts["loaders"]) for facts in (step.own_facts, *step.facts)}
     alike = [{found[index] == one[index] for index in found.keys() & one.keys()} for found in ranks]
     return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:]
 
@@ -356,7 +344,7 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
             f"step {step.number}: ranks without a loader train on samples that another rank's loader has handed out "
             "(dispatch_batches), which cannot be told apart. Let each rank load its own (dispatch_batches=False)"
         )
-    if step.job.one["loaders"]:
+    if step.own_facts["loaders"]:
         is_theirs = measure_samples(step.ranks, step.one).differ and _has_own_data(step)
         return f"step {step.number}: each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
     calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
@@ -387,18 +375,7 @@ def _judge_counts(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Map
         return
     more, text = " or more" if one["facts"]["goes_on"] else "", ", ".join(map(str, counts))
     measured = f"steps of optimizers: one process {own}{more}, the ranks {text}"
-    verdict.differences.append(_other_counts(min([own, *counts]) + 1, measured))
-
-
-def _other_counts(step: int, measured: str) -> Difference:
-    return Difference(
-        step,
-        "steps",
-        "number-of-steps",
-        measured,
-        "ranks step, skip or stop by what they have themselves: a length, a size or a loss of their own part",
-        "decide by what all ranks have: lockstep.mean(loss * len(y), len(y)), lockstep.any(…), the loader's length",
-    )
+    verdict.differences.append(difference(min([own, *counts]) + 1, "steps", "number-of-steps", measured))
 
 
 def _unseen(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
