@@ -10,7 +10,7 @@ General layout, from the bottom up:
 * `rank`: what runs in a process before the script.
 * `orders`: the ranks' orders of samples, for one process to walk in.
 * `samples`, `compare`: how far N ranks are from one process, stage by stage.
-* `words`: what a cause means, and what to write.
+* `words`: what a cause means, and what to write; `step`: what was measured of a step.
 * `causes`, `splits`, `linear`: which cause it is, of samples, of gradients and else.
 * `aftermath`: the same for what follows the steps: evaluations, printed numbers, checkpoints.
 * `verdict`: of all steps, and of what follows them; `report`: says it, to people, programs and as a picture.

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.tools.verify.causes import counted
 from lockstep.tools.verify.compare import distances
+from lockstep.tools.verify.step import counted
 from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["LOGGED", "judge_aftermath"]

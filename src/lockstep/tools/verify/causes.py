@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from lockstep.tools.verify.compare import TIMES_NOISE, Calls, Gradients, Losses, distances, far, measure_values
+from lockstep.tools.verify.compare import TIMES_NOISE, distances, measure_values
 from lockstep.tools.verify.draws import PERMUTATIONS
-from lockstep.tools.verify.samples import Samples
-from lockstep.tools.verify.words import Difference, difference
+from lockstep.tools.verify.step import StepOfJob, counted
+from lockstep.tools.verify.words import Difference
 
 __all__ = [
-    "StepOfJob",
-    "counted",
     "describe_draws",
     "read_buffers",
     "read_inputs",
@@ -33,61 +30,6 @@ __all__ = [
     "unlike_draws",
 ]
 
-_SINGLE = 2.0**-23  # the eps of float32
-# What the script does at each stage, whose lines are told.
-_EVENTS = {
-    "samples": "batch",
-    "inputs": "call",
-    "outputs": "call",
-    "buffers": "call",
-    "loss": "backward",
-    "gradients": "backward",
-    "parameters": "step",
-}
-
-
-@dataclass(frozen=True)
-class StepOfJob:
-    """One step, of the ranks and of one process.
-
-    Attributes:
-        number: from 1.
-        facts: of each rank's whole run, with all its `steps`.
-        own_facts: the same of one process.
-        ranks: what each rank recorded.
-        one: what one process did.
-        again: the same with halved sums, or None.
-        noise: what rounding does to outputs.
-    """
-
-    number: int
-    facts: tuple[Mapping[str, Any], ...]
-    own_facts: Mapping[str, Any]
-    ranks: tuple[Mapping[str, Any], ...]
-    one: Mapping[str, Any]
-    again: Mapping[str, Any] | None
-    noise: float
-
-    @property
-    def precision(self) -> float:
-        """Of the arithmetic; what numbers of 16 bits take from it is noise."""
-        return _SINGLE if self.one["single"] else min(float(self.one["precision"]), _SINGLE)
-
-    @property
-    def rounding(self) -> float:
-        """The relative difference up to which outputs, and what is made of them, count as the same."""
-        return TIMES_NOISE * self.noise
-
-    def is_far(self, relative: float) -> bool:
-        """Whether a relative difference is more than rounding."""
-        return far(relative, self.noise, self.precision)
-
-    def found(self, stage: str, key: str, measured: str, **values: Any) -> Difference:
-        """A difference of this step; see `difference`."""
-        lines = self.ranks[0]["lines"].get(_EVENTS.get(stage, ""), ())
-        return difference(self.number, stage, key, measured, tuple(lines), **values)
-
-
 # ---- words -------------------------------------------------------------------------------------------
 
 
@@ -99,11 +41,6 @@ def _names(names: Sequence[str], most: int = 3) -> str:
     plain = [name.split(":", 1)[-1] or "?" for name in names]
     more = f" and {len(plain) - most} more" if len(plain) > most else ""
     return ", ".join(plain[:most]) + more
-
-
-def counted(count: int, word: str) -> str:
-    """`1 sample`, `2 samples`."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 # ---- the stages --------------------------------------------------------------------------------------
@@ -132,9 +69,9 @@ def _ranks_differ(step: StepOfJob, measured: str) -> Difference:
     return step.found("parameters", "ranks-differ", measured, when=when)
 
 
-def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
+def read_passes(step: StepOfJob) -> Difference | None:
     """Backward passes that are more or fewer than in one process."""
-    counts = [len(each) for each in losses.ranks]
+    losses, counts = step.losses, [len(each) for each in step.losses.ranks]
     if max(each["closure"] for each in (step.one, *step.ranks)) > 1:  # Trainers give a closure to any optimizer
         kind = step.ranks[0]["kind"]
         measured = (
@@ -149,8 +86,11 @@ def read_passes(step: StepOfJob, losses: Losses) -> Difference | None:
     return step.found("loss", "passes", measured)
 
 
-def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
+def read_inputs(step: StepOfJob) -> Difference | None:
     """Rows that enter a model, made of the same samples, and are others."""
+    calls = step.calls
+    if step.samples.by_index or _joins(step):
+        return None
     if not calls.unknown and not step.is_far(calls.inputs):
         return None
     measured = (
@@ -162,6 +102,12 @@ def read_inputs(step: StepOfJob, calls: Calls) -> Difference | None:
             f"the samples are the same, but what is made of them and enters {calls.kind} differs by {calls.inputs:.1e}"
         )
     return _by_draws(step, "inputs", measured + ";")
+
+
+def _joins(step: StepOfJob) -> bool:
+    """Whether what enters the models has no row for each sample: nodes of graphs, tokens that are packed."""
+    batches = [batch for each in (step.one, *step.ranks) for batch in each["batches"] if not batch["filler"]]
+    return bool(batches) and all(batch["joins"] for batch in batches)
 
 
 def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
@@ -193,8 +139,9 @@ def describe_draws(drawn: Sequence[Mapping[str, Any]]) -> str:
     return f"one process drew {first['name']} of {first['shape'] or 'one number'} where the ranks drew {ranks}"
 
 
-def read_moved(step: StepOfJob, calls: Calls) -> Difference | None:
+def read_moved(step: StepOfJob) -> Difference | None:
     """Parameters that differ when a model is called, though the step began with the same."""
+    calls = step.calls
     if not step.is_far(calls.parameters):
         return None
     measured = f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}"
@@ -206,8 +153,9 @@ def read_moved(step: StepOfJob, calls: Calls) -> Difference | None:
     return step.found("parameters", "moved between", measured)
 
 
-def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference | None:
+def read_outputs(step: StepOfJob) -> Difference | None:
     """Outputs that differ though the inputs do not."""
+    calls, samples = step.calls, step.samples
     if not step.is_far(calls.outputs):
         return None
     name, kind = calls.culprit
@@ -229,9 +177,9 @@ def read_outputs(step: StepOfJob, calls: Calls, samples: Samples) -> Difference 
     return _by_draws(step, "outputs", measured)
 
 
-def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
+def read_unaveraged(step: StepOfJob) -> Difference | None:
     """Gradients that differ between ranks when the optimizer takes them."""
-    between = gradients.between
+    between = step.gradients.between
     if not between.names:
         return None
     measured = (
@@ -249,10 +197,15 @@ def read_unaveraged(step: StepOfJob, gradients: Gradients) -> Difference | None:
         return step.found("gradients", "unwrapped part", measured, names=_names(outside))
     if not any(step.ranks[0]["engine_calls"]):
         return step.found("gradients", "inner-model", measured)
-    factors, passes = gradients.taken.factors, len(step.ranks[0]["backwards"])
-    averaged = {any(abs(each) > 1e-3 for each in factors[passes + number :: passes]) for number in range(passes)}
-    is_part = len(between.names) < between.count or (gradients.taken.is_good and len(averaged) > 1)
+    is_part = len(between.names) < between.count or _is_averaged_in_part(step)
     return step.found("gradients", "past-engine" if is_part else "not-averaged", measured)
+
+
+def _is_averaged_in_part(step: StepOfJob) -> bool:
+    """Whether other ranks have a share in some of rank 0's backward passes, and none in others."""
+    taken, passes = step.gradients.taken, len(step.ranks[0]["backwards"])
+    averaged = {any(abs(each) > 1e-3 for each in taken.factors[passes + place :: passes]) for place in range(passes)}
+    return taken.is_good and len(averaged) > 1
 
 
 # ---- after the gradients -----------------------------------------------------------------------------

@@ -501,10 +501,9 @@ def _total(step: _Step) -> dict[str, Tensor | None]:
 
 def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, precision: float) -> Gradients:
     """Compare the gradients of a step."""
-    own, theirs = _used(one), [_used(step) for step in ranks]
-    numbers = (value[:-1].abs().max() for value in own.values() if value is not None and value.numel() > 1)
-    least = 100 * precision * max(map(float, numbers), default=0.0)
-    rounded, moved_by = noise_of_rounding(one), {} if again is None else distances(own, _used(again), least)
+    own, theirs, rounded = _used(one), [_used(step) for step in ranks], noise_of_rounding(one)
+    least = _least_gradient(own, precision)
+    moved_by = {} if again is None else distances(own, _used(again), least)
     noise = {name: max(rounded, moved_by.get(name, 0.0)) for name in own}
     between = [measure_values(theirs[0], other, precision, noise, least) for other in theirs[1:]]
     used = measure_values(theirs[0], own, precision, noise, least)
@@ -531,6 +530,12 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
         zeros=tuple(not bool(each.any()) for each in (*parts, whole)),
         were_alike=bool(own_left) and not measure_values(left, own_left, precision, noise, least).names,
     )
+
+
+def _least_gradient(gradients: Mapping[str, Tensor | None], precision: float) -> float:
+    """Numbers up to this are rounding of others."""
+    sizes = (value[:-1].abs().max() for value in gradients.values() if value is not None and value.numel() > 1)
+    return 100 * precision * max(map(float, sizes), default=0.0)
 
 
 def _below_limits(gradients: Sequence[Tensor], unknowns: int) -> Tensor:

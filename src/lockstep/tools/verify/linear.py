@@ -13,8 +13,9 @@ import math
 import operator
 from typing import Any
 
-from lockstep.tools.verify.causes import StepOfJob, describe_draws, unlike_draws
-from lockstep.tools.verify.compare import Fit, Gradients, Losses
+from lockstep.tools.verify.causes import describe_draws, unlike_draws
+from lockstep.tools.verify.compare import Fit, Losses
+from lockstep.tools.verify.step import StepOfJob
 from lockstep.tools.verify.words import Difference
 
 __all__ = ["read_gradients"]
@@ -33,24 +34,26 @@ def _numbers(values: list[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)
 
 
-def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded: int) -> Difference:
+def read_gradients(step: StepOfJob) -> Difference | None:
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
-    least = max(1e-9, 100 * step.precision, step.rounding)
-    stage = "gradients" if losses.are("weighted", least) or losses.are("sum", least) else "loss"
+    gradients, losses, padded = step.gradients, step.losses, step.samples.padded
+    if not gradients.used.names:
+        return None
+    stage = "gradients" if losses.are("weighted", step.tolerance) or losses.are("sum", step.tolerance) else "loss"
     seen = "the outputs are the same"
     if not any(call["outputs"] is not None for call in step.one["calls"]):
         seen = "no output is a row for each sample"
     elif padded:
         seen = "outputs of samples that are padded to other lengths are not compared"
-    measured = _measured(gradients, losses, seen, max(_CLOSE, step.rounding))
-    given = _given(step, losses)
+    measured = _measured(step, seen)
+    given = _given(step)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
-    averaging = ("after-averaging", {}) if gradients.were_alike else _averaging(step, needed, taken, given, losses)
+    averaging = ("after-averaging", {}) if gradients.were_alike else _averaging(step, needed, taken, given)
     if averaging is not None:
         return step.found("gradients", averaging[0], measured, **averaging[1])
     if padded and needed is None:
         return step.found(stage, "padding", f"{measured}; {padded} samples were padded to another length")
-    cause, values = _meaning(step, losses, gradients.zeros, needed, taken)
+    cause, values = _meaning(step, needed, taken)
     drawn, _ = unlike_draws(step)
     if drawn and cause in _MAY_BE_DRAWN:
         other = step.found(stage, cause, measured, **values)
@@ -61,7 +64,8 @@ def read_gradients(step: StepOfJob, gradients: Gradients, losses: Losses, padded
     return step.found(stage, cause, measured, **values)
 
 
-def _measured(gradients: Gradients, losses: Losses, seen: str, tolerance: float) -> str:
+def _measured(step: StepOfJob, seen: str) -> str:
+    gradients, losses, tolerance = step.gradients, step.losses, max(_CLOSE, step.rounding)
     ranks = "; ".join(_numbers([value for value in each if value is not None]) for each in losses.ranks)
     ones = _numbers([value for value in losses.one if value is not None])
     text = f"{seen}; loss of one process {ones}, of the ranks {ranks}" if ones else f"{seen}; backward() was not called"
@@ -78,10 +82,10 @@ def _measured(gradients: Gradients, losses: Losses, seen: str, tolerance: float)
     return text + f"; the gradients differ by up to {gradients.used.worst:.1e}, by no common factor"
 
 
-def _given(step: StepOfJob, losses: Losses) -> list[float]:
+def _given(step: StepOfJob) -> list[float]:
     """How much averaging makes each rank's loss count: by samples in Lockstep's engine, else one of N."""
     weighs = any(each["own"] for each in step.facts[0]["engines"])
-    return [weight if weighs else 1 / len(losses.ranks) for each in losses.weights for weight in each]
+    return [weight if weighs else 1 / len(step.ranks) for each in step.losses.weights for weight in each]
 
 
 def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] | None:
@@ -103,9 +107,10 @@ def _are_close(a: list[float], b: list[float], tolerance: float = 1e-2) -> bool:
 
 
 def _averaging(
-    step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float], losses: Losses
+    step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float]
 ) -> _Cause | None:
     """What is wrong with the averaging, where one process's loss is the mean over samples of the ranks'."""
+    losses = step.losses
     if needed is None or not _are_close(needed, losses.shares):
         return None
     if taken is None or not (_are_close(taken, given) or _has_one_ratio(taken, needed)):
@@ -124,9 +129,8 @@ def _has_one_ratio(a: list[float], b: list[float], tolerance: float = _CLOSE) ->
     return bool(ratios) and all(_close(each, ratios[0], tolerance) for each in ratios)
 
 
-def _meaning(
-    step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], needed: list[float] | None, taken: list[float] | None
-) -> _Cause:
+def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | None) -> _Cause:
+    losses, zeros = step.losses, step.gradients.zeros
     if losses.are("sum", max(1e-6, step.rounding)) and not losses.are("weighted", max(1e-3, step.rounding)):
         return "sum", {}
     is_whole = all(_close(loss, one, 1e-5) for loss, one in _pairs(losses))
@@ -143,7 +147,7 @@ def _meaning(
         if _close(factor * len(step.ranks), 1.0, tolerance):
             return "whole-batch" if is_whole else "sum", {}
         return "factor", {"factor": f"{factor:.4g}"}
-    return _by_weights(step, losses, zeros, needed)
+    return _by_weights(step, needed)
 
 
 def _pairs(losses: Losses) -> list[tuple[float, float]]:
@@ -172,25 +176,30 @@ def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool
     return bool(abs(mean - one) <= tolerance * spread + tolerance / 100 * most)
 
 
-def _by_weights(step: StepOfJob, losses: Losses, zeros: tuple[bool, ...], weights: list[float]) -> _Cause:
-    whole, passes = sum(weights), sum(losses.shares)
+def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
+    losses, shown = step.losses, _numbers(weights)
     empty = [rank for rank, each in enumerate(losses.ranks) if not all(map(math.isfinite, filter(None, each)))]
     if empty:
         return "count zero", {"rank": empty[0]}
-    if sum(abs(each) > 1e-6 for each in weights) == 1 and not any(zeros):
-        return "extreme", {"weights": _numbers(weights)}
-    tolerance = max(1e-9, 100 * step.precision, step.rounding)
-    times = next((each for each in (1, len(step.ranks)) if _close(whole * each, passes, tolerance)), 0)
-    is_mean = times > 0 and all(each >= -1e-6 for each in weights)
+    if sum(abs(each) > 1e-6 for each in weights) == 1 and not any(step.gradients.zeros):
+        return "extreme", {"weights": shown}
     if all(_close(loss, one, max(1e-5, step.rounding)) for loss, one in _pairs(losses)):
         return "not-linear", {}  # it is divided by itself
-    if is_mean and _is_weighted(losses, weights, 100 * tolerance):
+    times = _times_a_mean(step, weights)
+    if times and _is_weighted(losses, weights, 100 * step.tolerance):
         words = {"weights": _numbers([each * times for each in weights]), "shares": _numbers(losses.shares)}
         return "count" if times == 1 else "count times", words
     if _is_first_odd(step):
         return "kept-state", {}
-    shown = _numbers(weights)
-    odd = f"the ranks' losses would have to weigh {shown}, which add up to {whole:.6g} and not to {passes:.4g}"
-    if is_mean and times == 1:
+    odd = f"the ranks' losses would have to weigh {shown}, which add up to {sum(weights):.6g} and not to "
+    odd += f"{sum(losses.shares):.4g}"
+    if times == 1:
         odd = f"the ranks' gradients weigh {shown} in that of one process, and their losses do not"
     return "function-of-mean", {"odd": odd}
+
+
+def _times_a_mean(step: StepOfJob, weights: list[float]) -> int:
+    """By which number ranks multiply a loss whose weighted mean one process has: 1, how many they are; 0 for none."""
+    passes = sum(step.losses.shares)
+    times = next((each for each in (1, len(step.ranks)) if _close(sum(weights) * each, passes, step.tolerance)), 0)
+    return times if all(each >= -1e-6 for each in weights) else 0

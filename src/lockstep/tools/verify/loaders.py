@@ -165,7 +165,7 @@ class LoaderWatch:
         count = share.rows if share is not None and share.rows else len(indices or ())
         with recorder.aside():
             is_filler = lockstep.is_filler(batch)
-            time_first = is_time_first(batch, count, recorder.settings.time_first or None)
+            time_first = is_time_first(batch, count, recorder.settings.time_first)
             keys = sample_keys(samples_first(tensors_in(batch), count) if time_first else batch, count)
         if not is_filler:
             one["keys"].append(keys)

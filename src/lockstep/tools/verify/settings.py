@@ -28,7 +28,7 @@ class VerifySettings:
         double: compute in float64.
         devices: stand-ins for GPUs; 0 for none.
         keeper: pid of the process as which the script sees files, or 0; see `scratch.py`.
-        time_first: samples are columns of batches that are as long as wide.
+        time_first: samples are columns of batches that are as long as wide; None where nobody knows.
         batch_sizes: of the loaders of torch that one process makes, in order; None for what the script says.
     """
 
@@ -39,7 +39,7 @@ class VerifySettings:
     double: bool = False
     devices: int = 0
     keeper: int = 0
-    time_first: bool = False
+    time_first: bool | None = None
     batch_sizes: tuple[int | None, ...] = ()
 
     @property

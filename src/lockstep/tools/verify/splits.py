@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lockstep.tools.verify.causes import StepOfJob, counted
-from lockstep.tools.verify.samples import Samples, have_same_indices
+from lockstep.tools.verify.samples import have_same_indices
+from lockstep.tools.verify.step import StepOfJob, counted
 from lockstep.tools.verify.words import Difference
 
 __all__ = ["read_samples"]
 
 
-def read_samples(step: StepOfJob, samples: Samples) -> Difference | None:
+def read_samples(step: StepOfJob) -> Difference | None:
     """Samples that are not those of one process."""
+    samples = step.samples
     if not samples.differ:
         return _filled_late(step)
-    key, more = _cause(step, samples)
+    key, more = _cause(step)
     measured = (
         f"one process had {counted(samples.one, 'sample')}, the ranks {_joined(samples.ranks)}; {samples.missing} of "
         f"one process's are missing, {samples.extra} are too many{more}"
@@ -28,8 +29,9 @@ def _joined(numbers: Iterable[Any]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _cause(step: StepOfJob, samples: Samples) -> tuple[str, str]:
+def _cause(step: StepOfJob) -> tuple[str, str]:
     """Which cause, and what else was measured."""
+    samples = step.samples
     loaders = [step.facts[0]["loaders"][each["loader"]] for each in step.ranks[0]["batches"]]
     own, *ranks = (len(each["batches"]) for each in (step.one, *step.ranks))
     if {*ranks} != {own}:
@@ -39,15 +41,18 @@ def _cause(step: StepOfJob, samples: Samples) -> tuple[str, str]:
         return "no-sampler" if samples.is_alike else "padded", ""
     if samples.is_alike or any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
         return "no-sampler", ""
+    return _cause_of_others(step, loaders)
+
+
+def _cause_of_others(step: StepOfJob, loaders: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Of samples that are split, and are others."""
     ones = [step.own_facts["loaders"][each["loader"]]["batch_size"] for each in step.one["batches"]]
-    sizes = next(((one, each["batch_size"]) for one, each in zip(ones, loaders, strict=False) if each["own"]), (0, 0))
-    if sizes[0] != sizes[1]:
-        return (
-            "batch-size",
-            f"; the batch_size of lockstep.DataLoader is {sizes[0]} on one process, and {sizes[1]} here",
-        )
-    told = [[each["epoch"] for each in facts["passes"]] for facts in step.facts]
-    apart = next((each for each in zip(*told, strict=False) if len(set(each)) > 1), None)
+    sizes = ((one, each["batch_size"]) for one, each in zip(ones, loaders, strict=False) if each["own"])
+    size, here = next(sizes, (0, 0))
+    if size != here:
+        return "batch-size", f"; the batch_size of lockstep.DataLoader is {size} on one process, and {here} here"
+    told = zip(*([each["epoch"] for each in facts["passes"]] for facts in step.facts), strict=False)
+    apart = next((each for each in told if len(set(each)) > 1), None)
     if apart is not None:
         return "set-epoch", f"; the ranks' samplers were told epochs {_joined(apart)}"
     if any(each["own"] for each in loaders):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.causes import (
-    StepOfJob,
     read_buffers,
     read_inputs,
     read_moved,
@@ -23,18 +21,12 @@ from lockstep.tools.verify.causes import (
     read_settings,
     read_unaveraged,
 )
-from lockstep.tools.verify.compare import (
-    Gradients,
-    distance_of_gradients,
-    measure_calls,
-    measure_gradients,
-    measure_losses,
-    noise_of_rounding,
-)
+from lockstep.tools.verify.compare import distance_of_gradients, measure_gradients
 from lockstep.tools.verify.linear import read_gradients
 from lockstep.tools.verify.samples import measure_samples, rows_of
 from lockstep.tools.verify.settings import VerifySettings
 from lockstep.tools.verify.splits import read_samples
+from lockstep.tools.verify.step import Record, StepOfJob, each_step
 from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["Verdict", "judge", "judge_step", "lacks_batch_size", "needed_batch_sizes", "read_records", "train_apart"]
@@ -47,9 +39,6 @@ _PIECES = (
     "has N times as many; the gradients are the same but for that factor, and parameters and buffers after the steps "
     "were not compared"
 )
-
-
-_Record = Mapping[str, Any]
 
 
 @dataclass
@@ -85,13 +74,13 @@ class Verdict:
         return 1 if self.differences else 2 if self.unknown else 0
 
 
-def read_records(settings: VerifySettings, role: str, count: int) -> list[Mapping[str, Any]]:
+def read_records(settings: VerifySettings, role: str, count: int) -> list[Record]:
     """What the processes of a run left, rank by rank; fewer than `count` where some left nothing."""
     files: list[Path] = [settings.record_file(rank, role) for rank in range(count)]
     return [torch.load(file, weights_only=True) for file in files if file.exists()]
 
 
-def needed_batch_sizes(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any] | None) -> tuple[int | None, ...]:
+def needed_batch_sizes(ranks: Sequence[Record], one: Record | None) -> tuple[int | None, ...]:
     """The batch size that each loader of torch needs in one process to hand out what all ranks had.
 
     Args:
@@ -109,13 +98,13 @@ def needed_batch_sizes(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any
     return tuple(None if size is None else max(1, round(size * factor)) for size in made)
 
 
-def lacks_batch_size(ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> bool:
+def lacks_batch_size(ranks: Sequence[Record], one: Record) -> bool:
     """Whether one process had fewer samples in its first step than the ranks, of a loader without a batch size."""
     rows = sum(rows_of(each["steps"][0]) for each in ranks)
     return None in ranks[0]["facts"]["made"] and rows_of(one["steps"][0]) < rows
 
 
-def train_apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
+def train_apart(ranks: Sequence[Record]) -> bool:
     """Whether no engine holds a model, and ranks do the same work in their first step, or step by other gradients."""
     first = [each["steps"][0] for each in ranks if each["steps"]]
     if not first or len(first) < len(ranks) or any(each["facts"]["engines"] for each in ranks):
@@ -124,7 +113,7 @@ def train_apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
     return bool(gradients.between.names) or _work_alike(ranks)
 
 
-def _reads_alike(ranks: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> bool:
+def _reads_alike(ranks: Sequence[Record], first: Sequence[Record]) -> bool:
     """Whether all ranks walk the same samples in the order of the data, as one process would."""
     loaders = ranks[0]["facts"]["loaders"]
     if any(loaders[batch["loader"]]["draws_order"] for batch in first[0]["batches"]):
@@ -134,43 +123,19 @@ def _reads_alike(ranks: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str
 
 def judge_step(step: StepOfJob) -> Difference | None:
     """The first stage of a step that differs, or None where one process would have taken the same step."""
-    gradients = measure_gradients(step.ranks, step.one, step.again, step.precision)
-    apart, settings = read_ranks(step), read_settings(step)
-    parameters, buffers = read_parameters(step), read_buffers(step)
-    wrong = gradients.used.names or gradients.between.names
-    if apart or not (wrong or buffers or settings or parameters):
+    apart, after = read_ranks(step), [read(step) for read in (read_settings, read_parameters, read_buffers)]
+    if apart or not (step.gradients.used.names or step.gradients.between.names or any(after)):
         return apart
-    return _first_stage(step, gradients) or settings or parameters or buffers
-
-
-def _first_stage(step: StepOfJob, gradients: Gradients) -> Difference | None:
-    """Where a step parted that ends in other parameters or buffers; None where nothing before the optimizer does."""
-    samples = measure_samples(step.ranks, step.one)
-    calls = measure_calls(step.ranks, step.one, step.precision, step.noise, samples.padded > 0)
-    losses = measure_losses(step.ranks, step.one)
-    return (
-        read_samples(step, samples)
-        or read_passes(step, losses)
-        or (None if samples.by_index or _joins(step) else read_inputs(step, calls))
-        or read_moved(step, calls)
-        or read_outputs(step, calls, samples)
-        or read_unaveraged(step, gradients)
-        or (read_gradients(step, gradients, losses, samples.padded) if gradients.used.names else None)
-    )
-
-
-def _joins(step: StepOfJob) -> bool:
-    """Whether what enters the models has no row for each sample: nodes of graphs, tokens that are packed."""
-    batches = [batch for each in (step.one, *step.ranks) for batch in each["batches"] if not batch["filler"]]
-    return bool(batches) and all(batch["joins"] for batch in batches)
+    before = (read_samples, read_passes, read_inputs, read_moved, read_outputs, read_unaveraged, read_gradients)
+    return next(filter(None, itertools.chain((read(step) for read in before), after)), None)
 
 
 def judge(
-    ranks: Sequence[Mapping[str, Any]],
-    one: Mapping[str, Any],
-    again: Mapping[str, Any] | None,
+    ranks: Sequence[Record],
+    one: Record,
+    again: Record | None,
     failure: str = "",
-    moved: Mapping[str, Any] | None = None,
+    moved: Record | None = None,
 ) -> Verdict:
     """Compare the run on N ranks with that of one process.
 
@@ -182,90 +147,40 @@ def judge(
         moved: of one process that evaluated what rank 0 evaluates; None where that did not run.
     """
     verdict = Verdict(len(ranks), is_rounded=any(each["rounded"] for each in one["steps"]))
-    count = min([len(one["steps"]), *(len(each["steps"]) for each in ranks)])
-    _judge_steps(verdict, count, ranks, one, again)
+    _judge_steps(verdict, each_step(ranks, one, again))
     if verdict.unknown:
         return verdict
-    if not verdict.differences:
-        if failure:
-            verdict.differences.append(_failed(count + 1, ranks, failure))
-        else:
-            _judge_counts(verdict, ranks, one)
-            if verdict.code == 0:
-                others = (None if each is None else each["facts"] for each in (again, moved))
-                verdict.differences, notes = judge_aftermath([each["facts"] for each in ranks], one["facts"], *others)
-                verdict.notes.extend(notes)
+    if not verdict.differences and failure:
+        verdict.differences.append(_failed(verdict.steps + 1, ranks, failure))
+    elif not verdict.differences:
+        _judge_counts(verdict, ranks, one)
+        if verdict.code == 0:
+            others = (None if each is None else each["facts"] for each in (again, moved))
+            verdict.differences, notes = judge_aftermath([each["facts"] for each in ranks], one["facts"], *others)
+            verdict.notes.extend(notes)
     _note(verdict, ranks, one)
     return verdict
 
 
-def _judge_steps(verdict: Verdict, count: int, ranks: Sequence[_Record], one: _Record, again: _Record | None) -> None:
-    """So many steps, up to the first that differs or of which nobody can tell."""
-    own_facts, *facts = ({**each["facts"], "steps": each["steps"]} for each in (one, *ranks))
-    for number in range(count):
-        runs = [one, *ranks] if again is None or number >= len(again["steps"]) else [one, *ranks, again]
-        own, *then = _by_names_of_first(_without_overflow(each["steps"][number] for each in runs))
-        own_again = None if len(then) == len(ranks) else then.pop()
-        noise = noise_of_rounding(own)
-        view = _with_noise(StepOfJob(number + 1, tuple(facts), own_facts, tuple(then), own, own_again, noise))
-        verdict.unknown = _is_undetermined(view) or _is_made_by_ranks(view)
+def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
+    """Up to the first that differs or of which nobody can tell."""
+    for step in steps:
+        verdict.unknown = _is_undetermined(step) or _is_made_by_ranks(step)
         if verdict.unknown:
             return
-        verdict.steps = number + 1
-        if _cuts_pieces(view):
+        verdict.steps = step.number
+        if _cuts_pieces(step):
             verdict.digits.append({"gradients": 0.0})
             verdict.notes = [_PIECES]
             continue
-        verdict.digits.append(_digits(view))
-        found = judge_step(view)
+        verdict.digits.append(_digits(step))
+        found = judge_step(step)
         if found is not None:
             verdict.differences.append(found)
             return
 
 
-def _without_overflow(all_steps: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A step without the backward passes that overflowed in any process, which a GradScaler takes back."""
-    steps = list(all_steps)
-    counts = {len(each["backwards"]) for each in steps}
-    places = [
-        place
-        for place in range(min(counts))
-        if all(_is_finite(each["backwards"][place]["local"].values()) for each in steps)
-    ]
-    if len(counts) > 1 or not places:
-        return steps
-    return [{**each, "backwards": [each["backwards"][place] for place in places]} for each in steps]
-
-
-def _by_names_of_first(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Steps whose parameters go by the names that they have in the first, and what was called, if it is the same.
-
-    Lightning's Trainer wraps a module on several ranks, and calls the parts of it on one process. Parameters are in the
-    same places of the optimizer.
-    """
-    first, *others = steps
-    roots = [[call["name"] for call in each["calls"]] for each in steps]
-    if any(each["names"] != first["names"] and len(each["names"]) == len(first["names"]) for each in others):
-        others = [_renamed(each, dict(zip(each["names"], first["names"], strict=False))) for each in others]
-    if any(len(each) == len(roots[0]) and each != roots[0] for each in roots):
-        return [{**each, "calls": []} for each in (first, *others)]
-    return [first, *others]
-
-
-def _renamed(step: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {names.get(name, name): value for name, value in values.items()}
-
-    backwards = [{**each, "local": renamed(each["local"])} for each in step["backwards"]]
-    own = [names.get(name, name) for name in step["names"]]
-    return {**step, "names": own, "backwards": backwards, "after": renamed(step["after"])}
-
-
-def _is_finite(values: Iterable[torch.Tensor]) -> bool:
-    return all(bool(torch.isfinite(each).all()) for each in values)
-
-
-def _failed(step: int, ranks: Sequence[Mapping[str, Any]], failure: str) -> Difference:
+def _failed(step: int, ranks: Sequence[Record], failure: str) -> Difference:
     done = [rank for rank, each in enumerate(ranks) if each["facts"]["returned"]]
     if done:
         text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
@@ -276,22 +191,13 @@ def _failed(step: int, ranks: Sequence[Mapping[str, Any]], failure: str) -> Diff
 
 def _cuts_pieces(step: StepOfJob) -> bool:
     """Whether one process makes N times the backward passes of a rank, of the same samples, N times its gradient."""
-    losses = measure_losses(step.ranks, step.one)
-    counts, world_size = {len(each) for each in losses.ranks}, len(step.ranks)
-    if counts != {len(losses.one) // world_size} or len(losses.one) % world_size or not losses.one:
+    passes, world_size = len(step.losses.one), len(step.ranks)
+    if not passes or any(len(each) * world_size != passes for each in step.losses.ranks):
         return False
-    if measure_samples(step.ranks, step.one).differ or read_ranks(step) is not None:
+    if step.samples.differ or read_ranks(step) is not None:
         return False
-    gradients = measure_gradients(step.ranks, step.one, step.again, step.precision)
-    is_one_nth = gradients.factor is not None and abs(gradients.factor * world_size - 1) < 1e-3
-    return is_one_nth and not gradients.between.names
-
-
-def _with_noise(step: StepOfJob) -> StepOfJob:
-    if step.again is None:
-        return step
-    calls = measure_calls([step.again], step.one, step.precision)
-    return dataclasses.replace(step, noise=max(step.noise, min(calls.outputs, 1.0)))
+    factor = step.gradients.factor
+    return factor is not None and abs(factor * world_size - 1) < 1e-3 and not step.gradients.between.names
 
 
 def _is_undetermined(step: StepOfJob) -> str:
@@ -330,7 +236,7 @@ def _has_own_data(step: StepOfJob) -> bool:
     return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:]
 
 
-def _indexed(batch: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _indexed(batch: Record) -> list[tuple[int, int]]:
     """Index in the dataset, and content, of each sample of a batch."""
     return list(zip(batch["indices"] or (), (key for key, _ in batch["keys"]), strict=False))
 
@@ -345,28 +251,26 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
             "(dispatch_batches), which cannot be told apart. Let each rank load its own (dispatch_batches=False)"
         )
     if step.own_facts["loaders"]:
-        is_theirs = measure_samples(step.ranks, step.one).differ and _has_own_data(step)
+        is_theirs = step.samples.differ and _has_own_data(step)
         return f"step {step.number}: each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
-    calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
-    if not calls.foreign or calls.foreign < calls.unknown:
+    rows, foreign = step.calls.rows, step.calls.foreign
+    if not foreign or foreign < step.calls.unknown:
         return ""
     return (
-        f"step {step.number}: no loader gives the samples, and each rank makes its own: one process makes {calls.rows} "
-        f"of them, and cannot be given the ranks' {calls.foreign} others. {_OF_ALL}"
+        f"step {step.number}: no loader gives the samples, and each rank makes its own: one process makes {rows} of "
+        f"them, and cannot be given the ranks' {foreign} others. {_OF_ALL}"
     )
 
 
 def _digits(step: StepOfJob) -> dict[str, float]:
-    calls = measure_calls(step.ranks, step.one, step.precision, step.noise)
-    losses = measure_losses(step.ranks, step.one).sums("weighted")
-    gradients = distance_of_gradients(step.one, step.ranks[0])
-    found = {"inputs": calls.inputs, "outputs": calls.outputs, "gradients": gradients}
+    losses, gradients = step.losses.sums("weighted"), distance_of_gradients(step.one, step.ranks[0])
+    found = {"inputs": step.calls.inputs, "outputs": step.calls.outputs, "gradients": gradients}
     if losses is not None:
         found["loss"] = abs(losses[0] - losses[1]) / max(abs(losses[0]), abs(losses[1]), 1e-30)
     return found
 
 
-def _judge_counts(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:
+def _judge_counts(verdict: Verdict, ranks: Sequence[Record], one: Record) -> None:
     counts = [len(each["steps"]) for each in ranks]
     own = len(one["steps"]) + int(one["facts"]["goes_on"])
     if len({own, *counts}) == 1:
@@ -378,7 +282,7 @@ def _judge_counts(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Map
     verdict.differences.append(difference(min([own, *counts]) + 1, "steps", "number-of-steps", measured))
 
 
-def _unseen(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+def _unseen(ranks: Sequence[Record]) -> list[str]:
     """What the run did not reach."""
     facts = ranks[0]["facts"]
     if facts["end"]:
@@ -393,7 +297,7 @@ def _unseen(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     return []
 
 
-def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:
+def _note(verdict: Verdict, ranks: Sequence[Record], one: Record) -> None:
     steps = one["steps"]
     given = sum(len(step["own_draws"]) - len(step["unlike_draws"]) for step in steps)
     if given:
@@ -423,7 +327,7 @@ def _note(verdict: Verdict, ranks: Sequence[Mapping[str, Any]], one: Mapping[str
         )
 
 
-def _work_alike(ranks: Sequence[Mapping[str, Any]]) -> bool:
+def _work_alike(ranks: Sequence[Record]) -> bool:
     """Whether all ranks train on the same samples in their first steps, of a loader or without one."""
     first = [each["steps"][0] for each in ranks if each["steps"]]
     if len(first) < len(ranks):

@@ -116,7 +116,7 @@ class _Session:
         self._devices = world_size if what.devices == "gpu" else 0
         self._folders = folders_of(what.target, what.is_module, what.args)
         self._count = 0
-        self.time_first = False  # as `VerifySettings` has it
+        self.time_first: bool | None = None  # as `VerifySettings` has it
         self.written: list[str] = []
         self.notes: list[str] = []
         self.not_kept = ""
@@ -177,6 +177,13 @@ class _Session:
         code, settings = self.start(role, batch_sizes)
         records = read_records(settings, role, 1)
         return code, records[0] if records else None
+
+    def learns_layout(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether some batches were as long as wide, of which others say that samples are columns."""
+        batches = (batch for each in records for step in each["steps"] for batch in step["batches"])
+        layouts = {batch["time_first"] for batch in batches}
+        self.time_first = self.time_first or (True in layouts or None)
+        return {None, True} <= layouts
 
     def failure(self, role: str) -> str:
         """The error with which the first rank of a run ended that did."""
@@ -246,31 +253,23 @@ def _compared(session: _Session, world_size: int) -> Any:
 
     code, settings = session.ranks()
     ranks = read_records(settings, RANKS, world_size)
-    if len(ranks) < world_size:
-        return Verdict(world_size, unknown=_ended(session.output(RANKS), code, f"{world_size} ranks"))
     refused = next((each["facts"]["refused"] for each in ranks if each["facts"]["refused"]), "")
-    if refused:
-        return Verdict(world_size, unknown=refused)
-    layouts = set[bool | None]().union(*map(_layouts, ranks))
-    session.time_first |= True in layouts
+    if refused or len(ranks) < world_size:
+        return Verdict(world_size, unknown=refused or _ended(session.output(RANKS), code, f"{world_size} ranks"))
+    if session.learns_layout(ranks):
+        return _compared(session, world_size)
     _write_keys(settings, ranks)
     failure = session.failure(RANKS) if code else ""
     code, one, sizes = _reference(session, ranks)
-    if None in layouts and one is not None and True in layouts | _layouts(one):
-        session.time_first = True
+    if one is not None and session.learns_layout([*ranks, one]):
         return _compared(session, world_size)
     words = _ended(session.output(ONE), code, "one process that is started as a rank")
     verdict = Verdict(world_size, unknown=words) if one is None else _judged(session, ranks, one, sizes, failure)
-    is_found = one is not None and any(0 < each.step <= len(one["steps"]) for each in verdict.differences)
-    verdict = Verdict(world_size, unknown=words) if code and not is_found else verdict
+    if code and not any(0 < each.step <= len(one["steps"]) for each in verdict.differences):
+        verdict = Verdict(world_size, unknown=words)
     if code or not verdict.unknown:
         verdict.notes.extend(_words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes))
     return verdict
-
-
-def _layouts(record: Mapping[str, Any]) -> set[bool | None]:
-    """Whether samples are columns of batches, which one that is as long as wide does not say."""
-    return {batch["time_first"] for step in record["steps"] for batch in step["batches"]}
 
 
 def _words_on_sizes(verdict: Any, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
