@@ -8,7 +8,8 @@ import pytest
 
 from another_answers import ANOTHER_ANSWERS
 from lockstep.tools.verify.report import format_text
-from lockstep.tools.verify.verification import Verification, verify
+from lockstep.tools.verify.settings import Verification
+from lockstep.tools.verify.verification import verify
 from test_mistakes import is_documented
 
 SCRIPT = str(Path(__file__).with_name("run_row.py"))

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.tools.verify import verification
+from lockstep.tools.verify import session
 from lockstep.tools.verify.compare import fit_ranks
 from lockstep.tools.verify.report import format_text
+from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.verdict import Verdict
-from lockstep.tools.verify.verification import Verification, verify
+from lockstep.tools.verify.verification import verify
 from met import COMMON, RIGHT, UNKNOWN, WRONG
 
 
@@ -145,7 +146,7 @@ def test_a_failure_of_its_own_is_no_finding(monkeypatch: pytest.MonkeyPatch, tmp
     def fail(*_: Any) -> None:
         raise ArithmeticError("no svd")
 
-    monkeypatch.setattr(verification, "_verify_at", fail)
+    monkeypatch.setattr(session, "verify_at", fail)
     verdict, text = verdict_on("", tmp_path)
     assert verdict.code == 2
     assert "lockstep verify itself failed, and not the script" in " ".join(text.split())

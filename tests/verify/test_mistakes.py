@@ -13,8 +13,9 @@ from another_answers import ANOTHER_ANSWERS
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.rows import is_time_first
+from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.verdict import Verdict
-from lockstep.tools.verify.verification import Verification, verify
+from lockstep.tools.verify.verification import verify
 from lockstep.tools.verify.words import Difference
 from met import WRONG
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.tools.verify.report import format_text
-from lockstep.tools.verify.verification import Verification, verify
+from lockstep.tools.verify.settings import Verification
+from lockstep.tools.verify.verification import verify
 
 BY_LIGHTNING = """
 import os

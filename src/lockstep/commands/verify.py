@@ -9,7 +9,8 @@ from pathlib import Path
 from lockstep.commands.parsing import NPROC_OPTIONS, Parser, hint_of_misplaced, split_at_script
 from lockstep.errors import LaunchError
 from lockstep.launch.screen import say
-from lockstep.tools.verify.verification import Verification, verify
+from lockstep.tools.verify.settings import Verification
+from lockstep.tools.verify.verification import verify
 
 __all__ = ["main"]
 

@@ -14,7 +14,7 @@ General layout, from the bottom up:
 * `causes`, `splits`, `linear`: which cause it is, of samples, of gradients and else.
 * `aftermath`: the same for what follows the steps: evaluations, printed numbers, checkpoints.
 * `verdict`: of all steps, and of what follows them; `report`: says it, to people, programs and as a picture.
-* `verification`: the whole.
+* `session`: the runs for one number of ranks; `verification`: the whole.
 
 [Note: one process as the reference] The script runs on N ranks, and then on one process, which starts each step from
 what the ranks had and gets the samples of all of them: Lockstep's loader gives it those by itself; a loader of

@@ -28,6 +28,7 @@ __all__ = [
     "distances",
     "far",
     "fit_ranks",
+    "limit_of",
     "measure_calls",
     "measure_gradients",
     "measure_losses",
@@ -44,9 +45,14 @@ _MOST_REST = 1e-3
 _Step = Mapping[str, Any]
 
 
-def far(difference: float, noise: float, precision: float) -> bool:
-    """Whether a relative difference is more than rounding. See [Note: how far is far]."""
-    return not difference <= max(_FLOOR_IN_EPS * max(precision, 1e-13), TIMES_NOISE * noise)
+def limit_of(noise: float, precision: float) -> float:
+    """The largest relative difference that rounding makes. See [Note: how far is far]."""
+    return max(_FLOOR_IN_EPS * max(precision, 1e-13), TIMES_NOISE * noise)
+
+
+def far(difference: float, limit: float) -> bool:
+    """Whether a relative difference is more than that: no number is, too."""
+    return not difference <= limit
 
 
 def noise_of_rounding(step: _Step) -> float:
@@ -110,7 +116,7 @@ class _Pairs:
     foreign: int = 0
 
 
-def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], precision: float) -> _Pairs:
+def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], limit: float) -> _Pairs:
     places: dict[int, list[tuple[int, int]]] = {}
     samples: dict[int, list[tuple[int, int]]] = {}
     for rank, call in enumerate(ranks):
@@ -129,7 +135,7 @@ def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], precision
             pairs.by_sample.append((row, *by_sample[0]))
         else:
             rest.append(row)
-    near = _near(one, ranks, rest, precision)
+    near = _near(one, ranks, rest, limit)
     pairs.exact += near
     pairs.unknown = len(rest) - len(near)
     known = {*one["keys"], *(one["samples"] or ())}
@@ -143,7 +149,7 @@ def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], precision
 
 
 def _near(
-    one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rows: Sequence[int], precision: float
+    one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rows: Sequence[int], limit: float
 ) -> list[tuple[int, int, int]]:
     """Rows that a rank has but for rounding, as a product over a batch of another size leaves them."""
     found: dict[int, tuple[int, int, int]] = {}
@@ -153,7 +159,7 @@ def _near(
             continue
         for row in rows:
             place = int((theirs - own[row]).abs().amax(1).argmin())
-            if not far(_relative(own[row], theirs[place]), 0.0, precision):
+            if not far(_relative(own[row], theirs[place]), limit):
                 found.setdefault(row, (row, rank, place))
     return list(found.values())
 
@@ -177,16 +183,13 @@ def _calls_of(step: _Step) -> list[Mapping[str, Any]]:
     return [call for call in step["calls"] if not call["filler"]]
 
 
-def measure_calls(
-    ranks: Sequence[_Step], one: _Step, precision: float, noise: float = 0.0, padded: bool = False
-) -> Calls:
+def measure_calls(ranks: Sequence[_Step], one: _Step, limit: float, padded: bool = False) -> Calls:
     """Compare forward passes one after the other, rows by what is in them; the first that differs is told.
 
     Args:
         ranks: the step on each rank.
         one: the same of one process.
-        precision: of the arithmetic.
-        noise: what rounding does to outputs.
+        limit: what rounding makes.
         padded: samples are padded to other lengths, so that inputs differ, and outputs of one shape should not.
     """
     each, own = [_calls_of(step) for step in ranks], _calls_of(one)
@@ -194,25 +197,21 @@ def measure_calls(
     for number, call in enumerate(own):
         others = [calls[number] for calls in each if number < len(calls)]
         if others and call["count"]:
-            told = _measure_call(call, others, precision, noise, padded)
-            if told.unknown or any(
-                far(each, noise, precision) for each in (told.inputs, told.outputs, told.parameters)
-            ):
+            told = _measure_call(call, others, limit, padded)
+            if told.unknown or any(far(each, limit) for each in (told.inputs, told.outputs, told.parameters)):
                 break
     return told
 
 
-def _measure_call(
-    one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], precision: float, noise: float, padded: bool
-) -> Calls:
-    pairs = _match(one, ranks, precision)
+def _measure_call(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], limit: float, padded: bool) -> Calls:
+    pairs = _match(one, ranks, limit)
     inputs = 0.0 if padded else _rows_differ(one["inputs"], [each["inputs"] for each in ranks], pairs.by_sample)
-    known = pairs.exact + ([] if far(inputs, noise, precision) else pairs.by_sample)
+    known = pairs.exact + ([] if far(inputs, limit) else pairs.by_sample)
     outputs = _outputs_differ(one, ranks, known, padded)
     culprit = ("", "")
     is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
-    if is_unseen or far(outputs, noise, precision):
-        culprit = _culprit(one, ranks, known, precision, noise)
+    if is_unseen or far(outputs, limit):
+        culprit = _culprit(one, ranks, known, limit)
         outputs = float("inf") if is_unseen and culprit[1] else outputs
     held = [each["parameters"] for each in ranks if each["parameters"].shape == one["parameters"].shape]
     return Calls(
@@ -251,8 +250,7 @@ def _culprit(
     one: Mapping[str, Any],
     ranks: Sequence[Mapping[str, Any]],
     pairs: Sequence[tuple[int, int, int]],
-    precision: float,
-    noise: float,
+    limit: float,
 ) -> tuple[str, str]:
     """The first module, by the order in which they return, whose rows differ."""
     for place, inner in enumerate(one["inner"]):
@@ -262,9 +260,9 @@ def _culprit(
         known = [other for other in others if other is not None]
         if inner["output"] is None or any(each["output"] is None for each in known):
             continue
-        if far(_least(inner, known, ("output", "across"), pairs), noise, precision):
+        if far(_least(inner, known, ("output", "across"), pairs), limit):
             inputs = [other["input"] for other in others if other is not None]
-            if inner["input"] is not None and far(_rows_differ(inner["input"], inputs, pairs), noise, precision):
+            if inner["input"] is not None and far(_rows_differ(inner["input"], inputs, pairs), limit):
                 return ("", "")
             return inner["name"], inner["kind"]
     return ("", "")
@@ -390,7 +388,7 @@ def measure_values(
         if some is not None:
             zeros = torch.zeros_like(some)
             found[name] = _relative(zeros if one is None else one, zeros if other is None else other, least)
-    wrong = [name for name, value in found.items() if far(value, (noise or {}).get(name, 0.0), precision)]
+    wrong = [name for name, value in found.items() if far(value, limit_of((noise or {}).get(name, 0.0), precision))]
     wrong.sort(key=lambda name: -found[name])
     return Values(
         max((found[name] for name in wrong), default=max(found.values(), default=0.0)), tuple(wrong), len(found)

@@ -1,4 +1,4 @@
-"""What the command tells every process of a verification, on its way through one environment variable."""
+"""What the user asks for, and what the command tells every process of that, on its way through one variable."""
 
 from __future__ import annotations
 
@@ -9,10 +9,36 @@ from pathlib import Path
 from lockstep import env
 from lockstep.tools.shared import read_settings
 
-__all__ = ["HALVES", "ONE", "RANKS", "VerifySettings"]
+__all__ = ["HALVES", "ONE", "RANKS", "Verification", "VerifySettings"]
 
 # The three roles that a run of the script may have.
 RANKS, ONE, HALVES = "ranks", "one", "halves"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What to verify.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        args: arguments of the script, handed on untouched.
+        nproc: numbers of ranks.
+        steps: optimizer steps to compare.
+        double: compute in float64.
+        is_module: `target` is a module.
+        with_shims: let scripts for Horovod, Apex and old releases of torch find Lockstep's shims.
+        devices: "auto", stand-ins for GPUs where the script fails without, or ranks train apart; "cpu", never; "gpu",
+            always.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    nproc: tuple[int, ...] = (2,)
+    steps: int = 4
+    double: bool = False
+    is_module: bool = False
+    with_shims: bool = True
+    devices: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lockstep.tools.verify.compare import (
     Gradients,
     Losses,
     far,
+    limit_of,
     measure_calls,
     measure_gradients,
     measure_losses,
@@ -70,7 +71,7 @@ class StepOfJob:
         rounded = noise_of_rounding(self.one)
         if self.again is None:
             return rounded
-        return max(rounded, min(measure_calls([self.again], self.one, self.precision).outputs, 1.0))
+        return max(rounded, min(measure_calls([self.again], self.one, limit_of(0.0, self.precision)).outputs, 1.0))
 
     @property
     def precision(self) -> float:
@@ -95,7 +96,7 @@ class StepOfJob:
     @functools.cached_property
     def calls(self) -> Calls:
         """What entered the models and came out of them."""
-        return measure_calls(self.ranks, self.one, self.precision, self.noise, self.samples.padded > 0)
+        return measure_calls(self.ranks, self.one, limit_of(self.noise, self.precision), self.samples.padded > 0)
 
     @functools.cached_property
     def losses(self) -> Losses:
@@ -109,7 +110,7 @@ class StepOfJob:
 
     def is_far(self, relative: float) -> bool:
         """Whether a relative difference is more than rounding."""
-        return far(relative, self.noise, self.precision)
+        return far(relative, limit_of(self.noise, self.precision))
 
     def found(self, stage: str, key: str, measured: str, **values: Any) -> Difference:
         """A difference of this step; see `difference`."""
