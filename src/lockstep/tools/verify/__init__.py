@@ -9,7 +9,7 @@ General layout, from the bottom up:
 * `scratch`: what the script writes, kept apart from the user's files.
 * `rank`: what runs in a process before the script.
 * `orders`: the ranks' orders of samples, for one process to walk in.
-* `samples`, `compare`: how far N ranks are from one process, stage by stage.
+* `samples`, `calls`, `compare`: how far N ranks are from one process, stage by stage.
 * `words`: what a cause means, and what to write; `step`: what was measured of a step.
 * `causes`, `splits`, `linear`: which cause it is, of samples, of gradients and else.
 * `aftermath`: the same for what follows the steps: evaluations, printed numbers, checkpoints.

@@ -11,15 +11,16 @@ bits are so few that both often come out the same: where a step computes with so
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.tools.verify.samples import calls_of
+
 __all__ = [
     "TIMES_NOISE",
-    "Calls",
     "Fit",
     "Gradients",
     "Losses",
@@ -29,11 +30,11 @@ __all__ = [
     "far",
     "fit_ranks",
     "limit_of",
-    "measure_calls",
     "measure_gradients",
     "measure_losses",
     "measure_values",
     "noise_of_rounding",
+    "relative",
 ]
 
 TIMES_NOISE = 50.0
@@ -60,7 +61,7 @@ def noise_of_rounding(step: _Step) -> float:
     return _ROUNDINGS / TIMES_NOISE * float(step["rounded"])
 
 
-def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
+def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     """Largest difference, if above `least`, over the largest number; infinity for other shapes and if one is finite."""
     if a.shape != b.shape:
         return float("inf")
@@ -72,203 +73,6 @@ def _relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
         return 0.0
     difference, scale = float((a - b).abs().max()), max(float(a.abs().max()), float(b.abs().max()))
     return 0.0 if difference <= least or scale == 0.0 else difference / scale
-
-
-# ---- what models get and return ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Calls:
-    """What entered the models and came out of them.
-
-    Attributes:
-        rows: rows that one process had.
-        unknown: rows that one process had and no rank, or a rank and not one process.
-        inputs: largest difference between inputs of the same samples.
-        outputs: largest difference between outputs for the same inputs; infinite where only a module inside has some.
-        culprit: name and class of the first module inside whose output differs though its input does not.
-        kind: class of the model in question.
-        foreign: those of `unknown` that a rank had.
-        parameters: largest difference between the parameters that the model has when it is called.
-        apart: the same between the ranks.
-        begins: no backward pass of the step came before.
-    """
-
-    rows: int = 0
-    unknown: int = 0
-    inputs: float = 0.0
-    outputs: float = 0.0
-    culprit: tuple[str, str] = ("", "")
-    kind: str = ""
-    foreign: int = 0
-    parameters: float = 0.0
-    apart: float = 0.0
-    begins: bool = False
-
-
-@dataclass
-class _Pairs:
-    """Rows of one process, and where a rank has the same."""
-
-    exact: list[tuple[int, int, int]] = field(default_factory=list)  # row, rank, its row
-    by_sample: list[tuple[int, int, int]] = field(default_factory=list)
-    unknown: int = 0
-    foreign: int = 0
-
-
-def _match(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], limit: float) -> _Pairs:
-    places: dict[int, list[tuple[int, int]]] = {}
-    samples: dict[int, list[tuple[int, int]]] = {}
-    for rank, call in enumerate(ranks):
-        for row, key in enumerate(call["keys"]):
-            places.setdefault(key, []).append((rank, row))
-        for row, key in enumerate(call["samples"] or ()):
-            samples.setdefault(key, []).append((rank, row))
-    pairs, rest = _Pairs(), list[int]()
-    for row, key in enumerate(one["keys"]):
-        found = places.get(key)
-        if found:
-            pairs.exact.append((row, *(found.pop(0) if len(found) > 1 else found[0])))
-            continue
-        by_sample = samples.get(one["samples"][row]) if one["samples"] else None
-        if by_sample:
-            pairs.by_sample.append((row, *by_sample[0]))
-        else:
-            rest.append(row)
-    near = _near(one, ranks, rest, limit)
-    pairs.exact += near
-    pairs.unknown = len(rest) - len(near)
-    known = {*one["keys"], *(one["samples"] or ())}
-    theirs = [
-        (key, sample)
-        for call in ranks
-        for key, sample in zip(call["keys"], call["samples"] or call["keys"], strict=True)
-    ]
-    pairs.foreign = max(0, sum(known.isdisjoint(each) for each in theirs) - len(near))
-    return pairs
-
-
-def _near(
-    one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], rows: Sequence[int], limit: float
-) -> list[tuple[int, int, int]]:
-    """Rows that a rank has but for rounding, as a product over a batch of another size leaves them."""
-    found: dict[int, tuple[int, int, int]] = {}
-    for rank, call in enumerate(ranks):
-        own, theirs = one["inputs"], call["inputs"]
-        if own is None or theirs is None or own.shape[1:] != theirs.shape[1:]:
-            continue
-        for row in rows:
-            place = int((theirs - own[row]).abs().amax(1).argmin())
-            if not far(_relative(own[row], theirs[place]), limit):
-                found.setdefault(row, (row, rank, place))
-    return list(found.values())
-
-
-def _rows_differ(one: Tensor | None, ranks: Sequence[Tensor | None], pairs: Sequence[tuple[int, int, int]]) -> float:
-    """Largest difference of paired rows; nothing where there are none to compare."""
-    if one is None or not pairs:
-        return 0.0
-    worst = 0.0
-    for rank in sorted({rank for _, rank, _ in pairs}):
-        other = ranks[rank]
-        if other is None or other.shape[1:] != one.shape[1:]:
-            return float("inf")
-        own = [row for row, at, _ in pairs if at == rank]
-        theirs = [row for _, at, row in pairs if at == rank]
-        worst = max(worst, _relative(one[own], other[theirs]))
-    return worst
-
-
-def _calls_of(step: _Step) -> list[Mapping[str, Any]]:
-    return [call for call in step["calls"] if not call["filler"]]
-
-
-def measure_calls(ranks: Sequence[_Step], one: _Step, limit: float, padded: bool = False) -> Calls:
-    """Compare forward passes one after the other, rows by what is in them; the first that differs is told.
-
-    Args:
-        ranks: the step on each rank.
-        one: the same of one process.
-        limit: what rounding makes.
-        padded: samples are padded to other lengths, so that inputs differ, and outputs of one shape should not.
-    """
-    each, own = [_calls_of(step) for step in ranks], _calls_of(one)
-    told = Calls()
-    for number, call in enumerate(own):
-        others = [calls[number] for calls in each if number < len(calls)]
-        if others and call["count"]:
-            told = _measure_call(call, others, limit, padded)
-            if told.unknown or any(far(each, limit) for each in (told.inputs, told.outputs, told.parameters)):
-                break
-    return told
-
-
-def _measure_call(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], limit: float, padded: bool) -> Calls:
-    pairs = _match(one, ranks, limit)
-    inputs = 0.0 if padded else _rows_differ(one["inputs"], [each["inputs"] for each in ranks], pairs.by_sample)
-    known = pairs.exact + ([] if far(inputs, limit) else pairs.by_sample)
-    outputs = _outputs_differ(one, ranks, known, padded)
-    culprit = ("", "")
-    is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
-    if is_unseen or far(outputs, limit):
-        culprit = _culprit(one, ranks, known, limit)
-        outputs = float("inf") if is_unseen and culprit[1] else outputs
-    held = [each["parameters"] for each in ranks if each["parameters"].shape == one["parameters"].shape]
-    return Calls(
-        rows=one["count"],
-        unknown=pairs.unknown + pairs.foreign,
-        inputs=inputs,
-        outputs=outputs,
-        culprit=culprit,
-        kind=one["name"],
-        foreign=pairs.foreign,
-        parameters=max((_relative(one["parameters"], each) for each in held), default=0.0),
-        apart=max((_relative(held[0], each) for each in held[1:]), default=0.0),
-        begins=not one["after"],
-    )
-
-
-def _outputs_differ(
-    one: Mapping[str, Any],
-    ranks: Sequence[Mapping[str, Any]],
-    pairs: Sequence[tuple[int, int, int]],
-    padded: bool,
-) -> float:
-    """Largest difference of outputs. Those of padded samples may have other lengths, which are not compared."""
-    if padded:
-        alike = {rank for rank, each in enumerate(ranks) if each["widths"] == one["widths"]}
-        pairs = [pair for pair in pairs if pair[1] in alike]
-    return _least(one, ranks, ("outputs", "across"), pairs)
-
-
-def _least(one: _Step, ranks: Sequence[_Step], ways: Sequence[str], pairs: Sequence[tuple[int, int, int]]) -> float:
-    """The smaller difference of two ways to find the rows of each sample in a tensor with several."""
-    return min(_rows_differ(one[way], [each[way] for each in ranks], pairs) for way in ways)
-
-
-def _culprit(
-    one: Mapping[str, Any],
-    ranks: Sequence[Mapping[str, Any]],
-    pairs: Sequence[tuple[int, int, int]],
-    limit: float,
-) -> tuple[str, str]:
-    """The first module, by the order in which they return, whose rows differ."""
-    for place, inner in enumerate(one["inner"]):
-        others = [call["inner"][place] if place < len(call["inner"]) else None for call in ranks]
-        if any(other is None or other["name"] != inner["name"] for other in others):
-            return ("", "")
-        known = [other for other in others if other is not None]
-        if inner["output"] is None or any(each["output"] is None for each in known):
-            continue
-        if far(_least(inner, known, ("output", "across"), pairs), limit):
-            inputs = [other["input"] for other in others if other is not None]
-            if inner["input"] is not None and far(_rows_differ(inner["input"], inputs, pairs), limit):
-                return ("", "")
-            return inner["name"], inner["kind"]
-    return ("", "")
-
-
-# ---- losses and gradients ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -327,7 +131,7 @@ def _rows_at(step: _Step, number: int) -> int:
     if 0 <= batch < len(step["batches"]):
         one = step["batches"][batch]
         return 0 if one["filler"] else int(one["rows"])
-    return sum(call["count"] for call in _calls_of(step)) or 1
+    return sum(call["count"] for call in calls_of(step)) or 1
 
 
 def _weight_at(step: _Step, number: int, world_size: int) -> float:
@@ -387,7 +191,7 @@ def measure_values(
         some = other if one is None else one
         if some is not None:
             zeros = torch.zeros_like(some)
-            found[name] = _relative(zeros if one is None else one, zeros if other is None else other, least)
+            found[name] = relative(zeros if one is None else one, zeros if other is None else other, least)
     wrong = [name for name, value in found.items() if far(value, limit_of((noise or {}).get(name, 0.0), precision))]
     wrong.sort(key=lambda name: -found[name])
     return Values(
@@ -398,7 +202,7 @@ def measure_values(
 def distances(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None], least: float = 0.0) -> dict[str, float]:
     """Relative difference of each tensor."""
     return {
-        name: _relative(one, other, least)
+        name: relative(one, other, least)
         for name, one in a.items()
         if one is not None and (other := b.get(name)) is not None
     }
@@ -512,7 +316,7 @@ def measure_gradients(ranks: Sequence[_Step], one: _Step, again: _Step | None, p
     names = [name for name, value in total.items() if value is not None]
     parts = [_flat(names, each["local"], total) for step in ranks for each in step["backwards"]]
     whole = _flat(names, total, total)
-    moved = 0.0 if again is None else _relative(whole, _flat(names, _total(again), total))
+    moved = 0.0 if again is None else relative(whole, _flat(names, _total(again), total))
     rounding = max(min(_MOST_REST, max(1e-9, 100 * precision, TIMES_NOISE * moved)), TIMES_NOISE * rounded)
     took, kept = (dict(zip(step["names"], step["used"], strict=True)) for step in (ranks[0], one))
     left, own_left = _left(ranks[0]), _left(one)

@@ -138,55 +138,46 @@ def watch_numpy_and_random(
     """
     thread, depth = threading.get_ident(), [0]
 
-    def drawing(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            values = np.asarray(result)
-            if threading.get_ident() != thread or values.dtype.kind not in "iuf":
-                return result
-            other = on_draw(place, torch.from_numpy(values))
-            if other is None:
-                return result
-            return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
-
-        return draw
-
-    def picking(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def pick(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if threading.get_ident() == thread:
-                shown = repr(args[-1:] if result is None else result)  # a shuffle has its result in its place
-                on_draw(place, torch.tensor(crc32(shown.encode()), device="cpu"))
+    def give(place: str, drawn: Any, result: Any) -> Any:
+        values = np.asarray(result)
+        other = on_draw(place, torch.from_numpy(values)) if values.dtype.kind in "iuf" else None
+        if other is None:
             return result
+        return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
 
-        return pick
+    def pick(place: str, drawn: Any, result: Any) -> Any:
+        on_draw(place, torch.tensor(crc32(repr(drawn).encode()), device="cpu"))
+        return result
 
-    def noting(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*args: Any, **kwargs: Any) -> Any:
-            is_outer = threading.get_ident() == thread and not depth[0]  # gauss() calls random()
-            depth[0] += is_outer
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                depth[0] -= is_outer
-            if is_outer:
-                on_own_draw(place, crc32(repr(args[1:2] if result is None else result).encode()))
-            return result
+    def note(place: str, drawn: Any, result: Any) -> Any:
+        on_own_draw(place, crc32(repr(drawn).encode()))
+        return result
 
-        return note
+    def watch(owner: Any, names: Iterable[str], see: Callable[[str, Any, Any], Any]) -> None:
+        def watched(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            def draw(*args: Any, **kwargs: Any) -> Any:
+                is_outer = threading.get_ident() == thread and not depth[0]  # gauss() calls random()
+                depth[0] += is_outer
+                try:
+                    result = original(*args, **kwargs)
+                finally:
+                    depth[0] -= is_outer
+                # A shuffle has its result in its place.
+                return see(place, args[-1:] if result is None else result, result) if is_outer else result
 
-    def watch(owner: Any, names: Iterable[str], watching: Callable[[str, Callable[..., Any]], Any]) -> None:
+            return draw
+
         for name in names:
-            wrap(owner, name, functools.partial(watching, f"{owner.__name__}.{name}"))
+            wrap(owner, name, functools.partial(watched, f"{owner.__name__}.{name}"))
 
-    watch(random, _RANDOM, drawing)
-    watch(random, _PICKS_OF_RANDOM, picking)
-    watch(random.Random, (*_RANDOM, *_PICKS_OF_RANDOM), noting)
+    watch(random, _RANDOM, give)
+    watch(random, _PICKS_OF_RANDOM, pick)
+    watch(random.Random, (*_RANDOM, *_PICKS_OF_RANDOM), note)
     generator, state = _subclass(np.random.Generator), _subclass(np.random.RandomState)
     for owner, kind in ((np.random, state), (generator, generator), (state, state)):
         names = {name for name in dir(kind) if name[0] != "_" and hasattr(owner, name)} - _NO_DRAWS
-        watch(owner, names - _PICKS_OF_NUMPY, drawing)
-        watch(owner, names & _PICKS_OF_NUMPY, picking)
+        watch(owner, names - _PICKS_OF_NUMPY, give)
+        watch(owner, names & _PICKS_OF_NUMPY, pick)
     wrap(np.random, "default_rng", lambda original: lambda seed=None: generator(original(seed).bit_generator))
     for kind in (generator, state):
         setattr(np.random, kind.__name__, kind)

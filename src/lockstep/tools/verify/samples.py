@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Samples", "have_same_indices", "measure_samples", "rows_of"]
+__all__ = ["Samples", "calls_of", "have_same_indices", "measure_samples", "rows_of"]
 
 _Step = Mapping[str, Any]
 
@@ -46,7 +46,12 @@ def rows_of(step: _Step) -> int:
     """Samples of a step, without fillers; those that went into its models where no loader gave them."""
     if step["batches"]:
         return sum(batch["rows"] for batch in step["batches"] if not batch["filler"])
-    return sum(call["count"] for call in step["calls"] if not call["filler"])
+    return sum(call["count"] for call in calls_of(step))
+
+
+def calls_of(step: _Step) -> list[Mapping[str, Any]]:
+    """Forward passes that were for samples."""
+    return [call for call in step["calls"] if not call["filler"]]
 
 
 def _keys(step: _Step, which: int) -> Counter[int]:

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
+from lockstep.tools.verify.calls import Calls, measure_calls
 from lockstep.tools.verify.compare import (
     TIMES_NOISE,
-    Calls,
     Gradients,
     Losses,
     far,
     limit_of,
-    measure_calls,
     measure_gradients,
     measure_losses,
     noise_of_rounding,
