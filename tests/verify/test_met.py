@@ -16,6 +16,7 @@ from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import verify
 from met import COMMON, RIGHT, UNKNOWN, WRONG
+from test_mistakes import is_documented
 
 
 def verdict_on(program: str, folder: Path, double: bool = False) -> tuple[Verdict, str]:
@@ -44,6 +45,7 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     cause, program = WRONG[name]
     verdict, text = verdict_on(program, tmp_path)
     assert verdict.first == cause, text
+    assert is_documented(verdict.differences[0]), text
     assert verdict.differences[0].lines, text
     line = int(verdict.differences[0].lines[0].rpartition(":")[2])
     written = (tmp_path / "train.py").read_text().splitlines()[line - 1]

@@ -125,33 +125,36 @@ class Losses:
         return found is not None and abs(found[0] - found[1]) <= tolerance * max(abs(found[0]), abs(found[1]), 1e-30)
 
 
-def _rows_at(step: _Step, number: int) -> int:
-    """Samples of the batch that a backward pass was for."""
-    batch = step["backwards"][number]["batch"]
-    if 0 <= batch < len(step["batches"]):
-        one = step["batches"][batch]
-        return 0 if one["filler"] else int(one["rows"])
-    return sum(call["count"] for call in calls_of(step)) or 1
-
-
-def _weight_at(step: _Step, number: int, world_size: int) -> float:
-    """What averaging makes the mean loss of a backward pass count: by its loader's share, else one of N."""
-    batch, is_weighed = step["backwards"][number]["batch"], step["backwards"][number]["weighed"]
-    weight = step["batches"][batch]["weight"] if 0 <= batch < len(step["batches"]) and not is_weighed else None
-    return 1 / world_size if weight is None else float(weight)
-
-
 def measure_losses(ranks: Sequence[_Step], one: _Step) -> Losses:
     """Collect the losses of a step."""
-
-    def losses(step: _Step) -> tuple[float | None, ...]:
-        return tuple(None if None in each["losses"] else sum(each["losses"]) for each in step["backwards"])
-
-    rows = tuple(tuple(_rows_at(step, number) for number in range(len(step["backwards"]))) for step in ranks)
-    weights = tuple(
-        tuple(_weight_at(step, number, len(ranks)) for number in range(len(step["backwards"]))) for step in ranks
+    return Losses(
+        one=_losses_of(one),
+        ranks=tuple(map(_losses_of, ranks)),
+        rows=tuple(tuple(_rows_of(step, each) for each in step["backwards"]) for step in ranks),
+        weights=tuple(tuple(_weight_of(step, each, len(ranks)) for each in step["backwards"]) for step in ranks),
     )
-    return Losses(losses(one), tuple(losses(step) for step in ranks), rows, weights)
+
+
+def _losses_of(step: _Step) -> tuple[float | None, ...]:
+    return tuple(None if None in each["losses"] else sum(each["losses"]) for each in step["backwards"])
+
+
+def _batch_of(step: _Step, backward: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The batch that a backward pass was for."""
+    return step["batches"][backward["batch"]] if 0 <= backward["batch"] < len(step["batches"]) else None
+
+
+def _rows_of(step: _Step, backward: Mapping[str, Any]) -> int:
+    batch = _batch_of(step, backward)
+    if batch is None:
+        return sum(call["count"] for call in calls_of(step)) or 1
+    return 0 if batch["filler"] else int(batch["rows"])
+
+
+def _weight_of(step: _Step, backward: Mapping[str, Any], world_size: int) -> float:
+    """What averaging makes the mean loss of a backward pass count: by its loader's share, else one of N."""
+    batch = None if backward["weighed"] else _batch_of(step, backward)
+    return 1 / world_size if batch is None or batch["weight"] is None else float(batch["weight"])
 
 
 @dataclass(frozen=True)
