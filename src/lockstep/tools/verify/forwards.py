@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,20 +75,20 @@ class ForwardWatch:
 
     def _note_untrained(self, module: nn.Module) -> None:
         """Of a model that is none of those which are trained, such as a mean of their weights: what it consists of."""
-        recorder, parameters = self._recorder, list(module.parameters())
+        recorder, key = self._recorder, f"{type(module).__name__} after {len(self._recorder.steps)} steps"
+        if not recorder.steps or key in recorder.facts["untrained"] or any(each["rounded"] for each in recorder.steps):
+            return
+        parameters = list(module.parameters())
         trained = {id(each) for root in recorder.roots for each in root.parameters()}
-        is_other = parameters and trained and not any(id(each) in trained or each.is_meta for each in parameters)
-        if is_other and recorder.steps and not any(step["rounded"] for step in recorder.steps):
+        if parameters and _have_numbers(parameters) and trained.isdisjoint(map(id, parameters)):
             with recorder.aside(), torch.no_grad():
-                key = f"{type(module).__name__} after {len(recorder.steps)} steps"
-                recorder.facts["untrained"].setdefault(key, (_brief(module), line_of_script()))
+                recorder.facts["untrained"][key] = (_brief(module), line_of_script())
 
     def _trains(self, module: nn.Module) -> bool:
         if not torch.is_grad_enabled() or self._recorder.is_cut:
             return False
         parameters = list(module.parameters())
-        has_numbers = not any(nn.parameter.is_lazy(each) or each.is_meta for each in parameters)
-        return has_numbers and any(each.requires_grad for each in parameters)
+        return _have_numbers(parameters) and any(each.requires_grad for each in parameters)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, result: Any = None) -> None:
         # torch leaves an argument out where forward() has raised
@@ -162,6 +163,10 @@ def _is_without_numbers() -> bool:
     is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
     is_fake = torch._guards.active_fake_mode() is not None
     return is_traced or is_fake or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _have_numbers(parameters: Iterable[Tensor]) -> bool:
+    return not any(nn.parameter.is_lazy(each) or each.is_meta for each in parameters)
 
 
 def _count_of(args: Any, inputs: list[Tensor], batch: dict[str, Any] | None) -> int:

@@ -178,9 +178,7 @@ class StepRecorder:
 
     def begin_epoch(self) -> None:
         """A further epoch begins: record the first step of it, where there is time. See [Note: when it ends]."""
-        self._epochs += 1
-        has_time = self._epochs <= _MOST_EPOCHS and time.monotonic() - self._first_cut_at < _EPOCHS_S
-        goes = self._of_rank_0(self._epochs, has_time)
+        goes = self._goes_on(self._first_cut_at)
         self.facts["goes_on"] = goes is None
         if goes:
             self.is_cut, self.until = False, len(self.steps) + 1
@@ -196,11 +194,14 @@ class StepRecorder:
 
     def end_whole_epoch(self) -> None:
         """A loader has come to its end: train the next epoch whole, too, or no more than its first step."""
-        if self.until == sys.maxsize:
-            self._epochs += 1
-            has_time = self._epochs <= _MOST_EPOCHS and time.monotonic() - self._began_at < _EPOCHS_S
-            if not self._of_rank_0(self._epochs, has_time):
-                self.until = len(self.steps) + 1
+        if self.until == sys.maxsize and not self._goes_on(self._began_at):
+            self.until = len(self.steps) + 1
+
+    def _goes_on(self, since: float) -> bool | None:
+        """Whether a further epoch is trained on, which is not so long after."""
+        self._epochs += 1
+        has_time = self._epochs <= _MOST_EPOCHS and time.monotonic() - since < _EPOCHS_S
+        return self._of_rank_0(self._epochs, has_time)
 
     def _of_rank_0(self, epoch: int, goes_on: bool) -> bool | None:
         """What rank 0 says, for all ranks and for one process; None where it said nothing."""
