@@ -188,23 +188,38 @@ def test_what_cannot_be_told_is_no_finding(kind: str, tmp_path: Path) -> None:
     assert UNKNOWN[kind] in text
 
 
+def facts_of(line: str, count: int) -> dict[str, Any]:
+    one = {"loader": 0, "trains": False, "finished": True, "keys": [[(number, number) for number in range(count)]]}
+    return {
+        "loaders": [],
+        "saves": [],
+        "untrained": {},
+        "begun": [],
+        "passes": [one],
+        "texts": [(True, line, "")],
+    }
+
+
 @pytest.mark.parametrize("moved", ["1.41213", "1.41257"])
 def test_a_number_is_of_the_evaluation_if_it_moves_with_that_at_all(moved: str) -> None:
-    def facts(loss: str, count: int) -> dict[str, Any]:
-        one = {"loader": 0, "trains": False, "finished": True, "keys": [[(number, number) for number in range(count)]]}
-        return {
-            "loaders": [],
-            "saves": [],
-            "untrained": {},
-            "begun": [],
-            "passes": [one],
-            "texts": [(True, f"epoch 0: val loss {loss}", "")],
-        }
-
-    ranks, one = [facts("1.40817", 16), facts("1.42", 16)], facts("1.41257", 31)
-    found, notes = judge_aftermath(ranks, one, one, facts(moved, 16))
+    line = "epoch 0: val loss {}"
+    ranks, one = (
+        [facts_of(line.format(1.40817), 16), facts_of(line.format(1.42), 16)],
+        facts_of(line.format(1.41257), 31),
+    )
+    found, notes = judge_aftermath(ranks, one, one, facts_of(line.format(moved), 16))
     assert [each.stage for each in found] == (["evaluated"] if moved != "1.41257" else [])
     assert len(notes) == (moved == "1.41257")
+
+
+def test_the_time_of_day_is_no_number_of_an_evaluation() -> None:
+    line = "12:59:{},871 epoch 0: val loss 1.41257"
+    ranks, one, moved = (
+        [facts_of(line.format("07"), 16)] * 2,
+        facts_of(line.format("08"), 31),
+        facts_of(line.format("09"), 16),
+    )
+    assert judge_aftermath(ranks, one, one, moved) == ([], [])
 
 
 OF_TOKENS = """

@@ -22,6 +22,8 @@ LOGGED = "logged: "
 """With which a note on printed numbers begins."""
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
+# 12:59:07,123, whose parts may be the same twice in one process, and others on the ranks.
+_CLOCK = re.compile(r"\d+(?::\d+)+(?:[.,]\d+)?")
 _CLOSE = 5e-4
 Facts = Mapping[str, Any]
 # By form and number: whether an evaluation came before, the numbers, the text, and the line of the script.
@@ -101,8 +103,9 @@ def _lines(facts: Facts | None) -> Lines:
     counts: Counter[str] = Counter()
     found = {}
     for is_evaluation, line, where in () if facts is None else facts["texts"]:
-        form = _NUMBER.sub("#", line)
-        found[form, counts[form]] = (is_evaluation, _NUMBER.findall(line), line, where)
+        timeless = _CLOCK.sub(":", line)
+        form = _NUMBER.sub("#", timeless)
+        found[form, counts[form]] = (is_evaluation, _NUMBER.findall(timeless), line, where)
         counts[form] += 1
     return found
 
