@@ -50,6 +50,11 @@ def difference(
 
 _DECIDE = "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum)"
 _WRAP = "wrap the model that holds them in DistributedDataParallel, and call that"
+_UNEVEN = "the ranks had {rows} samples, and their means count {given} of the whole"
+_COUNT = (
+    "the ranks' losses weigh {weights} in one process, and their samples {shares}: the loss is divided by a count that "
+    "ranks have more or less of (tokens, a mask, a selection, weights of classes)"
+)
 _NOT_LINEAR = (
     "no weights of the ranks make one process's gradient: the loss compares samples with each other, takes a "
     "statistic of the rank's rows (a mean, a deviation, a maximum, advantages, weights), or mixes terms that are "
@@ -152,15 +157,9 @@ _WORDS = {
         "{kind} decides by the loss that the closure returns, which is that of each rank's own samples",
         "return lockstep.mean(loss * len(y), len(y)) from the closure, after loss.backward()",
     ),
-    "count": (
-        "the ranks' losses weigh {weights} in one process, and their samples {shares}: the loss is divided by a count "
-        "that ranks have more or less of (tokens, a mask, a selection, weights of classes)",
-        "lockstep.mean(total, count)",
-    ),
+    "count": (_COUNT, "lockstep.mean(total, count)"),
     "count times": (
-        "the ranks' losses weigh {weights} in one process, and their samples {shares}: the loss is divided by a count "
-        "that ranks have more or less of (tokens, a mask, a selection, weights of classes), and multiplied by the "
-        "number of ranks",
+        _COUNT + ", and multiplied by the number of ranks",
         "lockstep.mean(total, count), and leave the number of ranks out",
     ),
     "count zero": (
@@ -234,17 +233,17 @@ _WORDS = {
         "leave the number of ranks out of max_norm, clip_value, and whatever else changes gradients",
     ),
     "uneven": (
-        "the ranks had {rows} samples, and their means count {given} of the whole",
+        _UNEVEN,
         "give all ranks equally many samples in each step (drop_last=True), or train with lockstep.DataLoader and "
         "lockstep.DistributedDataParallel, which weigh ranks by their samples; model.samples(n) says how many a pass "
         "holds",
     ),
     "uneven means": (
-        "the ranks had {rows} samples, and their means count {given} of the whole",
+        _UNEVEN,
         "lockstep.mean(loss * len(y), len(y)): a rank's part counts as much as it is given to",
     ),
     "uneven loader": (
-        "the ranks had {rows} samples, and their means count {given} of the whole",
+        _UNEVEN,
         "with model.samples(0 if lockstep.is_filler(batch) else len(x)): output = model(x), where collate_fn or the "
         "loop leaves samples out",
     ),
