@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.tools.verify.rows import whole
 
-__all__ = ["dump_state", "load_state", "others_than", "plain_name", "tensors_of"]
+__all__ = ["dump_state", "load_state", "others_than", "plain_name"]
 
 _ROUNDING = 1e-5  # relative
 
@@ -32,7 +32,7 @@ def plain_name(name: str) -> str:
     return ".".join(parts)
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module, by `plain_name`."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {plain_name(name): tensor for name, tensor in named}
@@ -62,7 +62,7 @@ def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequen
         optimizers: in the order of their first steps.
     """
     content: dict[str, Any] = {
-        "roots": [{name: whole(tensor) for name, tensor in tensors_of(root).items()} for root in roots],
+        "roots": [{name: whole(tensor) for name, tensor in _tensors_of(root).items()} for root in roots],
         "optimizers": [],
         "rng": torch.get_rng_state(),
     }
@@ -106,7 +106,7 @@ def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]
     content = torch.load(path, weights_only=True)
     with torch.no_grad():
         for root, values in zip(roots, content["roots"], strict=False):
-            for name, tensor in tensors_of(root).items():
+            for name, tensor in _tensors_of(root).items():
                 _copy(tensor, values.get(name))
         for optimizer, values in zip(optimizers, content["optimizers"], strict=False):
             parameters, states = _of_optimizer(optimizer)

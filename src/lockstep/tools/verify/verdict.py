@@ -29,7 +29,7 @@ from lockstep.tools.verify.splits import read_samples
 from lockstep.tools.verify.step import Record, StepOfJob, each_step
 from lockstep.tools.verify.words import Difference, difference
 
-__all__ = ["Verdict", "judge", "judge_step", "lacks_batch_size", "needed_batch_sizes", "read_records", "train_apart"]
+__all__ = ["Verdict", "judge", "lacks_batch_size", "needed_batch_sizes", "read_records", "train_apart"]
 
 # What rounding may do before a script counts as one that does not determine its own steps.
 _MOST_NOISE = 1e-2
@@ -121,7 +121,7 @@ def _reads_alike(ranks: Sequence[Record], first: Sequence[Record]) -> bool:
     return measure_samples(first, first[0]).is_alike
 
 
-def judge_step(step: StepOfJob) -> Difference | None:
+def _judge_step(step: StepOfJob) -> Difference | None:
     """The first stage of a step that differs, or None where one process would have taken the same step."""
     apart, after = read_ranks(step), [read(step) for read in (read_settings, read_parameters, read_buffers)]
     if apart or not (step.gradients.used.names or step.gradients.between.names or any(after)):
@@ -131,11 +131,7 @@ def judge_step(step: StepOfJob) -> Difference | None:
 
 
 def judge(
-    ranks: Sequence[Record],
-    one: Record,
-    again: Record | None,
-    failure: str = "",
-    moved: Record | None = None,
+    ranks: Sequence[Record], one: Record, again: Record | None, failure: str = "", moved: Record | None = None
 ) -> Verdict:
     """Compare the run on N ranks with that of one process.
 
@@ -174,7 +170,7 @@ def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
             verdict.notes = [_PIECES]
             continue
         verdict.digits.append(_digits(step))
-        found = judge_step(step)
+        found = _judge_step(step)
         if found is not None:
             verdict.differences.append(found)
             return
