@@ -16,7 +16,8 @@ from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import verify
-from met import COMMON, RIGHT, UNKNOWN, WRONG
+from met import COMMON, RIGHT, UNKNOWN
+from met_wrong import WRONG
 from test_mistakes import is_documented
 
 SHARDS = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")

@@ -17,7 +17,7 @@ from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import verify
 from lockstep.tools.verify.words import Difference
-from met import WRONG
+from met_wrong import WRONG
 
 SCRIPT = str(Path(__file__).with_name("mistakes.py"))
 CAUSES = {
