@@ -90,6 +90,7 @@ _PUBLIC = {
     "sum": "lockstep.parallel.losses",
     "symmetric_empty": "lockstep.comm.symmetric_memory",
     "testing": "lockstep.testing",
+    "train": "lockstep.train",
 }
 
 __all__ = ["__version__", *_PUBLIC]
