@@ -131,6 +131,25 @@ def test_long_error_of_ours_is_said_once(launches: Launches) -> None:
     assert done.stderr.count("Look for a branch") == 1 + done.stderr.count("raise CollectiveMismatch(")
 
 
+def test_error_of_a_world_without_with_is_the_last_word(launches: Launches) -> None:
+    """After it the exit handler that leaves the world does not compare models as at a good end."""
+    script = launches.script(
+        """
+        import torch, lockstep
+        world = lockstep.init(device='cpu', seed=0)
+        model = lockstep.DistributedDataParallel(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + world.rank))
+        for _ in range(40):
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+        """
+    )
+    done = launches.run("--nproc", "2", script)
+    assert "ModelMismatch" in summary_of(done.stderr)
+    assert done.stderr.count("Traceback") == 1
+    assert "end with different models" not in done.stderr
+
+
 def test_ranks_print_their_own_errors_where_nobody_else_does(launches: Launches) -> None:
     """Into a log, which is read by itself; and for those who look for faults in Lockstep."""
     script = launches.script(

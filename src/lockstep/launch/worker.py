@@ -220,6 +220,7 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
             is_quiet = is_quiet or is_expected(error) or env.LOCKSTEP_SHOWS_ERRORS.get() is True
         is_quiet = _report(error, trace, rank, Path(folder)) and is_quiet
     error = error.with_traceback(trace)
+    sys.last_value = error  # as the interpreter keeps what nobody caught: exit handlers ask how the program ended
     _call_hook(error, trace, is_plain=is_plain, is_quiet=is_quiet)
     _explain(error)
     sys.exit(1)
