@@ -101,6 +101,8 @@ def test_help_of_run_explains_every_option(capfd: pytest.CaptureFixture[str]) ->
         (["rehearse", "--nporc", "2", __file__], "did you mean '--nproc'?"),
         (["train", "digits", "--epoc", "3"], "did you mean '--epochs'?"),
         (["run", "-n", "two", __file__], "nproc is 'two'"),
+        (["run", "-np", "two", __file__], "nproc is 'two'"),
+        (["run", "-n", "2", "python3", __file__], "; leave it out: the ranks run the Python that lockstep runs on"),
         (["run", "--grace", "soon", __file__], "invalid float value: 'soon'"),
         (["run", "missing.py"], "script 'missing.py' not found in"),
         (["run", "--no-prefix", "--log-dir", "x", __file__], "not allowed with argument"),

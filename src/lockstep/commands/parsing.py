@@ -14,7 +14,7 @@ from lockstep.launch.config import LaunchConfig
 
 __all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "hint_of_misplaced", "split_at_script", "suggest"]
 
-NPROC_OPTIONS = ("-n", "--nproc", "--nproc-per-node", "--nproc_per_node")
+NPROC_OPTIONS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,7 +78,7 @@ def split_at_script(arguments: Sequence[str], flags: Collection[str]) -> tuple[l
             break
         if word.startswith("-m") and "-m" in flags and len(word) > 2:  # `-mpackage.train`, as Python takes it
             return [*arguments[:index], "-m"], word[2:], tuple(arguments[index + 1 :])
-        has_value = "=" in word or (word[1] != "-" and len(word) > 2)  # `-n4`
+        has_value = "=" in word or (word[1] != "-" and len(word) > 2 and word not in NPROC_OPTIONS)  # `-n4`
         index += 1 if word in flags or has_value else 2
     return list(arguments[:index]), *_head_and_tail(arguments[index:])
 

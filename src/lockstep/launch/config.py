@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import math
 import os
+import re
 import shlex
 import zipfile
 from collections.abc import Callable, Mapping
@@ -187,6 +188,8 @@ def check_target(target: str, is_module: bool) -> None:
 
 
 def _hint_for_missing(target: str) -> str:
+    if re.fullmatch(r"python[0-9.]*", os.path.basename(target)):
+        return "; leave it out: the ranks run the Python that lockstep runs on"
     if os.path.exists(f"{target}.py"):
         return f"; did you mean {target}.py?"
     if _has_module(target):
