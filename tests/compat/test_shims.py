@@ -48,6 +48,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")],
+)
+def test_notice_is_of_the_first_rank_of_mpirun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, size: str
+) -> None:
+    monkeypatch.setenv(size, "2")
+    notices = []
+    for number in "01":
+        monkeypatch.setenv(rank, number)
+        sys.modules.pop("oldpack", None)
+        importlib.import_module("oldpack")
+        notices.append(capsys.readouterr().err.count("oldpack is not installed here"))
+    assert notices == [1, 0]
+
+
+@pytest.mark.usefixtures("folder")
 def test_one_module_under_two_names(capsys: pytest.CaptureFixture[str]) -> None:
     import oldpack.amp as amp
     import oldpack.deep.inner as inner

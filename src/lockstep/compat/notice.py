@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 from lockstep import env
+from lockstep.errors import SetupError
+from lockstep.topology import read_topology
 
 __all__ = ["opt_out", "print_notice"]
 
@@ -22,11 +24,19 @@ def print_notice(text: str, *, in_first_child: bool = False) -> None:
         text: the line.
         in_first_child: print it in the first process that each has spawned, too; for what its parent does not see.
     """
-    is_first = env.RANK.get() in (None, 0) and env.TORCHELASTIC_RESTART_COUNT.get() in (None, 0)
+    is_first = _rank() == 0 and env.TORCHELASTIC_RESTART_COUNT.get() in (None, 0)
     # Not imported for this: it would take what is the main module now for that of the script.
     processes = sys.modules.get("multiprocessing.process")
     if is_first and (not _is_spawned(processes) or (in_first_child and _is_first_child(processes))):
         print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
+def _rank() -> int:
+    """Of this process, whichever launcher has started it."""
+    try:
+        return read_topology(env.snapshot()).rank
+    except SetupError:
+        return env.RANK.get() or 0  # lockstep.init() will say what is wrong
 
 
 def _is_spawned(processes: Any) -> bool:
