@@ -657,6 +657,32 @@ def rows_of_other_data_said(site: Site) -> None:
             train(site, [(x[own], y[own])], model, optimizer)
 
 
+class Part(torch.utils.data.IterableDataset[Any]):
+    """As docs/same-answer.md prints it."""
+
+    def __init__(self, stream: Iterable[Any], share: int, rank: int, world_size: int) -> None:
+        self.stream, self.share, self.rank, self.world_size = stream, share, rank, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, sample in enumerate(self.stream):
+            if number // self.share % self.world_size == self.rank:
+                yield sample
+
+
+def a_stream_split_by_hand(site: Site) -> None:
+    """Of batches that the ranks divide; of the last one some ranks have no whole share."""
+    model = site.wrap(Net())
+    optimizer = sgd(model)
+    rank, world_size = (0, 1) if site.alone else (dist.get_rank(), dist.get_world_size())
+    share = 6 // world_size
+    stream = list(zip(*numbers(6 * 4 + 3), strict=True))
+    loader = torch.utils.data.DataLoader(Part(stream, share, rank, world_size), batch_size=share, drop_last=True)
+    any_rank = bool if site.alone else lockstep.any
+    batches = iter(loader)
+    while not any_rank((batch := next(batches, None)) is None):
+        train(site, [batch], model, optimizer)
+
+
 def train_on_slices(site: Site, passes: Callable[[Tensor, Tensor], list[list[Tensor]]]) -> None:
     """Four batches, each in two parts, for each of which the model is called several times."""
     model = site.wrap(Net())

@@ -420,6 +420,7 @@ def test_iterable_data() -> None:
     with pytest.raises(DataError, match=r"pass list\(dataset\)"):
         lockstep.DataLoader(Endless(), 6)
     assert of_all_ranks(list(Endless()), 3) == of_all_ranks(range(23), 1)
+    assert_same(loops.a_stream_split_by_hand)
 
 
 # ---- what the loop does ------------------------------------------------------------------------------
