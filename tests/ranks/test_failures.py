@@ -369,6 +369,24 @@ def normalize_alone() -> Caught:
     return caught
 
 
+def mean_in_an_evaluation() -> Caught:
+    """Three samples in batches of two: rank 0 gets a batch more than rank 1."""
+    loader = lockstep.DataLoader(torch.zeros(3), 2, evaluation=True)
+
+    def evaluate() -> None:
+        for x in loader:
+            lockstep.mean(x.sum(), len(x))
+        dist.barrier()
+
+    return attempt(evaluate)
+
+
+def test_loop_over_an_evaluation_loader_is_told_of() -> None:
+    for outcome in run_ranks(mean_in_an_evaluation, 2):
+        assert type(outcome.error) is CollectiveMismatch
+        assert "or a loop that some leave earlier. lockstep.mean is for all ranks, and a loader" in str(outcome.error)
+
+
 def test_layer_that_needs_all_ranks_is_named() -> None:
     for outcome in run_ranks(normalize_alone, 2):
         assert type(outcome.error) is CollectiveMismatch

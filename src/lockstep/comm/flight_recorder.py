@@ -52,6 +52,10 @@ _GIVEN_UP: dict[str, type[CollectiveError]] = {
     error.__name__: error for error in (CollectiveTimeout, CollectiveMismatch, SegmentDamaged)
 }
 
+_IN_EVALUATION = (
+    "{} is for all ranks, and a loader with evaluation=True may give some a batch more than others: in a loop over it "
+    "count with lockstep.metrics, or call this after the loop"
+)
 _FOR_ALL_RANKS = {
     "checkpoint.save": "checkpoint.save is for all ranks, and rank 0 alone writes: call it outside of the branch",
     "checkpoint.load": "checkpoint.load is for all ranks, and each gets the state: call it outside of the branch",
@@ -61,6 +65,7 @@ _FOR_ALL_RANKS = {
     "lockstep.any": "lockstep.any is for all ranks, and each gets the answer: call it outside of the branch",
     "lockstep.all": "lockstep.all is for all ranks, and each gets the answer: call it outside of the branch",
     "world.should_stop": "world.should_stop is for all ranks, after each step: call it outside of the branch",
+    **{call: _IN_EVALUATION.format(call) for call in ("lockstep.mean", "lockstep.sum", "lockstep.all_gather")},
     "SyncBatchNorm": (
         "SyncBatchNorm in training mode is for all ranks: call model.eval() before what one rank does alone"
     ),
@@ -320,7 +325,7 @@ class FlightRecorder:
             f"the ranks of {self.group_name} called different operations as collective #{self.number}:\n"
             + "\n".join(lines)
             + "\nEvery rank must call the same collective, in the same order, with the same shapes, dtype, reduce op "
-            f"and root. Look for a branch that only some ranks take.{hint}"
+            f"and root. Look for a branch that only some ranks take, or a loop that some leave earlier.{hint}"
             + _advice(record.site for record in records),
             self._globals(_minority(groups.values())),
         )
