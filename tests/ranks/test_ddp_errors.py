@@ -412,7 +412,10 @@ def test_models_that_all_ranks_have_changed_alike_are_fine(how: str) -> None:
 
 def wrap_on_the_cpu() -> tuple[LockstepError, str]:
     """As on nccl, which takes tensors of the GPU alone."""
-    with mock.patch.object(dist, "get_backend_config", return_value="meta:lockstep"):
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="meta:lockstep"),
+        mock.patch("lockstep.parallel.checks.device_types_of", return_value={"meta"}),
+    ):
         return error_of(lambda: DistributedDataParallel(mlp())), collective_device(None, torch.device("cpu")).type
 
 

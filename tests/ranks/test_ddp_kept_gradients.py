@@ -199,8 +199,15 @@ def test_saving_a_gradient_saves_no_bucket(backend: str) -> None:
         assert file < 10_000
 
 
+def large_pieces() -> set[int]:
+    """Where pieces of memory of the size of the weight, or larger, lie."""
+    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, Tensor)]
+    return {each.data_ptr() for each in storages if each.nbytes() >= 4 * 512**2}
+
+
 def count_large() -> list[int]:
-    """Pieces of memory of the size of the weight, or larger: after two steps, and after two more with a hook."""
+    """How many of them there are more than at first: after two steps, and after two more with a hook."""
+    before = large_pieces()
     model = DistributedDataParallel(nn.Linear(512, 512, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = []
@@ -211,9 +218,7 @@ def count_large() -> list[int]:
             optimizer.zero_grad()
             model(torch.ones(2, 512)).mean().backward()
             optimizer.step()
-        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-        large = {each.untyped_storage().data_ptr() for each in tensors if each.untyped_storage().nbytes() >= 4 * 512**2}
-        counts.append(len(large))
+        counts.append(len(large_pieces() - before))
     return counts
 
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
-from lockstep.agreement import collective_device
 from lockstep.drift.comparison import note_end
 from lockstep.drift.engines import engines
 from lockstep.errors import InputError, InputTypeError, ModelError, NotInitialized
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.batchnorm import SyncBatchNorm
+from lockstep.torch_private.groups import device_types_of
 from lockstep.torch_private.modules import buffers_of
 from lockstep.torch_private.tensors import may_overlap
 
@@ -89,10 +89,10 @@ def check_group(process_group: object, device_mesh: Any = None) -> dist.ProcessG
 
 def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
     """Whether the group takes what lies where the model does."""
-    kind = collective_device(group).type
-    if device.type == "cpu" != kind:
+    kinds = device_types_of(group)
+    if device.type == "cpu" and "cpu" not in kinds:
         raise ModelError(
-            f"the model lies on the CPU, and {dist.get_backend(group)} moves what lies on {kind} devices: write "
+            f"the model lies on the CPU, and {dist.get_backend(group)} moves what lies on {min(kinds)} devices: write "
             "DistributedDataParallel(model.to(world.device)), or open the world with lockstep.init(device='cpu')"
         )
 
