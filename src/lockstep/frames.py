@@ -19,6 +19,7 @@ __all__ = [
     "split_site",
     "up_to_user",
     "without_own",
+    "without_own_lines",
 ]
 
 _PACKAGE = str(Path(__file__).parent)
@@ -38,6 +39,7 @@ _TORCHS_RELAYS = tuple(
         "utils/_contextlib.py",
         "utils/data/dataloader.py",
         "utils/data/_utils/fetch.py",
+        "utils/data/_utils/worker.py",
         "distributed/c10d_logger.py",
     )
 )
@@ -69,6 +71,10 @@ _PUBLIC_CALLS = {
         ("world.py", "should_stop", "world.should_stop"),
     )
 }
+# A frame of a traceback that is a text, with its line of source, unless it is the innermost.
+_OUTER_FRAME = re.compile(
+    r'^  File "(?P<file>[^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n)*(?=  File ")', re.MULTILINE
+)
 _SITE_OF_PUBLIC_CALL = re.compile(r"(?P<site>.*) \((?P<call>[\w.]+)\)")
 
 
@@ -160,6 +166,15 @@ def without_own(trace: TracebackType | None) -> TracebackType | None:
     innermost = others[-1:]
     passed_on = [link for link in others[:-1] if not link.tb_frame.f_code.co_filename.endswith(_TORCHS_RELAYS)]
     return _chain([*passed_on, *innermost])
+
+
+def without_own_lines(text: str) -> str:
+    """A traceback as text without the frames that `without_own` leaves out, such as those of a loader's worker."""
+
+    def kept(frame: re.Match[str]) -> str:
+        return "" if _is_own(frame["file"]) or frame["file"].endswith(_TORCHS_RELAYS) else frame[0]
+
+    return _OUTER_FRAME.sub(kept, text)
 
 
 def _is_own(name: str) -> bool:

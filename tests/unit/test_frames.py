@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
 
-from lockstep.frames import without_own
+import lockstep
+from lockstep.frames import without_own, without_own_lines
 from lockstep.rank_zero import on_rank_zero
 
 
@@ -57,3 +59,23 @@ def test_an_error_that_torch_raises_there_is_shown_there() -> None:
     with pytest.raises(NotImplementedError) as caught:
         torch.nn.Sequential(torch.nn.Module())(torch.ones(1))
     assert names_of(caught.value) == ["test_an_error_that_torch_raises_there_is_shown_there", "_forward_unimplemented"]
+
+
+class Broken(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise ValueError("of the user")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_of_a_workers_traceback_the_users_lines_are_left() -> None:
+    with pytest.raises(ValueError, match="of the user") as caught:
+        list(lockstep.DataLoader(Broken(), 2, num_workers=1, multiprocessing_context="fork"))
+    text = str(caught.value)
+    assert text.count(f"{Path(lockstep.__file__).parent}/data/") > 3
+    _, _, within = without_own_lines(text).partition("Original Traceback (most recent call last):\n")
+    assert within.count("  File ") == 1
+    assert within.startswith(f'  File "{__file__}", line ')
+    assert within.endswith("ValueError: of the user\n")

@@ -104,8 +104,8 @@ def check_dataset(dataset: Any) -> int:
         raise DataError(
             f"dataset {name} is iterable-style: it hands out samples in an order of its own, so nobody can tell "
             "which rank holds which, shuffle them by seed or enter an epoch halfway. Give it __getitem__(index) and "
-            "__len__, or pass list(dataset) if it fits in memory; for an endless stream use "
-            "torch.utils.data.DataLoader and split the stream by rank inside the dataset"
+            "__len__, or pass list(dataset) if it fits in memory; else let the dataset split the stream by rank for "
+            "torch.utils.data.DataLoader, and end on all ranks by lockstep.any ('Iterable data' in docs/same-answer.md)"
         )
     try:
         length = len(dataset)

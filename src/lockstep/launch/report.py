@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.frames import is_library_file, is_torch_file, library_folders
+from lockstep.frames import is_library_file, is_torch_file, library_folders, without_own_lines
 from lockstep.launch.headline import locations_in
 
 __all__ = [
@@ -234,7 +234,7 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
         host=socket.gethostname(),
         type=_qualified_name(type(error)),
         message=_shorten(_text_of(error)),
-        traceback=_shorten("".join(traceback.format_exception(type(error), error, trace))),
+        traceback=_shorten(without_own_lines("".join(traceback.format_exception(type(error), error, trace)))),
         file=file,
         line=line,
         time=time.time(),
