@@ -93,13 +93,31 @@ _PUBLIC = {
     "train": "lockstep.train",
 }
 
+# What other libraries have under their own name, and where it is here.
+_ELSEWHERE = {
+    "Trainer": "lockstep.train.Trainer",
+    "all_reduce": "lockstep.mean, lockstep.sum or torch.distributed.all_reduce",
+    "allreduce": "lockstep.mean, lockstep.sum or torch.distributed.all_reduce",
+    "barrier": "torch.distributed.barrier()",
+    "broadcast": "torch.distributed.broadcast",
+    "gather": "lockstep.all_gather",
+    "local_rank": "world.local_rank, of what lockstep.init() returns",
+    "print": "print where world.rank == 0, or lockstep.get_logger",
+    "rank": "world.rank, of what lockstep.init() returns",
+    "save": "lockstep.checkpoint.save",
+    "shutdown": "world.shutdown(), of what lockstep.init() returns",
+    "size": "world.world_size, of what lockstep.init() returns",
+    "world_size": "world.world_size, of what lockstep.init() returns",
+}
+
 __all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> object:
     module_name = _PUBLIC.get(name)
     if module_name is None:
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        hint = f": use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}{hint}")
     module = importlib.import_module(module_name)
     value = module if module_name == f"lockstep.{name}" else getattr(module, name)
     globals()[name] = value

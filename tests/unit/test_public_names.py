@@ -25,6 +25,12 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = lockstep.DistributedDataParalel
 
 
+def test_what_others_call_so_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"'barrier': use torch\.distributed\.barrier\(\)"):
+        _ = lockstep.barrier  # type: ignore[attr-defined]
+    assert not set(lockstep._ELSEWHERE) & set(lockstep._PUBLIC)
+
+
 def test_every_public_name_is_known_to_type_checkers() -> None:
     """The lazy table and the imports for type checkers name the same things."""
     tree = modules()["lockstep"].tree
