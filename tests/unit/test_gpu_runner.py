@@ -123,6 +123,18 @@ def test_what_the_time_does_not_suffice_for_is_skipped(monkeypatch: pytest.Monke
     assert written["environment"]["name"] == "H100"
 
 
+def test_a_check_that_the_end_of_the_time_cuts_off_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = iter(["timed out", "failed", "passed", "failed"])
+    monkeypatch.setattr(gpu_run, "run_job", lambda _check, _device, limit_s, *_: Outcome(next(kinds), limit_s * 0.9))
+    session = Counting("cuda", 50.0)
+    for name in ("cut", "cut, too", "passed"):
+        session.run(replace(PLAIN, name=name, limit_s=60))
+    session.run(replace(PLAIN, name="failed", limit_s=20))
+    found = {name: (outcome.kind, outcome.why) for name, outcome in session.outcomes.items()}
+    cut = ("skipped", "the time was spent")
+    assert found == {"cut": cut, "cut, too": cut, "passed": ("passed", ""), "failed": ("failed", "")}
+
+
 def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "tests/gpu/gpu_run.py", *arguments]
