@@ -15,8 +15,8 @@ from lockstep.tools.doctor.versions import has_torch
 __all__ = ["RUNS_ON_GPUS", "look"]
 
 RUNS_ON_GPUS = (
-    "`make gpu` has run on one NVIDIA H200, with nccl between two ranks that shared it: of 74 checks 73 passed and 1 failed, "
-    "by a fault of its own. Several GPUs have never run: docs/gpu.md"
+    "`make gpu` has run on one NVIDIA H200, with nccl between two ranks that shared it: of 74 checks 73 passed and 1 "
+    "failed, by a fault of its own. Several GPUs have never run: docs/gpu.md"
 )
 """What is known of Lockstep on GPUs; benchmarks/results/gpu.json has every check."""
 
