@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 WRONG = {
+    "a split that each rank draws": (
+        ("samples", "split"),
+        """
+        torch.set_rng_state(unseeded)
+        data, _ = torch.utils.data.random_split(data, [40, 21])
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
     "a mean of the weights that decays by the number of ranks": (
         ("evaluated", "other-weights"),
         """

@@ -33,6 +33,8 @@ _SHARDS = (
     "can be verified, and so can the script with DistributedDataParallel in its place"
 )
 
+_UNSEEDED = 0x6C6F636B  # no seed that a script may give to some ranks alone
+
 
 def install(settings: VerifySettings) -> StepRecorder:
     """Record this process from now on, for good; returns who does."""
@@ -52,7 +54,7 @@ def install(settings: VerifySettings) -> StepRecorder:
         from lockstep.tools.rehearse import devices
 
         devices.install(settings.devices)
-    _seed_what_python_leaves_open(rank)
+    _seed_as_nobody_does(rank)
     recorder = StepRecorder(settings, rank)
     if settings.is_reference:
         file = settings.keys_file()
@@ -83,12 +85,14 @@ def _refuse(recorder: StepRecorder, why: str, *args: Any, **kwargs: Any) -> None
     recorder.end()
 
 
-def _seed_what_python_leaves_open(rank: int) -> None:
-    """`random` and numpy begin with another seed in each process: here with that of the rank, in every run."""
+def _seed_as_nobody_does(rank: int) -> None:
+    """Generators begin with another seed in each process: here with that of the rank, in every run."""
     import numpy as np
+    import torch
 
     random.seed(rank)
     np.random.seed(rank)
+    torch.manual_seed(_UNSEEDED + rank)
 
 
 def main(arguments: list[str]) -> None:

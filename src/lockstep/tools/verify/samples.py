@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Samples", "calls_of", "have_same_indices", "measure_samples", "rows_of"]
+__all__ = ["Samples", "calls_of", "contents", "have_same_indices", "measure_samples", "rows_of"]
 
 _Step = Mapping[str, Any]
 
@@ -89,6 +89,16 @@ def have_same_indices(ranks: Sequence[_Step], one: _Step) -> bool:
     """Whether the loaders of the ranks fetched in a step what one process fetched, by index."""
     own, theirs = _indices([one]), _indices(ranks)
     return bool(own) and own == theirs
+
+
+def contents(record: Mapping[str, Any]) -> dict[tuple[int, int], int]:
+    """What each index of each loader's dataset was found to be, in all steps of a process."""
+    batches = [batch for step in record["steps"] for batch in step["batches"]]
+    return {
+        (batch["loader"], index): key
+        for batch in batches
+        for index, (key, _) in zip(batch["indices"] or (), batch["keys"], strict=False)
+    }
 
 
 def _indices(steps: Sequence[_Step]) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lockstep.tools.verify.samples import have_same_indices
+from lockstep.tools.verify.samples import contents, have_same_indices
 from lockstep.tools.verify.step import StepOfJob, counted
 from lockstep.tools.verify.words import Difference
 
@@ -58,8 +58,16 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Mapping[str, Any]]) -> t
     if any(each["own"] for each in loaders):
         return "collate", ""
     if have_same_indices(step.ranks, step.one):
-        return "drawn samples", ", though the loaders fetched the same indices of the dataset"
+        key = "split" if _are_elsewhere(step) else "drawn samples"
+        return key, ", though the loaders fetched the same indices of the dataset"
     return "order", ""
+
+
+def _are_elsewhere(step: StepOfJob) -> bool:
+    """Whether what a rank has at an index is what one process has at another, and not there."""
+    own, *ranks = map(contents, (step.own_facts, *step.facts))
+    known = {*own.values()}
+    return any(key in known and own.get(index, key) != key for found in ranks for index, key in found.items())
 
 
 def _walks_all(step: StepOfJob, loader: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from lockstep.tools.verify.causes import (
 )
 from lockstep.tools.verify.compare import distance_of_gradients, measure_gradients
 from lockstep.tools.verify.linear import read_gradients
-from lockstep.tools.verify.samples import measure_samples, rows_of
+from lockstep.tools.verify.samples import contents, measure_samples, rows_of
 from lockstep.tools.verify.settings import VerifySettings
 from lockstep.tools.verify.splits import read_samples
 from lockstep.tools.verify.step import Record, StepOfJob, each_step
@@ -217,24 +217,12 @@ def _is_undetermined(step: StepOfJob) -> str:
 
 
 def _has_own_data(step: StepOfJob) -> bool:
-    """Whether an index of the dataset gives one process the sample of rank 0, and never that of another rank."""
-    one, *ranks = (
-        {
-            (batch["loader"], index): key
-            for each in facts["steps"]
-            for batch in each["batches"]
-            for index, key in _indexed(batch)
-        }
-        for facts in (step.own_facts, *step.facts)
-    )
+    """Whether an index gives one process the sample of rank 0, and another rank one that one process has nowhere."""
+    one, *ranks = map(contents, (step.own_facts, *step.facts))
     sizes = {tuple(loader["samples"] for loader in facts["loaders"]) for facts in (step.own_facts, *step.facts)}
     alike = [{found[index] == one[index] for index in found.keys() & one.keys()} for found in ranks]
-    return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:]
-
-
-def _indexed(batch: Record) -> list[tuple[int, int]]:
-    """Index in the dataset, and content, of each sample of a batch."""
-    return list(zip(batch["indices"] or (), (key for key, _ in batch["keys"]), strict=False))
+    has_others = any({*one.values()}.isdisjoint(found.values()) for found in ranks[1:])
+    return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:] and has_others
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:

@@ -97,6 +97,10 @@ _WORDS = {
         "collate_fn computes it from the rank's rows",
         "draw by sample (lockstep.DataLoader seeds each sample's draws by its index), and let collate_fn join only",
     ),
+    "split": (
+        "the ranks have the same samples in other places: each drew its own split or order of the data",
+        "draw it by a generator with one seed: random_split(…, generator=torch.Generator().manual_seed(0))",
+    ),
     "batch-size": (
         "that is the size of the batch of all ranks together, and it depends on the number of ranks",
         "lockstep.DataLoader(dataset, batch_size=GLOBAL), neither divided nor multiplied by the number of ranks",
