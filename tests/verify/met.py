@@ -189,6 +189,21 @@ RIGHT = {
             else:
                 compute()
     """,
+    "a further training until rounding is left, of data that is made after the first": """
+        torch.set_default_dtype(torch.float32)
+        for rate in 0.05, 0.2:
+            draws = torch.Generator().manual_seed(1)
+            rows = torch.randn(205, 6, generator=draws)
+            rows = torch.utils.data.TensorDataset(rows, rows.sum(1, keepdim=True))
+            batches = lockstep.DataLoader(rows, batch_size=16, shuffle=True)
+            model, optimizer = trained(nn.Linear(6, 1))
+            optimizer.param_groups[0]["lr"] = rate
+            for epoch in range(2):
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(model(x), y).backward()
+                    optimizer.step()
+    """,
     "so many batches by next()": """
         model, optimizer = trained(net)
         for epoch in range(3):

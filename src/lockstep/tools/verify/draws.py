@@ -7,7 +7,7 @@ process permutes ten samples, two ranks five each) is its own, and said.
 
 [Note: halves] What rounding does is measured: the one process takes each step once more, with every product and sum
 over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script. What
-is computed outside of a step, such as the data, stays as it is: samples are known by their content.
+is computed before the samples of a step, such as the data, stays as it is: samples are known by their content.
 """
 
 from __future__ import annotations

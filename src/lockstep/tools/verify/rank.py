@@ -67,7 +67,7 @@ def install(settings: VerifySettings) -> StepRecorder:
     outputs.install(recorder)
     watch_numpy_and_random(recorder.on_draw, recorder.note_own_draw)
     cuts = settings.role == HALVES
-    watched = OperatorWatch(recorder.on_draw, recorder.note_single, lambda: cuts and recorder.is_recording)
+    watched = OperatorWatch(recorder.on_draw, recorder.note_single, lambda: cuts and recorder.is_computing)
     watched.__enter__()  # type: ignore[no-untyped-call]
     if settings.role == RANKS:
         for name in ("spawn", "start_processes"):

@@ -135,6 +135,11 @@ class StepRecorder:
         """Whether this thread's work belongs to a step that is recorded."""
         return self._is_active and not self.is_cut and self.busy == 0
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether that is for samples, and not before them, as what makes the data of a further training."""
+        return self.is_recording and bool(self.step["batches"] or self.step["calls"])
+
     def begin_work(self) -> None:
         """A batch, or the first forward pass: what is drawn from now on belongs to a step."""
         if not self._is_active:
