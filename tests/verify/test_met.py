@@ -65,6 +65,24 @@ def test_what_is_changed_between_the_steps_is_not_said_to_be_within_one(tmp_path
     assert "between the steps" in verdict.differences[0].meaning, text
 
 
+def test_what_one_process_draws_as_the_ranks_do_is_not_said_to_be_given(tmp_path: Path) -> None:
+    """Such as the parameters of a second model, which is made after the first was trained."""
+    verdict, text = verdict_on(
+        """
+        for rate in 0.1, 0.2:
+            torch.manual_seed(0)
+            model, optimizer = trained(nn.Linear(6, 4))
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.code == 0
+    assert "draws of random numbers" not in text
+
+
 def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
     """One process has N times the batch, and the script's constant stays."""
     verdict, text = verdict_on(

@@ -44,7 +44,7 @@ _LONGEST_WAIT = 32
 
 def _empty_step() -> dict[str, Any]:
     parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws", "generated")
-    return {part: [] for part in parts} | {"lines": {}, "after": {}, "rounded": 0.0, "single": False}
+    return {part: [] for part in parts} | {"lines": {}, "after": {}, "rounded": 0.0, "single": False, "given": 0}
 
 
 def _by_batch(draws: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -283,6 +283,8 @@ class StepRecorder:
         if joined is None:
             shapes = [list(each["values"].shape) for each in drawn]
             self.step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
+        else:
+            self.step["given"] += not torch.equal(joined, values)
         return joined
 
     def _order_of_ranks(self) -> list[int] | None:

@@ -283,7 +283,7 @@ def _unseen(ranks: Sequence[Record]) -> list[str]:
 
 def _note(verdict: Verdict, ranks: Sequence[Record], one: Record) -> None:
     steps = one["steps"]
-    given = sum(len(step["own_draws"]) - len(step["unlike_draws"]) for step in steps)
+    given = sum(step["given"] for step in steps)
     if given:
         verdict.notes.append(
             f"{given} draws of random numbers within the steps (dropout, noise) were given to the one process as the "
