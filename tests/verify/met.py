@@ -217,6 +217,12 @@ RIGHT = {
 }
 # Of what nothing can be told, and why.
 UNKNOWN = {
+    "ranks that never meet": (
+        "ranks of an MPI job are started by",
+        """
+        raise lockstep.errors.SetupError("ranks of an MPI job are started by `mpirun`")
+        """,
+    ),
     "parameters in flat shards": (
         "FullyShardedDataParallel keeps parts of parameters",
         """

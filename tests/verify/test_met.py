@@ -125,6 +125,22 @@ def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(tmp_
     assert "it was given stand-ins for GPUs" in " ".join(text.split())
 
 
+def test_a_script_that_asks_lockstep_for_nccl_is_given_gpus(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        world.shutdown()
+        world = lockstep.init(backend="nccl")
+        model, optimizer = trained(net.to(world.device))
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x.to(world.device)), y.to(world.device)).backward()
+            optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.code == 0, text
+
+
 def test_what_computes_in_16_bits_is_compared_in_64(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from lockstep import env
+from lockstep.errors import SetupError
 from lockstep.launch import worker
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.scratch import enter
@@ -116,6 +117,9 @@ def main(arguments: list[str]) -> None:
             worker.run_script(kind, rest)
         recorder.facts["returned"] = True
     except Exception as error:
+        if isinstance(error, SetupError) and not recorder.steps:  # the ranks have not met
+            recorder.facts["refused"] = str(error)
+            print(error, file=sys.stderr)  # for `_Session.ranks`: the worker leaves it to the launcher
         if not recorder.is_cut and not recorder.is_last_batch:
             raise
         # Its loader has ended early, which not every script is written for.
