@@ -17,8 +17,8 @@ __all__ = ["main"]
 _FLAGS = frozenset({"-m", "--module", "--double", "--no-compat", "-h", "--help"})
 
 _DESCRIPTION = """\
-Run a script on N processes and on one, unedited, and compare the first K optimizer steps: samples, what enters the
-models and comes out of them, loss, gradients, parameters, buffers. The first stage that differs is told, with what was
+Run a script on N processes and on one, unedited, and compare the optimizer steps: samples, what enters the models
+and comes out of them, loss, gradients, parameters, buffers. The first stage that differs is told, with what was
 measured, what it means and what to write. Works for any script that `lockstep run` can start; GPUs are simulated.
 Options after the script belong to the script; give it little data. What it writes goes to memory, where the system
 allows that.
@@ -46,7 +46,12 @@ def _parser() -> Parser:
         *NPROC_OPTIONS, dest="nproc", metavar="N[,M]", help="numbers of ranks, with commas (default: 2)"
     )
     parser.add_argument(
-        "--steps", type=int, metavar="K", default=4, help="optimizer steps to compare (default: %(default)s)"
+        "--steps",
+        type=int,
+        metavar="K",
+        default=4,
+        help="optimizer steps to compare of an epoch of more than 40 batches; others are compared whole (default: "
+        "%(default)s)",
     )
     parser.add_argument("--double", action="store_true", help="compute in float64, where nothing hides in rounding")
     parser.add_argument("--json", metavar="FILE", help="write the report to FILE for programs, too")
