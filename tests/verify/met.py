@@ -204,6 +204,23 @@ RIGHT = {
                     nn.functional.mse_loss(model(x), y).backward()
                     optimizer.step()
     """,
+    "how many samples rank 0 had, beside an evaluation": """
+        model, optimizer = trained(nn.Linear(6, 4))
+        for epoch in range(2):
+            trained_on = 0
+            for x, y in lockstep.DataLoader(data, batch_size=20, drop_last=True):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                trained_on += len(y)
+            loss = lockstep.metrics.Mean()
+            with torch.no_grad():
+                for x, y in lockstep.DataLoader(data, batch_size=16, evaluation=True):
+                    loss.update(cross_entropy(model(x), y))
+            (loss,) = lockstep.metrics.synchronize(loss)
+            if world.rank == 0:
+                print(f"epoch {epoch}: loss {loss:.6f}, {trained_on} samples")
+    """,
     "so many batches by next()": """
         model, optimizer = trained(net)
         for epoch in range(3):
