@@ -221,6 +221,23 @@ RIGHT = {
             if world.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.6f}, {trained_on} samples")
     """,
+    "a stream that ends on some ranks first": """
+        class Part(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                for number, sample in enumerate(data):
+                    if number // share % world.world_size == world.rank:
+                        yield sample
+
+        share = 12 // world.world_size
+        model, optimizer = trained(nn.Linear(6, 4))
+        data = [data[number % 61] for number in range(79)]
+        for epoch in range(3):
+            batches = iter(torch.utils.data.DataLoader(Part(), batch_size=share, drop_last=True))
+            while not lockstep.any((batch := next(batches, None)) is None):
+                optimizer.zero_grad()
+                cross_entropy(model(batch[0]), batch[1]).backward()
+                optimizer.step()
+    """,
     "so many batches by next()": """
         model, optimizer = trained(net)
         for epoch in range(3):

@@ -26,16 +26,16 @@ from lockstep.data.iteration import EpochIterator
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.orders import OF_RANK_0
-from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder
 from lockstep.tools.verify.rows import is_time_first, sample_keys, samples_first
 from lockstep.tree import tensors_in
 
 __all__ = ["LoaderWatch", "install"]
 
 _PASS, _COUNTS, _ASKED = "_lockstep_pass", "_lockstep_counts", "_lockstep_asked"
-_NUMBER = "_lockstep_number"
-# Batches that are fetched, and not trained on, to come to the last one of an epoch; of one whose length nobody knows.
-_MOST_SKIPPED, _MOST_OF_STREAM = 500, 100
+_NUMBER, _AHEAD = "_lockstep_number", "_lockstep_ahead"
+# Batches that are fetched, and not trained on, to come to the last one of an epoch.
+_MOST_SKIPPED = 500
 
 
 class LoaderWatch:
@@ -67,6 +67,7 @@ class LoaderWatch:
         asked = values.setdefault(_ASKED, [])
         one = {"loader": self.number_of(loader), "keys": [], "trains": False, "finished": False, "asked": asked}
         one["most"] = sys.maxsize  # batches to hand out
+        one["stream"] = _length_of(iterator) is None
         one["epoch"] = getattr(distributed_sampler(loader), "epoch", None)
         values[_PASS], values[_NUMBER] = one, len(passes)
         passes.append(one)
@@ -111,12 +112,12 @@ class LoaderWatch:
         if len(one["keys"]) >= one["most"]:
             raise StopIteration
         try:
-            batch = self._fetch(take)
+            batch = self._fetch(iterator, take)
             if trains and not recorder.is_cut and self._is_time_for_last(iterator):
                 batch = self._last(iterator, one, batch, take)
         except StopIteration:
             one["finished"] = True
-            if trains:
+            if trains and not one["stream"]:
                 recorder.end_whole_epoch()
             raise
         self._note(iterator, one, batch)
@@ -124,7 +125,10 @@ class LoaderWatch:
             recorder.end()
         return batch
 
-    def _fetch(self, take: Callable[[], Any]) -> Any:
+    def _fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
+        ahead = vars(iterator).get(_AHEAD)
+        if ahead:
+            return ahead.popleft()
         self._depth += 1
         try:
             with self._recorder.aside():
@@ -140,22 +144,33 @@ class LoaderWatch:
 
     def _last(self, iterator: Any, one: dict[str, Any], batch: Any, take: Callable[[], Any]) -> Any:
         self._recorder.is_last_batch = True
-        length, skipped = _length_of(iterator), _MOST_OF_STREAM
-        if length is not None and self._recorder.train_whole_epochs(length):
+        length = _length_of(iterator)
+        if length is None:
+            return self._look_ahead(iterator, one, batch, take)
+        if self._recorder.train_whole_epochs(length):
             return batch
         self._recorder.until += 1
-        if length is not None:
-            # Whole windows of accumulation, so that as many batches are left over as there really are.
-            last = self._recorder.steps[-1]["batches"] if self._recorder.steps else []
-            window = max(1, sum(each["loader"] == one["loader"] for each in last))
-            skipped = (length - len(one["keys"]) - 1) // window * window
+        # Whole windows of accumulation, so that as many batches are left over as there really are.
+        last = self._recorder.steps[-1]["batches"] if self._recorder.steps else []
+        window = max(1, sum(each["loader"] == one["loader"] for each in last))
+        skipped = (length - len(one["keys"]) - 1) // window * window
         with contextlib.suppress(StopIteration):
             for _ in range(skipped):
-                batch = self._fetch(take)
+                batch = self._fetch(iterator, take)
                 counts = vars(iterator).get(_COUNTS)
                 if counts:
                     counts.popleft()  # of the batch before
         return batch
+
+    def _look_ahead(self, iterator: Any, one: dict[str, Any], batch: Any, take: Callable[[], Any]) -> Any:
+        """How long a stream is: on each rank as it is, for ranks may have unlike numbers of batches."""
+        ahead = deque([batch])
+        with contextlib.suppress(StopIteration):
+            while len(one["keys"]) + len(ahead) <= FEW_BATCHES:
+                ahead.append(self._fetch(iterator, take))
+        vars(iterator)[_AHEAD] = ahead
+        self._recorder.train_whole_epochs(len(one["keys"]) + len(ahead))
+        return ahead.popleft()
 
     def _note(self, iterator: Any, one: dict[str, Any], batch: Any) -> None:
         recorder = self._recorder
@@ -196,7 +211,10 @@ class LoaderWatch:
         self._trains.update(loaders)
         for number in set(loaders):
             # The latest, which may have ended before the step; none that was only looked into before.
-            [one for one in passes if one["loader"] == number][-1]["trains"] = True
+            latest = [one for one in passes if one["loader"] == number][-1]
+            if latest["stream"] and not latest["trains"]:
+                self._recorder.end_whole_epoch()
+            latest["trains"] = True
 
     def _forget_looked_at(self, iterator: Any, loader: int) -> None:
         """Leave out batches of passes that were given up before anything was computed of them."""
@@ -263,7 +281,7 @@ def _init(sizes: Sequence[int | None], made: list[int | None]) -> Callable[..., 
 def _iterate(watch: LoaderWatch, aside: Callable[[], Any]) -> Callable[..., Any]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def iterate(self: Any) -> Any:
-            for name in (_PASS, _COUNTS, _ASKED, _NUMBER):  # workers that persist keep their iterator
+            for name in (_PASS, _COUNTS, _ASKED, _NUMBER, _AHEAD):  # workers that persist keep their iterator
                 vars(getattr(self, "_iterator", None) or watch).pop(name, None)
             with aside(), watch.part_of_rank_0(self):
                 iterator = original(self)

@@ -28,14 +28,14 @@ from lockstep.tools.verify.draws import join_draws
 from lockstep.tools.verify.settings import RANKS, VerifySettings
 from lockstep.tools.verify.state import dump_state, load_state, others_than
 
-__all__ = ["StepRecorder", "is_of_library", "line_of_script"]
+__all__ = ["FEW_BATCHES", "StepRecorder", "is_of_library", "line_of_script"]
 
 # How long a process waits at its end for the others, which may wait for it elsewhere, and how long it may evaluate.
 _END_S, _AFTERWARDS_S = 5.0, 120.0
 # For how long further epochs are begun, and how many.
 _EPOCHS_S, _MOST_EPOCHS = 10.0, 8
 # What an epoch may have that is trained whole, and how much may be written for that.
-_FEW_BATCHES, _MOST_BYTES = 40, 1 << 31
+FEW_BATCHES, _MOST_BYTES = 40, 1 << 31
 # Steps of optimizers that take turns, after which their round need not be complete.
 _LONGEST_ROUND = 8
 # Steps until a batch is asked for: more than any round has.
@@ -191,14 +191,17 @@ class StepRecorder:
     def train_whole_epochs(self, batches: int) -> bool:
         """Whether epochs of so many batches are trained to their ends. See [Note: when it ends]."""
         per_batch_s = (time.monotonic() - self._began_at) / max(1, len(self.steps))
-        is_short = batches <= _FEW_BATCHES and batches * per_batch_s < _EPOCHS_S
+        is_short = batches <= FEW_BATCHES and batches * per_batch_s < _EPOCHS_S
         size = self.settings.state_file(len(self.steps)).stat().st_size if self.rank == 0 else 0
         goes = self._of_rank_0(1, is_short and size * batches * _MOST_EPOCHS < _MOST_BYTES)
         self.until = sys.maxsize if goes else max(self.until, len(self.steps))
         return bool(goes)
 
     def end_whole_epoch(self) -> None:
-        """A loader has come to its end: train the next epoch whole, too, or no more than its first step."""
+        """A loader has come to its end: train the next epoch whole, too, or no more than its first step.
+
+        Of a stream, which some ranks leave before its end, the first step of a further epoch is taken.
+        """
         if self.until == sys.maxsize and not self._goes_on(self._began_at):
             self.until = len(self.steps) + 1
 
