@@ -286,8 +286,8 @@ def _note(verdict: Verdict, ranks: Sequence[Record], one: Record) -> None:
     given = sum(step["given"] for step in steps)
     if given:
         verdict.notes.append(
-            f"{given} draws of random numbers within the steps (dropout, noise) were given to the one process as the "
-            "ranks drew them: that N ranks draw other numbers than one is set aside"
+            f"random numbers drawn within the steps (dropout, noise), {given} times, were given to the one process as "
+            "the ranks drew them: that N ranks draw other numbers than one is set aside"
         )
     if ranks[0]["facts"]["scales"]:
         verdict.notes.append(
