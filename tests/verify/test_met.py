@@ -80,7 +80,7 @@ def test_what_one_process_draws_as_the_ranks_do_is_not_said_to_be_given(tmp_path
         tmp_path,
     )
     assert verdict.code == 0
-    assert "draws of random numbers" not in text
+    assert "random numbers drawn within" not in text
 
 
 def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
