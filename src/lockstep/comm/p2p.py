@@ -231,8 +231,8 @@ class PointToPoint:
                     published.publish(work.operation)
                     num_alarms = self._team.num_alarms
                     look_at = self._look_and_plan(began, now, left_s)
-                    limit_s = work.timeout_s if timeout_s is None else timeout_s
-                    look_at = min(look_at, now + self._look_for_deadlock(work, now - began, limit_s))
+                    if timeout_s is None:  # else the caller may do something else afterwards
+                        look_at = min(look_at, now + self._look_for_deadlock(work, now - began))
                 if timeout_s is not None and now - began >= timeout_s:
                     return
                 if may_yield and now - moved_at <= _YIELD_FOR_S:
@@ -401,13 +401,12 @@ class PointToPoint:
             return now + _TRY_AGAIN_S
         return next_look(began, now, timeout_s, self._team.failures_wake_waits)
 
-    def _look_for_deadlock(self, work: MessageWork, waited_s: float, timeout_s: float) -> float:
+    def _look_for_deadlock(self, work: MessageWork, waited_s: float) -> float:
         """End the message if the rank that it waits for waits for this one; else seconds until the next look.
 
         Args:
             work: what this thread waits for.
             waited_s: for so long.
-            timeout_s: seconds after which it waits no longer.
         """
         operation, detector = work.operation, self._detector
         if detector is None or operation.awaited in (ANY_SOURCE, self._team.rank):
@@ -417,7 +416,7 @@ class PointToPoint:
             return math.inf
         self._awaited = operation
         try:
-            return detector.look([operation.awaited], waited_s, timeout_s, operation)
+            return detector.look([operation.awaited], waited_s, work.timeout_s, operation)
         except Deadlock as failure:
             with self._lock:
                 self._mailbox.abandon(operation)
