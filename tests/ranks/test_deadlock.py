@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import multiprocessing.pool
 import queue
+import sched
+import socketserver
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +24,7 @@ from torch.utils.data import DataLoader
 from failing import Caught, attempt, expect, group_works, ranks_named
 from lockstep.comm import deadlock
 from lockstep.comm.work import Runner
-from lockstep.errors import CollectiveMismatch
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout
 from lockstep.testing import run_ranks
 
 # Longer than it takes to be sure of a deadlock.
@@ -76,7 +84,27 @@ def one_receives_in_another_group() -> None:
     dist.send(torch.ones(LARGE // 4), 1, group=group) if dist.get_rank() == 0 else dist.all_reduce(torch.ones(2))
 
 
-@pytest.mark.parametrize("call", [both_receive, both_send, one_receives, one_receives_in_another_group])
+def one_receives_by_another_tag() -> None:
+    dist.send(torch.ones(LARGE // 4), 1, tag=1) if dist.get_rank() == 0 else dist.recv(torch.ones(LARGE // 4), 0)
+
+
+def one_sends_in_another_group() -> None:
+    group = dist.new_group()
+    tensor = torch.ones(LARGE // 4)
+    dist.send(tensor, 1, group=group) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        both_receive,
+        both_send,
+        one_receives,
+        one_receives_in_another_group,
+        one_receives_by_another_tag,
+        one_sends_in_another_group,
+    ],
+)
 def test_messages_that_nobody_sends_or_receives(call: Callable[[], None]) -> None:
     for outcome in run_ranks(call_together, 2, call):
         expect(outcome, CollectiveMismatch, (), "wait for each other", "rank 0", "rank 1", "Send before you wait")
@@ -169,9 +197,146 @@ def test_thread_may_call_its_first_collective_late() -> None:
     assert run_ranks(call_first_from_a_thread, 2) == [(True, True)] * 2
 
 
+def send_a_message() -> None:
+    dist.send(torch.ones(2), 1)
+
+
+def by_a_timer() -> None:
+    threading.Timer(LONG_S, send_a_message).start()
+
+
+def by_a_scheduler() -> None:
+    scheduler = sched.scheduler()
+    scheduler.enter(LONG_S, 0, send_a_message)
+    threading.Thread(target=scheduler.run).start()
+
+
+def by_an_event_loop() -> None:
+    async def come_late() -> None:
+        await asyncio.sleep(LONG_S)
+        send_a_message()
+
+    threading.Thread(target=asyncio.run, args=(come_late(),)).start()
+
+
+def by_a_loop_that_calls_later() -> None:
+    loop = asyncio.new_event_loop()
+    loop.call_later(LONG_S, send_a_message)
+    loop.call_later(LONG_S, loop.stop)
+    threading.Thread(target=loop.run_forever).start()
+
+
+def behind_a_call_of_a_library() -> None:
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool.submit(time.sleep, LONG_S)
+    pool.submit(send_a_message)
+    pool.shutdown(wait=False)
+
+
+def by_a_callback() -> None:
+    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+    pool.submit(time.sleep, LONG_S).add_done_callback(lambda _: send_a_message())
+    pool.shutdown(wait=False)
+
+
+def by_a_callback_of_a_pool() -> None:
+    pool = multiprocessing.pool.ThreadPool(1)
+    pool.apply_async(time.sleep, (LONG_S,), callback=lambda _: send_a_message())
+    pool.close()
+
+
+def by_a_server() -> None:
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            send_a_message()
+            threading.Thread(target=self.server.shutdown).start()
+
+    server = socketserver.TCPServer(("localhost", 0), Handler)
+    threading.Thread(target=server.serve_forever).start()
+    subprocess.Popen([sys.executable, "-c", ASK, str(LONG_S), str(server.server_address[1])])
+
+
+ASK = "import socket, sys, time; time.sleep(float(sys.argv[1])); socket.create_connection(('localhost', sys.argv[2]))"
+
+
+def send_late(send: Callable[[], None]) -> tuple[bool, bool]:
+    """Rank 1 waits for a message of rank 0, which waits for all in a barrier and sends it meanwhile."""
+    received = torch.zeros(2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        send()
+    else:
+        dist.recv(received, 0)
+    dist.barrier()
+    return dist.get_rank() == 0 or received.sum().item() == 2.0, group_works()
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        by_a_timer,
+        by_a_scheduler,
+        by_an_event_loop,
+        by_a_loop_that_calls_later,
+        behind_a_call_of_a_library,
+        by_a_callback,
+        by_a_callback_of_a_pool,
+        by_a_server,
+    ],
+)
+def test_what_calls_back_later_can_still_send(send: Callable[[], None]) -> None:
+    assert run_ranks(send_late, 2, send) == [(True, True)] * 2
+
+
+def answer_from_a_library() -> tuple[bool, bool]:
+    """A thread of a library receives a request and answers it later."""
+    code = """
+def serve():
+    tensor = torch.zeros(2)
+    dist.recv(tensor, 1)
+    time.sleep(delay_s)
+    dist.send(tensor + 1, 1)
+"""
+    library = {"torch": torch, "dist": dist, "time": time, "delay_s": LONG_S}
+    exec(compile(code, "/lib/site-packages/library.py", "exec"), library)
+    answer = torch.zeros(2)
+    if dist.get_rank() == 0:
+        threading.Thread(target=library["serve"]).start()  # type: ignore[arg-type]
+    else:
+        dist.send(torch.ones(2), 0)
+        dist.recv(answer, 0)
+    dist.barrier()
+    return dist.get_rank() == 0 or answer.sum().item() == 4.0, group_works()
+
+
+def test_thread_of_a_library_that_has_communicated_can_still_send() -> None:
+    assert run_ranks(answer_from_a_library, 2) == [(True, True)] * 2
+
+
+def try_for_a_while() -> tuple[bool, bool]:
+    """Rank 0 waits for a message with a limit, and then sends what rank 1 needs for it."""
+    tensor = torch.ones(2)
+    if dist.get_rank() == 0:
+        expected = dist.irecv(tensor, 1)
+        with pytest.raises(CollectiveTimeout):
+            expected.wait(timedelta(seconds=2 + LONG_S))
+        dist.send(torch.ones(2), 1)
+        expected.wait()
+    else:
+        dist.recv(tensor, 0)
+        dist.send(tensor + 1, 0)
+    return tensor.sum().item() == 4.0 - 2.0 * dist.get_rank(), group_works()
+
+
+def test_message_that_is_waited_for_with_a_limit_is_no_standstill() -> None:
+    assert run_ranks(try_for_a_while, 2) == [(True, True)] * 2
+
+
 def go_round_beside_threads_of_libraries() -> Caught:
     """Idle and busy threads that cannot call a collective."""
     idle: queue.Queue[None] = queue.Queue()
+    loop = asyncio.new_event_loop()  # as that of fsspec: without tasks
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     for target, args in ((idle.get, ()), (threading.Event().wait, (10 * LONG_S,))):
         threading.Thread(target=target, args=args, daemon=True).start()
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -180,6 +345,7 @@ def go_round_beside_threads_of_libraries() -> Caught:
         next(loader)
         caught = go_round(False)
     idle.put(None)
+    loop.call_soon_threadsafe(loop.stop)
     return caught
 
 
@@ -203,6 +369,31 @@ def queue_and_wait() -> tuple[bool, bool]:
 
 def test_rank_that_computes_is_no_standstill() -> None:
     assert run_ranks(queue_and_wait, 2) == [(True, True)] * 2
+
+
+class Confirmed:
+    """Notes when the last wait was confirmed."""
+
+    at_ns = 0
+
+    def wait_of(self, rank: int) -> None: ...
+
+    def publish_wait(self, text: str) -> None: ...
+
+    def confirm_wait(self, time_ns: int) -> None:
+        self.at_ns = time_ns
+
+    def withdraw_wait(self) -> None: ...
+
+
+def test_wait_is_confirmed_from_before_the_caller_looked_whether_it_is_over() -> None:
+    """A rank that is stopped between the two may miss what came meanwhile."""
+    waits: Any = Confirmed()
+    detector = deadlock.DeadlockDetector(waits, [0, 1], 0, "a group", Runner("unused"), lambda: "a call")
+    detector.look([1], 10.0, 60.0)
+    caller_looked_ns = time.monotonic_ns()
+    detector.look([1], 10.0, 60.0)
+    assert 0 < waits.at_ns <= caller_looked_ns
 
 
 class NobodyWaits:

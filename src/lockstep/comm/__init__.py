@@ -7,7 +7,7 @@ General layout:
 * `callsite`, `wording`, `clock`: the user's line, names in messages, seconds spent communicating.
 * `flight_recorder`, `descriptions`: the flight record, which tells every rank what the others are doing.
 * `deadlock`, `reorder`: what the record alone does not show: ranks that wait in a cycle, calls in another order;
-  `flat_shapes`: which shapes may meet.
+  `user_threads`: which threads may still call one; `flat_shapes`: which shapes may meet.
 * `work`, `message_work`: handles of collectives and of messages, and the thread that runs asynchronous calls;
   `callback_watch`: the deadline of their callbacks; `intra_op`: how many threads that thread computes with.
 * `contract`: what a backend provides: what engine, flight recorder and point to point know of it.

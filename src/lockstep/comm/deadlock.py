@@ -11,31 +11,30 @@ that they wait for, and looks whether this leads back to itself.
 
 [Note: no false alarm] An error where none is would be worse than a late one, so a rank counts as waiting only if it
 cannot come to any other collective meanwhile: its main thread is the one that waits, no other thread of it has ever
-called a collective or is in the user's code, from where it may call its first (threads of libraries, such as those of
-a progress bar or a DataLoader, are none of these), no other group has asynchronous calls left to run, no other send or
-receive of it is under way, and its wait is no short try. And a cycle counts only if it is seen twice, `_CONFIRM_S`
-apart, with every rank of it in the very same wait, and if every rank has confirmed its wait in between, which means
-that it has looked again whether those it waits for have come. Then none of them can have come in between: the first to
-come would have had to stop waiting before. A rank that sends to one that receives from it is no cycle: a large message
-may be on its way between them.
+called a collective, a send or a receive, none is in the user's code, from where it may call its first, or may get
+there (`user_threads.py`; threads of libraries, such as those of a progress bar or a DataLoader, are none of these), no
+other group has asynchronous calls left to run, no other send or receive of it is under way, and its wait is no short
+try: a message that is waited for with a limit of that wait's own is none. What a signal's handler may send is not
+thought of. And a cycle counts only if it is seen twice, `_CONFIRM_S` apart, with every rank of it in the very same
+wait, and if every rank has confirmed its wait in between, which means that it has looked again whether those it waits
+for have come. Then none of them can have come in between: the first to come would have had to stop waiting before. A
+rank that sends to one that receives from it, in the same group and by the same tag, is no cycle: a large message may be
+on its way between them.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Protocol
 
 from lockstep.comm.contract import PublishedWaits
+from lockstep.comm.user_threads import threads_of_user
 from lockstep.comm.work import Runner
-from lockstep.frames import is_library_file, library_folders
 from lockstep.shm.sync import FailureKind, PeerFailure
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "forget_other_callers",
     "note_messages",
     "note_other_caller",
-    "threads_in_users_code",
 ]
 
 # From the beginning of a wait until the rank publishes it; ordinary waits are shorter.
@@ -73,7 +71,7 @@ MAIN_THREAD = threading.main_thread().ident
 
 
 def note_other_caller() -> None:
-    """Note that a thread other than the main one called a collective. Local; see [Note: no false alarm]."""
+    """Note that a thread other than the main one communicates. Local; see [Note: no false alarm]."""
     global _has_other_callers
     _has_other_callers = True
 
@@ -99,29 +97,6 @@ def note_messages(messages: Messages) -> None:
     _messages.add(messages)
 
 
-def threads_in_users_code() -> set[int]:
-    """Threads other than the main one and the caller's that run, or have called, code of no installed library."""
-    known = (MAIN_THREAD, threading.get_ident())
-    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in known}
-    return {thread for thread, frame in frames.items() if _is_in_users_code(frame)}
-
-
-def _is_in_users_code(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if _is_users_file(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
-    return False
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_users_file(name: str) -> bool:
-    return not is_library_file(name, _folders())
-
-
-_folders = functools.cache(library_folders)
-
-
 @dataclass(frozen=True)
 class _Wait:
     """The wait that one rank has published."""
@@ -131,6 +106,11 @@ class _Wait:
     awaited: tuple[int, ...]
     group: str
     where: str
+
+
+def _tag_of(wait: _Wait) -> str:
+    """Of a send or receive: `recv(float32[3], src=0, tag=0) of ...`."""
+    return wait.where.partition(", tag=")[2].partition(")")[0]
 
 
 class Deadlock(PeerFailure):  # never leaves the package, as others of its kind
@@ -178,6 +158,7 @@ class DeadlockDetector:
         self._search_at_s = 0.0
         self._suspects: dict[int, int] = {}  # rank -> serial of its wait
         self._suspected_at_ns = 0
+        self._looked_at_ns = 0
 
     def look(self, missing: Sequence[int], waited_s: float, timeout_s: float, message: object = None) -> float:
         """Look at a wait of this rank for ranks of the group that have not come.
@@ -208,7 +189,9 @@ class DeadlockDetector:
             self._published = text
             self._suspects = {}
         now_s = time.monotonic()
-        self._waits.confirm_wait(time.monotonic_ns())
+        # The caller looked for those it waits for since the last call, but may have been stopped after that.
+        self._waits.confirm_wait(self._looked_at_ns)
+        self._looked_at_ns = time.monotonic_ns()
         if now_s >= self._search_at_s:
             self._search_at_s = now_s + _SEARCH_EVERY_S
             if self._is_certain():
@@ -234,7 +217,7 @@ class DeadlockDetector:
             return False
         if threading.get_ident() != MAIN_THREAD and not self._runner.is_awaited_by_main:
             return False
-        return not threads_in_users_code()
+        return not threads_of_user()
 
     def _wait_of(self, rank: int) -> _Wait | None:
         published = self._waits.wait_of(rank)
@@ -282,9 +265,11 @@ class DeadlockDetector:
         return {}
 
     def _may_be_exchanging(self, cycle: Sequence[int]) -> bool:
-        """Whether one of two ranks sends, and the other receives. See [Note: no false alarm]."""
-        verbs = [wait.where.partition("(")[0] for rank in cycle if (wait := self._wait_of(rank)) is not None]
-        return len(cycle) == 2 and sorted(verbs) == ["recv", "send"]
+        """Whether one of two ranks sends what the other receives. See [Note: no false alarm]."""
+        waits = [wait for rank in cycle if (wait := self._wait_of(rank)) is not None]
+        verbs = sorted(wait.where.partition("(")[0] for wait in waits)
+        are_meant = len({(wait.group, _tag_of(wait)) for wait in waits}) == 1
+        return len(cycle) == 2 and verbs == ["recv", "send"] and are_meant
 
     # ---- the error ------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from lockstep.comm.callsite import describe_exception
-from lockstep.comm.deadlock import threads_in_users_code
+from lockstep.comm.user_threads import threads_of_user
 
 __all__ = ["call_at_exit", "register", "shown_by"]
 
@@ -132,7 +132,7 @@ def _end_child() -> None:
 def _may_still_call() -> bool:
     """Whether the process waits for threads of the user's, which may call collectives."""
     waited_for = {each.ident for each in threading.enumerate() if not each.daemon}
-    return bool(waited_for & threads_in_users_code())
+    return bool(waited_for & threads_of_user())
 
 
 def _fatal_error() -> BaseException | None:

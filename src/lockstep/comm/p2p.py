@@ -28,7 +28,7 @@ import torch
 from lockstep.comm import clock
 from lockstep.comm.callsite import CallSite, call_site, describe_exception, site_text
 from lockstep.comm.contract import Team
-from lockstep.comm.deadlock import Deadlock, DeadlockDetector, note_messages
+from lockstep.comm.deadlock import MAIN_THREAD, Deadlock, DeadlockDetector, note_messages, note_other_caller
 from lockstep.comm.flight_recorder import FlightRecorder
 from lockstep.comm.intra_op import compute_alone
 from lockstep.comm.message_work import DoneMessage, MessageWork, source_of
@@ -147,6 +147,8 @@ class PointToPoint:
         """Peer and tag as Python's integers; those of NumPy and tensors of one element will do."""
         if self._recorder.broken is not None:
             raise self._recorder.repeat()
+        if threading.get_ident() != MAIN_THREAD:
+            note_other_caller()
         peer, tag = _as_int(name, "rank", peer), _as_int(name, "tag", tag)
         if not 0 <= tag < 1 << 63:
             raise InputError(f"{name}: the tag is {tag}; give an integer from 0 on")
