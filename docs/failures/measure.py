@@ -57,8 +57,11 @@ here, where gloo and MPI fill the front of the tensor and say nothing: send the 
 `tensor[:size]`. A rank that leaves in good order ends the messages with it by `RankLost`, and no others; a rank that
 fails or dies breaks the group.
 
-Ranks that wait for each other, in several groups or for messages, are found at once, unless one of them runs a thread
-of the script's own, which may be about to call what the others wait for: then they wait for the timeout.
+Ranks that wait for each other, in several groups or for messages, are found at once, unless one of them may be about to
+do what the others wait for: it runs a thread of the script's own, or one that may call the script's functions (a timer,
+an event loop with tasks, a busy pool, a server), or one that has communicated before; it has another send or receive
+under way, or receives from any rank; or it waits with a limit, as `work.wait(timeout)` does. Then they wait for the
+timeout.
 
 PyTorch {torch}, on {cores} cores. Under `lockstep run` the launcher's failure summary begins with the root cause and
 says where every rank was, also for gloo and nccl.

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
+from lockstep import env
 from lockstep.frames import is_library_file, is_torch_file, library_folders, without_own_lines
 from lockstep.launch.headline import locations_in
 
@@ -228,13 +229,16 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
         rank: the rank of this process.
     """
     file, line = _location_of(error, trace)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    if env.LOCKSTEP_DEBUG.get() is not True:
+        text = without_own_lines(text)
     return ErrorReport(
         rank=rank,
         pid=os.getpid(),
         host=socket.gethostname(),
         type=_qualified_name(type(error)),
         message=_shorten(_text_of(error)),
-        traceback=_shorten(without_own_lines("".join(traceback.format_exception(type(error), error, trace)))),
+        traceback=_shorten(text),
         file=file,
         line=line,
         time=time.time(),
