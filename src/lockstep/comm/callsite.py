@@ -87,12 +87,13 @@ call_site = make_locator()
 def _find_call_of_backward() -> CallSite:
     """The line of another thread from which this one runs a backward pass. See [Note: the backward pass on a GPU]."""
     passes = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
-    sites = set()
+    sites: set[CallSite] = set()
     for innermost in sys._current_frames().values():
         frame: FrameType | None = innermost
         while frame is not None and frame.f_code not in passes:
             frame = frame.f_back
-        sites |= {_search(frame)[0]} if frame is not None else set()
+        if frame is not None:
+            sites.add(_search(frame)[0])
     return sites.pop() if len(sites) == 1 else _UNKNOWN
 
 

@@ -494,8 +494,7 @@ class BackwardPass(PassState):
         """Take part in the averaging of the ranks that still train, having joined. Collective."""
         reducer = self._made_reducer()
         if engine.static_graph and self._static_unused is None:
-            self._static_any_unused = bool(all_reduce_number(0, dist.ReduceOp.MAX, self._group, self._device))
-            self._static_unused = frozenset()
+            self._settle_unused([])
         self.average()
         reducer.send_zeros()
         every = range(len(self._parameters))
@@ -538,16 +537,19 @@ class BackwardPass(PassState):
     def _check_missing(self, missing: list[int], may_be_unused: bool, is_static: bool) -> None:
         """Whether these may be missing at the end of a step. Collective in the first step of a static graph."""
         if is_static and self._static_unused is None:
-            self._static_unused = frozenset(missing)
-            self._static_any_unused = bool(
-                all_reduce_number(bool(missing), dist.ReduceOp.MAX, self._group, self._device)
-            )
+            self._settle_unused(missing)
         if not missing or may_be_unused:
             return
         if self._static_unused is None:
             self._raise(missing, "in this step", _ADVICE)
         if not self._static_unused.issuperset(missing):
             self._raise(missing, "in this step", _ADVICE_FOR_STATIC_GRAPH)
+
+    def _settle_unused(self, missing: Sequence[int]) -> None:
+        """What a static graph does not use here, and whether some rank leaves anything out. Collective."""
+        self._static_unused = frozenset(missing)
+        any_missing = all_reduce_number(bool(missing), dist.ReduceOp.MAX, self._group, self._device)
+        self._static_any_unused = bool(any_missing)
 
     def used_nowhere(self, missing: Sequence[int]) -> frozenset[int]:
         """Parameters that no rank has a gradient for; `missing` are those of this rank. Collective."""
