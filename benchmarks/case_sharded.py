@@ -12,7 +12,8 @@ Contestants, each with a model of its own that started from the same weights, wi
 Each contestant has the first of `_IMPLEMENTATIONS` that it can run, fastest first: fused, then foreach, then one tensor
 at a time. Which one it was stands with its samples; DTensor, and so FSDP2, has no fused SGD. Who can run none is a line
 in the result. Memory is measured in processes of its own for each: what all ranks together have resident more than
-before they made model and optimizer, at its most after a backward pass or a step.
+before they made model and optimizer, at its most after a backward pass or a step: as glibc comes, and where it gives
+large tensors back (`_RETURNED`, see docs/guide-sharded.md), for both alike.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _WARMUP_STEPS = 2
 _CONTESTANTS = ("bound", "lockstep_ddp", "sharded", "torch_ddp_gloo", "torch_zero_gloo", "fsdp2_gloo")
 _COMPARED = ("torch_ddp_gloo", "sharded", "lockstep_ddp", "torch_zero_gloo")
 _IN_MEMORY = ("torch_ddp_gloo", "sharded")
+_RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "THP_MEM_ALLOC_ENABLE": "1"}
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 Groups = dict[str, dist.ProcessGroup]
@@ -109,11 +111,14 @@ def run(plan: Plan, *, quick: bool = False) -> Result:
         series += [Series(**item) for item in answer["series"]]
         skipped += [Skipped(**item) for item in answer["skipped"]]
     memory: dict[str, dict[str, float]] = {}
-    for (world_size, model), name in itertools.product(plan.memory, _IN_MEMORY):
+    for variables, (world_size, model), name in itertools.product(({}, _RETURNED), plan.memory, _IN_MEMORY):
         job = {"model": model, "contestant": name}
-        found = run_ranks(_resident_on_rank, world_size, job, threads=1, timeout_s=300, backend="lockstep")
+        found = run_ranks(
+            _resident_on_rank, world_size, job, threads=1, timeout_s=300, backend="lockstep", variables=variables
+        )
         assert isinstance(found, float)
-        memory.setdefault(f"{world_size} ranks, {model}", {})[name] = found
+        where = f"{world_size} ranks, {model}{', large tensors given back' if variables else ''}"
+        memory.setdefault(where, {})[name] = found
     settings = {
         "threads_per_rank": 1,
         "rows_per_rank": _ROWS,

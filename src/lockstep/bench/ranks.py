@@ -70,6 +70,7 @@ def run_ranks(
     backend: str = "gloo",
     on_part: Callable[[Any], object] | None = None,
     through: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> object:
     """Run a function on `world_size` fresh processes of this host.
 
@@ -85,6 +86,7 @@ def run_ranks(
             returns or raises.
         through: a command such as `mpirun -np 2` that starts the ranks, which ask MPI's variables who they are; none
             to start them from here.
+        variables: set in the environment of the ranks, besides those of this process.
 
     Returns:
         What rank 0 returned.
@@ -96,9 +98,9 @@ def run_ranks(
 
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     store.set(_JOB_KEY, json.dumps(dict(job)))
-    variables = env.snapshot()
-    env.OMP_NUM_THREADS.set(str(threads), variables)
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_root_of(function), variables.get("PYTHONPATH", "")]))
+    environ = {**env.snapshot(), **(variables or {})}
+    env.OMP_NUM_THREADS.set(str(threads), environ)
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_root_of(function), environ.get("PYTHONPATH", "")]))
     entry = f"{function.__module__}:{function.__qualname__}"
     processes: list[subprocess.Popen[bytes]] = []
     with _Parts(on_part) as parts:
@@ -111,7 +113,7 @@ def run_ranks(
                 kept = (parts.writer,) if rank == 0 else ()
                 processes.append(
                     subprocess.Popen(
-                        command, env=variables, stdin=subprocess.DEVNULL, pass_fds=kept, start_new_session=True
+                        command, env=environ, stdin=subprocess.DEVNULL, pass_fds=kept, start_new_session=True
                     )
                 )
             if not through:  # else rank 0 has yet to open it
