@@ -33,12 +33,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lockstep.comm.contract import PublishedWaits
-from lockstep.comm.user_threads import threads_of_user
+from lockstep.comm.user_threads import MAIN_THREAD, threads_of_user
 from lockstep.comm.work import Runner
+from lockstep.shm.messages import Receive, Send
 from lockstep.shm.sync import FailureKind, PeerFailure
 
 __all__ = [
-    "MAIN_THREAD",
     "WAIT_FOR_EACH_OTHER",
     "Deadlock",
     "DeadlockDetector",
@@ -67,7 +67,6 @@ _ORDER_OF_MESSAGES = (
 )
 
 _has_other_callers = False
-MAIN_THREAD = threading.main_thread().ident
 
 
 def note_other_caller() -> None:
@@ -104,13 +103,9 @@ class _Wait:
     serial: int
     confirmed_ns: int
     awaited: tuple[int, ...]
+    tag: str  # of a message; "" in a collective
     group: str
     where: str
-
-
-def _tag_of(wait: _Wait) -> str:
-    """Of a send or receive: `recv(float32[3], src=0, tag=0) of ...`."""
-    return wait.where.partition(", tag=")[2].partition(")")[0]
 
 
 class Deadlock(PeerFailure):  # never leaves the package, as others of its kind
@@ -160,7 +155,9 @@ class DeadlockDetector:
         self._suspected_at_ns = 0
         self._looked_at_ns = 0
 
-    def look(self, missing: Sequence[int], waited_s: float, timeout_s: float, message: object = None) -> float:
+    def look(
+        self, missing: Sequence[int], waited_s: float, timeout_s: float, message: Send | Receive | None = None
+    ) -> float:
         """Look at a wait of this rank for ranks of the group that have not come.
 
         Args:
@@ -183,7 +180,8 @@ class DeadlockDetector:
             self.end()
             return _LOOK_AGAIN_S
         awaited = sorted(self._global_ranks[rank] for rank in missing)[:_MAX_AWAITED]
-        text = f"{','.join(map(str, awaited))}|{self._group_name}|{self._where()}"
+        tag = "" if message is None else message.tag
+        text = f"{','.join(map(str, awaited))}|{tag}|{self._group_name}|{self._where()}"
         if text != self._published:
             self._waits.publish_wait(text)
             self._published = text
@@ -224,9 +222,8 @@ class DeadlockDetector:
         if published is None:
             return None
         serial, confirmed_ns, text = published
-        awaited, _, rest = text.partition("|")
-        group, _, where = rest.partition("|")
-        return _Wait(serial, confirmed_ns, tuple(int(peer) for peer in awaited.split(",") if peer), group, where)
+        awaited, tag, group, where = text.split("|", 3)
+        return _Wait(serial, confirmed_ns, tuple(int(peer) for peer in awaited.split(",") if peer), tag, group, where)
 
     def _is_certain(self) -> bool:
         """Whether a cycle has stood long enough. See [Note: no false alarm]."""
@@ -268,7 +265,7 @@ class DeadlockDetector:
         """Whether one of two ranks sends what the other receives. See [Note: no false alarm]."""
         waits = [wait for rank in cycle if (wait := self._wait_of(rank)) is not None]
         verbs = sorted(wait.where.partition("(")[0] for wait in waits)
-        are_meant = len({(wait.group, _tag_of(wait)) for wait in waits}) == 1
+        are_meant = len({(wait.group, wait.tag) for wait in waits}) == 1
         return len(cycle) == 2 and verbs == ["recv", "send"] and are_meant
 
     # ---- the error ------------------------------------------------------------------------------

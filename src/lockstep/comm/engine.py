@@ -20,7 +20,7 @@ import torch
 from lockstep.comm import clock, staging
 from lockstep.comm.callsite import CallSite, make_locator
 from lockstep.comm.contract import Algorithms, PublishedWaits, Team
-from lockstep.comm.deadlock import MAIN_THREAD, DeadlockDetector, note_other_caller
+from lockstep.comm.deadlock import DeadlockDetector, note_other_caller
 from lockstep.comm.descriptions import describe_call, describe_rows
 from lockstep.comm.ephemeral import Extension, extended
 from lockstep.comm.flight_recorder import FlightRecorder
@@ -38,14 +38,10 @@ from lockstep.comm.tensors import (
     check_some,
     check_tensor,
 )
+from lockstep.comm.user_threads import MAIN_THREAD
 from lockstep.comm.wording import describe_tensor
 from lockstep.comm.work import DoneWork, PendingWork, Runner
-from lockstep.errors import (
-    CollectiveError,
-    InputError,
-    NotInitialized,
-    SharedMemoryError,
-)
+from lockstep.errors import CollectiveError, InputError, NotInitialized, SharedMemoryError
 from lockstep.rank_status import FINISHED
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.bootstrap import Bootstrap

@@ -16,7 +16,9 @@ from typing import Any
 
 from lockstep.frames import is_library_file, library_folders
 
-__all__ = ["threads_of_user"]
+__all__ = ["MAIN_THREAD", "threads_of_user"]
+
+MAIN_THREAD = threading.main_thread().ident
 
 
 def threads_of_user() -> set[int]:
@@ -24,7 +26,7 @@ def threads_of_user() -> set[int]:
 
     Neither the main thread nor the caller's is among them.
     """
-    known = (threading.main_thread().ident, threading.get_ident())
+    known = (MAIN_THREAD, threading.get_ident())
     frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in known}
     return {thread for thread, frame in frames.items() if any(map(_is_users, _walk(frame)))}
 
