@@ -76,8 +76,9 @@ def lose_tags_now_and_then() -> bool:
     return torch.equal(weight / dist.get_world_size(), model.module.weight.grad)
 
 
-def test_a_batch_without_its_tag_is_not_compared() -> None:
-    assert run_ranks(lose_tags_now_and_then, 2) == [True, True]
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
+def test_a_batch_without_its_tag_is_not_compared(backend: str) -> None:
+    assert run_ranks(lose_tags_now_and_then, 2, backend=backend) == [True, True]
 
 
 def test_stamps() -> None:

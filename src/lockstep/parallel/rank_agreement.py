@@ -5,8 +5,8 @@ A difference is an error.
 Each rank says a few words with every averaging (`Words`): its claim, what it takes the batch to be; which batches of a
 loader its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group
 of one host they lie in shared memory, and what a batch is taken to be is part of the description that the averaging
-compares anyhow: no collective more. Other groups compare by one small all_reduce what is taken from the size of a
-batch, and the rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived, in one of the
+compares anyhow: no collective more. Other groups compare by one small all_reduce what a batch is taken
+to be, and the rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived, in one of the
 next steps or when the world is left.
 
 All of it compares ranks with each other, so none of it can fire where ranks do the same.
@@ -264,8 +264,7 @@ class RankAgreement:
         if self._is_capturing():
             return None  # A graph repeats one step, and nobody could be told of what it finds.
         self.read_claims(_MOST_UNREAD)
-        if words.is_certain:
-            return None
+        # Also what is certain here: another rank may have copied its batch, and then knows it by its size alone.
         if words.claim != self._claim:
             # Made on the device: a copy from the host would wait for it.
             self._pair = torch.full((2,), fingerprint(words.claim), dtype=torch.int64, device=self._device)
