@@ -30,7 +30,7 @@ from lockstep.errors import DataError, SharedMemoryError
 from lockstep.torch_private.loader import stack_into
 from lockstep.tree import tensors_in
 
-__all__ = ["Handover", "PackingSource", "starting_workers"]
+__all__ = ["PackingSource", "starting_workers"]
 
 _SHARED_MEMORY = "/dev/shm"
 _BY_VALUE_BYTES = 16 * 1024
@@ -125,38 +125,6 @@ class _BatchPickler(_TensorPickler):
         return _storage_in_buffer, (self._reader, *place)
 
 
-class Handover:
-    """How the workers of one iterator hand over their batches: made by the training process, which tells them of it.
-
-    Args:
-        num_workers: of the loader.
-
-    Attributes:
-        reader: number of the reader of buffers in the training process; 0 if there are none.
-        control: handle of the control segment.
-        num_workers: of the loader.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self.reader, self.control = 0, ""
-        with contextlib.suppress(SharedMemoryError):  # then torch's way may still work
-            if are_buffers_possible():
-                reader = BufferReader(num_workers)
-                self.reader, self.control = _count(), reader.control
-                _readers[self.reader] = reader
-
-    def cancel(self) -> None:
-        """No worker has come to be. Local."""
-        if self.reader:
-            _close(self.reader, os.getpid())
-
-    def end_with(self, iterator: object) -> None:
-        """Let go of the buffers when the iterator that reads from the workers is gone."""
-        if self.reader:
-            weakref.finalize(iterator, _close, self.reader, os.getpid()).atexit = False
-
-
 def _close(reader: int, pid: int) -> None:
     if os.getpid() == pid:
         _readers.pop(reader).close()
@@ -165,14 +133,24 @@ def _close(reader: int, pid: int) -> None:
 class PackingSource:
     """Fetches batches in a worker process, and packs them.
 
+    Made by the training process, which lets go of the buffers when its own copy is gone, and so torch's iterator, which
+    holds it.
+
     Args:
         source: makes the batches.
-        handover: what the worker needs for buffers.
+        num_workers: of the loader.
     """
 
-    def __init__(self, source: SampleSource | TensorSource, handover: Handover) -> None:
+    def __init__(self, source: SampleSource | TensorSource, num_workers: int) -> None:
         self._source = source
-        self._handover = handover
+        self._num_workers = num_workers
+        self._reader, self._control = 0, ""  # number of the reader, and handle of the control segment, if there are any
+        with contextlib.suppress(SharedMemoryError):  # then torch's way may still work
+            if are_buffers_possible():
+                reader = BufferReader(num_workers)
+                self._reader, self._control = _count(), reader.control
+                _readers[self._reader] = reader
+                weakref.finalize(self, _close, self._reader, os.getpid()).atexit = False
         self._pool: BufferPool | None = None
         self._begun = False
 
@@ -208,10 +186,10 @@ class PackingSource:
     def _begin(self) -> None:
         """Take part in the buffers, in a worker that fetches for the first time."""
         self._begun = True
-        worker, given = get_worker_info(), self._handover
-        if given.reader and worker is not None:
+        worker = get_worker_info()
+        if self._reader and worker is not None:
             with contextlib.suppress(SharedMemoryError):  # it cannot be opened from here: torch's way
-                self._pool = BufferPool(given.control, worker.id, given.num_workers)
+                self._pool = BufferPool(self._control, worker.id, self._num_workers)
                 stack_into(self._pool.new, _BY_VALUE_BYTES)
 
     def _pack(self, batch: Any) -> _Packed:
@@ -219,13 +197,13 @@ class PackingSource:
         if self._pool is None:
             _TensorPickler(content).dump(batch)
             return _Packed(content.getvalue())
-        pickler = _BatchPickler(content, self._pool, self._handover.reader, _mostly_used(batch))
+        pickler = _BatchPickler(content, self._pool, self._reader, _mostly_used(batch))
         try:
             pickler.dump(batch)
         except BaseException:
             self._pool.take_back(pickler.places)
             raise
-        return _Packed(content.getvalue(), self._handover.reader, self._pool.retired())
+        return _Packed(content.getvalue(), self._reader, self._pool.retired())
 
 
 def _mostly_used(batch: Any) -> set[int]:

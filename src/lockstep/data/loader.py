@@ -30,7 +30,7 @@ from lockstep.data.checks import (
 )
 from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
-from lockstep.data.handover import Handover, PackingSource, starting_workers
+from lockstep.data.handover import PackingSource, starting_workers
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
 from lockstep.data.order import (
     Order,
@@ -417,15 +417,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         view.collate_fn = identity
         if self.num_workers == 0:
             return iterator_of(view)
-        handover = Handover(self.num_workers)
-        set_guarded(view, "dataset", PackingSource(source, handover))
-        try:
-            with held_back(), starting_workers():
-                iterator = iterator_of(view)
-        except BaseException:
-            handover.cancel()
-            raise
-        handover.end_with(iterator)
+        set_guarded(view, "dataset", PackingSource(source, self.num_workers))
+        with held_back(), starting_workers():
+            iterator = iterator_of(view)
         end_workers_with(iterator)
         return iterator
 
