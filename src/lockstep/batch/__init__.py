@@ -48,7 +48,7 @@ from lockstep.batch.plans import (
     register,
     was_yielded,
 )
-from lockstep.batch.share import BatchShare, filler_rows, share_bounds
+from lockstep.batch.share import BatchShare, share_bounds
 from lockstep.batch.tags import Tag, find_tag, is_filler, purge
 
 __all__ = [
@@ -62,7 +62,6 @@ __all__ = [
     "active_share",
     "current",
     "divisions",
-    "filler_rows",
     "find_marks",
     "find_tag",
     "held",

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from lockstep.batch import BatchShare, Iteration, purge
-from lockstep.data.batch_sampler import RankBatches
 from lockstep.data.checks import is_fixed
-from lockstep.data.order import Fetch, Schedule
+from lockstep.data.order import Fetch, RankBatches
 from lockstep.drift.watch import EvaluationWatch
 from lockstep.errors import DataError
 
@@ -70,7 +69,7 @@ class RankBatchSampler:
     """
 
     def __init__(self, *, sampler: Any, batch_size: int, drop_last: bool) -> None:
-        self.schedule: Schedule | RankBatches | None = None
+        self.schedule: RankBatches | None = None
         self.sampler = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -81,7 +80,7 @@ class RankBatchSampler:
             raise is_fixed(f"batch_sampler.{name}", name, value)
         super().__setattr__(name, value)
 
-    def _current(self) -> Schedule | RankBatches:
+    def _current(self) -> RankBatches:
         if self.schedule is None:
             raise DataError(
                 "loader.batch_sampler holds this rank's batches of the epoch under way, and no epoch has begun: "
@@ -116,7 +115,7 @@ class EpochIterator(Iterator[Any]):
     def __init__(
         self,
         batches: Iterator[Any],
-        schedule: Schedule | RankBatches,
+        schedule: RankBatches,
         progress: EpochProgress,
         number: int,
         *,

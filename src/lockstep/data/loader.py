@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.utils.data
 
 from lockstep import batch, log
-from lockstep.data.batch_sampler import GlobalBatches, RankBatches
+from lockstep.data.batch_sampler import GlobalBatches
 from lockstep.data.checks import (
     STATE_VERSION,
     check_batch_sampler,
@@ -33,9 +34,11 @@ from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
 from lockstep.data.handover import PackingSource, starting_workers
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
 from lockstep.data.order import (
+    GlobalBatch,
     Order,
+    OrderedBatches,
     Plan,
-    Schedule,
+    RankBatches,
     computed_order,
     draw_order,
     seed_keys,
@@ -52,6 +55,10 @@ from lockstep.torch_private.loader import end_workers_with, iterator_of, set_gua
 __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
+
+# Global batches; how many there are of each size, where that is known; the mark of those before, see `EpochProgress`;
+# and a number for their order, where that is known.
+_Cut: TypeAlias = tuple[Iterable[GlobalBatch], Mapping[int, int] | None, int, int]
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -266,51 +273,52 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
         self._sampler_epochs.tell(epoch)
         cut = self._cut_by_user if self._is_cut_by_user else self._cut
-        schedule = cut(epoch, start, rank, world_size)
+        made, sizes, mark, of_order = cut(epoch, start, world_size > 1)
+        rank_batches = RankBatches(
+            *(made, sizes, self.batch_size or world_size, self.seed, epoch, rank, world_size),
+            *(self.evaluation, self._batch_source, self._fingerprint() ^ of_order if world_size > 1 else 0),
+        )
         if self.evaluation:
-            batch.note_evaluation(schedule.fingerprint, world_size)
+            batch.note_evaluation(rank_batches.fingerprint, world_size)
         self._evaluations.look()
         watch_shutdown()
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
-        number = batch.register(self._batch_source, rank, schedule.divisions())
-        self._rank_batches.schedule = schedule
+        number = batch.register(self._batch_source, rank, rank_batches.divisions())
+        self._rank_batches.schedule = rank_batches
         batches: Iterator[Any] = super().__iter__()
         if self.device is not None:
             batches = DeviceIterator(batches, self.device, self.prefetch)
         self._next_epoch, self._next_start, self._epoch_after = max(epoch + 1, self._epoch_after), 0, 0
-        progress = EpochProgress(epoch, start, schedule.mark)
+        progress = EpochProgress(epoch, start, mark)
         self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
-            *(batches, schedule, progress, number),
+            *(batches, rank_batches, progress, number),
             shared_workers=self._rank_batches if self.persistent_workers else None,
             has_workers=self.num_workers > 0,
             evaluations=self._evaluations,
             is_evaluation=self.evaluation,
         )
 
-    def _cut(self, epoch: int, start: int, rank: int, world_size: int) -> Schedule:
-        """This rank's batches of the epoch, from `start` on."""
+    def _cut(self, epoch: int, start: int, is_compared: bool) -> _Cut:
+        """The global batches of the epoch, from `start` on."""
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
         mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
         check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
-        is_compared = world_size > 1
-        return Schedule(
-            *(order, self._plan(start), self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
-            fingerprint=self._fingerprint() ^ (mark or fingerprint_of_order(order, self.seed)) if is_compared else 0,
-            keys=seed_keys(cast(Any, order)) if self._ordered_by_sampler else None,
-            mark=mark,
-        )
+        keys = seed_keys(cast(Any, order)) if self._ordered_by_sampler else None
+        plan = self._plan(start)
+        of_order = fingerprint_of_order(order, self.seed) if is_compared and not mark else mark
+        return OrderedBatches(order, plan, keys, mark), plan.sizes(), mark, of_order
 
-    def _cut_by_user(self, epoch: int, start: int, rank: int, world_size: int) -> RankBatches:
+    def _cut_by_user(self, epoch: int, start: int, _: bool) -> _Cut:
         """The same of the batch sampler's batches."""
         batches = GlobalBatches(self._shown_batches, self.seed, epoch, check_dataset(self.dataset), self._thread)
         batches.skip(start, self._resumed_mark)
-        return RankBatches(
-            batches,
-            *(self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
-            data_fingerprint=self._fingerprint() if world_size > 1 else 0,
-        )
+        mark = batches.mark
+        if not self.evaluation:
+            return batches, None, mark, 0
+        all_of_them = list(batches)
+        return all_of_them, Counter(each.size for each in all_of_them), mark, batches.mark
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration run `epoch`, from its first sample.
