@@ -229,7 +229,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
-        self._sampler_epochs = SamplerEpochs(told if batch_sampler is None else teller_of_epochs(batch_sampler))
+        self._sampler_epochs = SamplerEpochs.of(told if batch_sampler is None else teller_of_epochs(batch_sampler))
         self._thread = threading.get_ident()
         self._drawn_from = DrawnFrom()
         self._next_epoch = 0
@@ -262,7 +262,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         """Begin the next epoch on this rank."""
         check_own_batches(self.batch_sampler, self._shown_batches)
-        told = self._sampler_epochs.told_by_script()
+        told = self._sampler_epochs.told
         if told is not None:
             self._go_to(told)
         epoch, start = self._next_epoch, self._next_start
@@ -271,7 +271,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             watch_optimizers(world_size)
         if not any(each.is_open for each in self._progresses):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
-        self._sampler_epochs.tell(epoch)
+        self._sampler_epochs.begin(epoch)
         cut = self._cut_by_user if self._is_cut_by_user else self._cut
         made, sizes, mark, of_order = cut(epoch, start, world_size > 1)
         rank_batches = RankBatches(
@@ -330,7 +330,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             DataError: `epoch` is no integer, or negative.
         """
-        self._sampler_epochs.forget()
+        self._sampler_epochs.told = None
         self._go_to(check_integer("epoch", epoch, 0))
 
     def _go_to(self, epoch: int) -> None:
@@ -345,7 +345,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         It counts iterations that have begun, however they end: so it tells whether all epochs are done, also where a
         loop over batches is left by `break`.
         """
-        told = self._sampler_epochs.told_by_script()
+        told = self._sampler_epochs.told
         return self._next_epoch if told is None else told
 
     @property
@@ -405,7 +405,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 f"DataLoader: seed={self.seed} is replaced by {numbers['seed']}, with which the state was written"
             )
         self.seed = numbers["seed"]
-        self._sampler_epochs.forget()
+        self._sampler_epochs.told = None
         self._next_epoch, self._next_start = numbers["epoch"], numbers["samples_consumed"]
         # Not `next_epoch`: the next iteration of this loader is the rest of the epoch that the state is of.
         self._epoch_after = check_integer("state['epoch_after']", state.get("epoch_after", 0), 0)

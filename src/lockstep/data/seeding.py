@@ -14,6 +14,7 @@ would initialise the device in every worker.
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import sys
 import threading
@@ -70,11 +71,7 @@ class _Torch(GlobalRng):
         torch.default_generator.set_state(state)
 
     def is_at(self, state: torch.Tensor) -> bool:
-        return _bytes_of(torch.default_generator.get_state()) == _bytes_of(state)
-
-
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
+        return torch.equal(torch.default_generator.get_state(), state)
 
 
 class _Python(GlobalRng):
@@ -167,7 +164,7 @@ class _Numpy(GlobalRng):
 
     def is_at(self, state: Any) -> bool:
         if isinstance(state, dict):
-            return _are_equal(np.random.get_state(legacy=False), state)
+            return pickle.dumps(np.random.get_state(legacy=False)) == pickle.dumps(state)
         generator, memory, _ = state
         return _mersenne_twister() is generator and _memory_of(generator) == memory
 
@@ -186,12 +183,6 @@ def _take_normal(generator: Any) -> float | None:
         return normal
     np.random.standard_normal()  # the second of the pair
     return None
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    return bool(np.all(one == other))
 
 
 def _mersenne_twister() -> Any:
@@ -235,7 +226,7 @@ class _Cuda(GlobalRng):
 
     def is_at(self, state: torch.Tensor | None) -> bool:
         now = self.state()
-        return now is state or (now is not None and state is not None and _bytes_of(now) == _bytes_of(state))
+        return now is state or (now is not None and state is not None and torch.equal(now, state))
 
 
 def _cudas_generator() -> torch.Generator | None:

@@ -148,7 +148,10 @@ def comparison_of_engines(world: World) -> Callable[[], None] | None:
         CollectiveMismatch: they averaged gradients of different batches at last, on a GPU that nobody waited for.
     """
     there = {_key_of(each): each for each in engines() if _is_compared(each)}
-    _check_unread(world, there.values())
+    for engine in there.values():
+        engine.check_unread()
+    if world in _errors:
+        raise _errors.pop(world)
     own = _past.pop(world, {}) | {key: _describe(each, is_there=True) for key, each in there.items()}
     if world.world_size == 1 or not own:
         return None
@@ -180,14 +183,6 @@ def _advice_on(engine: AveragingModule | None) -> str:
     if engine is None or engine.has_averaged or all(each.grad is None for each in engine.module.parameters()):
         return _ADVICE
     return _ADVICE_ON_CALLS
-
-
-def _check_unread(world: World, there: Iterable[AveragingModule]) -> None:
-    """What the engines have compared on a GPU, those of the past included. Local."""
-    for each in there:
-        each.check_unread()
-    if world in _errors:
-        raise _errors.pop(world)
 
 
 def _is_compared(engine: AveragingModule) -> bool:

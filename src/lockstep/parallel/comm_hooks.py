@@ -21,7 +21,7 @@ class GradBucket:
 
     Args:
         index: of the bucket, in the order in which buckets are reduced.
-        buffer: flat tensor with all gradients of the bucket, unscaled.
+        buffer: flat tensor with all gradients of the bucket, unscaled; a hook may reduce it in place.
         gradients: views of the buffer, one per parameter.
         parameters: the parameters, in the same order.
         is_last: whether no bucket follows in this backward pass.
@@ -42,27 +42,21 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Position of the bucket among all buckets."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The flat tensor of all gradients; a hook may reduce it in place."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """One view of the buffer for each parameter."""
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters whose gradients the bucket holds."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of the backward pass."""
         return self._is_last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace the flat tensor by another of the same size."""
         self._buffer = tensor
 
 

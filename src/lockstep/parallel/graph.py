@@ -127,7 +127,8 @@ def runs_backward_by(nodes: Iterable[Node]) -> bool:
     """
     try:
         return any(map(will_engine_execute_node, nodes))
-    except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
+    except (RuntimeError, AttributeError):
+        # What torch says of a leaf that autograd.grad was asked for; and under torch.func, which has no leaves.
         return False
 
 
@@ -136,16 +137,7 @@ def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
 
     False under `torch.autograd.grad`, and where all that the pass reaches are other models and inputs.
     """
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        try:
-            if will_engine_execute_node(get_gradient_edge(parameter).node):
-                return True
-        except (RuntimeError, AttributeError):
-            # What torch says of a leaf that autograd.grad was asked for; and under torch.func, which has no leaves.
-            return False
-    return False
+    return runs_backward_by(get_gradient_edge(each).node for each in parameters if each.requires_grad)
 
 
 class _Mean(torch.autograd.Function):

@@ -139,9 +139,7 @@ class GroupTransport:
         for work in self._works:
             work.wait()
         clock.add(time.perf_counter() - start)
-        self._works.clear()
-        self._ready.clear()
-        self._next = 0
+        self._begin_anew()
         if compare is not None:
             compare()
         if buffers:
@@ -153,6 +151,9 @@ class GroupTransport:
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 work.wait()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._works.clear()
         self._ready.clear()
         self._next = 0
