@@ -16,7 +16,7 @@ General layout, from the bottom up:
 * `worker_signals`: has workers leave signals to their rank.
 * `iteration`: counts how far an epoch is consumed, and tags each batch with this rank's share of it; `device`: moves
   batches to the device ahead of time.
-* `loader`: `DataLoader`, which puts these together; `waits`: how long a loop waits for its batches.
+* `loader`: `DataLoader`, which puts these together.
 """
 
 from lockstep.data.loader import DataLoader

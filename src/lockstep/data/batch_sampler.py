@@ -59,15 +59,7 @@ class RngStreams:
 
 
 class GlobalBatches(Iterator[GlobalBatch]):
-    """The batches of one epoch, the same on every rank.
-
-    Args:
-        sampler: the user's batch sampler.
-        seed: the loader's.
-        epoch: number of the epoch.
-        num_samples: in the dataset.
-        thread: that made the loader.
-    """
+    """The batches of one epoch of a user's batch sampler, the same on every rank; the loader was made by `thread`."""
 
     def __init__(self, sampler: Any, seed: int, epoch: int, num_samples: int, thread: int) -> None:
         self.sampler = sampler
@@ -106,11 +98,7 @@ class GlobalBatches(Iterator[GlobalBatch]):
         return GlobalBatch(indices, self._keys_of(indices), 0, len(indices), first, self.mark)
 
     def skip(self, consumed: int, mark: int) -> None:
-        """Go to where so many samples have been consumed, as a resumed epoch does. Local.
-
-        Args:
-            consumed: samples of the epoch.
-            mark: of the last batch before that place.
+        """Go to where so many samples are consumed, behind the batch with that mark, as a resumed epoch does. Local.
 
         Raises:
             DataError: the batch sampler does not make the batches that it made before.

@@ -143,12 +143,7 @@ def _drop_swapped() -> None:
 
 
 class BufferPool:
-    """The buffers of one worker process.
-
-    Args:
-        control: handle of the control segment.
-        worker: number of this worker.
-        num_workers: of the loader.
+    """The buffers of one worker process. `control` is the handle of the control segment.
 
     Raises:
         SharedMemoryError: the memory of the training process cannot be opened from here.
@@ -169,10 +164,7 @@ class BufferPool:
         self._lock = threading.Lock()  # a dataset may collate in threads of its own
 
     def new(self, size_bytes: int) -> torch.Tensor | None:
-        """Memory for a tensor, in a buffer that is free or new. Local.
-
-        Args:
-            size_bytes: at least 1.
+        """Memory of at least one byte for a tensor, in a buffer that is free or new. Local.
 
         Returns:
             A uint8 tensor, shape (size_bytes,), with any content; None if there are too many buffers, or no memory.
@@ -266,9 +258,6 @@ class BufferPool:
 
 class BufferReader:
     """What the training process reads of the buffers of one loader's workers.
-
-    Args:
-        num_workers: of the loader.
 
     Attributes:
         control: handle of the control segment, for the workers.

@@ -122,14 +122,7 @@ def check_dataset(dataset: Any) -> int:
 
 
 def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
-    """A sampler that gives the global order of an epoch.
-
-    Args:
-        sampler: the user's.
-        shuffle: whether the loader was asked to shuffle.
-        world_size: as the loader was given it. A loader of 1 splits nothing, so its sampler may
-            give a rank's own part.
-    """
+    """A sampler that gives the global order of an epoch; for a loader of `world_size` 1 it may give a rank's part."""
     if sampler is None:
         return
     name = type(sampler).__name__
@@ -165,7 +158,6 @@ def check_batch_sampler(batch_sampler: Any, is_cut_already: bool, world_size: ob
     """A batch sampler that makes global batches.
 
     Args:
-        batch_sampler: the user's.
         is_cut_already: the loader was also given batch_size, shuffle, sampler or drop_last.
         world_size: as in `check_sampler`.
     """

@@ -82,7 +82,6 @@ class _BatchPickler(ForkingPickler):
     Does not lose that a tensor is the lazy conjugate or negative of its memory.
 
     Args:
-        file: gets the pickled batch.
         pool: of buffers; None where there are none, and all goes in torch's way.
         reader: number of their reader in the training process.
         storages: addresses of the memory to copy into buffers. What lies in one already is handed over there; the rest
@@ -129,10 +128,6 @@ class PackingSource:
 
     Made by the training process, which lets go of the buffers when its own copy is gone, and so torch's iterator, which
     holds it.
-
-    Args:
-        source: makes the batches.
-        num_workers: of the loader.
     """
 
     def __init__(self, source: SampleSource | TensorSource, num_workers: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,11 +62,6 @@ class RankBatchSampler:
     torch asks for an iterator over it as an iteration begins, also of worker processes that stay
     from one epoch to the next, and by then the loader has put the schedule here. The attributes are those of torch's
     `BatchSampler`, which programs read and by which they tell the epoch: `loader.batch_sampler.sampler.set_epoch(1)`.
-
-    Args:
-        sampler: the user's, or what stands for it where the loader has none.
-        batch_size: samples in a global batch.
-        drop_last: leave out a last batch that is smaller.
     """
 
     def __init__(self, *, sampler: Any, batch_size: int, drop_last: bool) -> None:
@@ -102,14 +98,15 @@ class EpochIterator(Iterator[Any]):
 
     Args:
         batches: an iterator over `schedule`, collated.
-        schedule: this rank's batches.
-        progress: updated with every batch yielded.
-        number: of this iteration; see `batch.register`.
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
         has_workers: processes fetch the batches.
         evaluations: told when the last batch of an evaluation is through.
         is_evaluation: it is one, though gradients were on.
+
+    Attributes:
+        waited_s: seconds that the loop has waited for batches, and for learning that there is none left.
+        first_wait_s: seconds of these for the first.
     """
 
     def __init__(
@@ -134,6 +131,7 @@ class EpochIterator(Iterator[Any]):
         self._is_evaluation = is_evaluation
         self._number = 0  # of the batch that comes next
         self._num_samples = 0  # of this rank
+        self.waited_s = self.first_wait_s = 0.0
 
     @property
     def share(self) -> BatchShare | None:
@@ -155,6 +153,7 @@ class EpochIterator(Iterator[Any]):
                 "or a second loader"
             )
         purge(at_most=_FEW_TAGS)  # before the next batch is made: [Note: holes] in `batch/tags.py`
+        since = time.perf_counter()
         try:
             loaded = next(self._batches)
         except StopIteration:
@@ -169,6 +168,9 @@ class EpochIterator(Iterator[Any]):
             if not self._is_still_to_come(error):
                 self._number += 1
             raise
+        finally:
+            self.waited_s += time.perf_counter() - since
+            self.first_wait_s = self.first_wait_s or self.waited_s
         share, consumed, order_mark = self._schedule.take(self._number)
         self._iteration.publish(share, loaded)
         self._progress.advance(consumed, order_mark)

@@ -138,9 +138,6 @@ def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is
 def comparison_of_engines(world: World) -> Callable[[], None] | None:
     """What is to be called when the world is left; None for nothing. See [Note: comparison at the end].
 
-    Args:
-        world: that is about to be left.
-
     Returns:
         A function that raises ModelError if the ranks hold different models in one of their engines.
 
@@ -202,12 +199,7 @@ def _describe(engine: AveragingModule, is_there: bool, projection: Projection | 
 
 
 def _find_differing(key: str, said: Sequence[Summary]) -> list[list[int]]:
-    """The ranks that are compared with each other, and whose hashes differ. See [Note: models of the past].
-
-    Args:
-        key: of an engine.
-        said: by each rank, of its engines.
-    """
+    """The ranks that are compared with each other, and whose hashes differ. See [Note: models of the past]."""
     teams: dict[object, list[int]] = {}
     are_there = all(one[key][0] for one in said if key in one)
     for rank, one in enumerate(said):
@@ -251,11 +243,7 @@ def _find_apart(teams: Sequence[Sequence[int]], by_rank: Sequence[Projection]) -
 
 
 class _Meeting:
-    """What the ranks of a world tell each other when they leave it. Who does not come is not waited for again.
-
-    Args:
-        world: that is about to be left.
-    """
+    """What the ranks of a world tell each other when they leave it. Who does not come is not waited for again."""
 
     def __init__(self, world: World) -> None:
         self._rank, self._world_size = world.rank, world.world_size

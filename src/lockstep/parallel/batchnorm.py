@@ -201,7 +201,6 @@ def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
     Converted layers, and those in evaluation mode, are the same on any number of ranks.
 
     Args:
-        module: the model.
         is_told: several ranks train it, and this one speaks for all.
     """
     layers = [name for name, layer in module.named_modules() if is_told and _sees_one_rank(layer)]
@@ -446,7 +445,6 @@ def explain_forward_error(error: Exception, world_size: int, share: BatchShare |
 
     Args:
         error: what the forward pass raised.
-        world_size: ranks of the engine.
         share: what this rank holds of the batch; None where nobody knows.
     """
     if world_size == 1 or _ONE_VALUE not in str(error):

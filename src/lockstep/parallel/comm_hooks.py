@@ -64,13 +64,7 @@ CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
 class HookedBuckets:
-    """The buckets that one hook reduces in a backward pass. Local.
-
-    Args:
-        state: for the hook.
-        hook: returns a future of the reduced flat tensor.
-        num_buckets: of a backward pass.
-    """
+    """The buckets that one hook, with its state, reduces in a backward pass. Local."""
 
     def __init__(self, state: Any, hook: CommHook, num_buckets: int) -> None:
         self._state, self._hook = state, hook

@@ -105,12 +105,7 @@ class Steps:
 
 
 class JoinedRank(JoinHook):
-    """Stands in for a rank that has run out of batches.
-
-    Args:
-        engine: the engine whose collectives it answers.
-        ignored: names of parameters and buffers that the engine leaves alone.
-    """
+    """Stands in for a rank that has run out of batches, and answers the collectives of its engine."""
 
     def __init__(self, engine: JoinableEngine, ignored: frozenset[str]) -> None:
         super().__init__()
@@ -138,12 +133,7 @@ class JoinedRank(JoinHook):
 
 
 class RepeatableJoin(Join):
-    """The context of one engine, which may be entered again.
-
-    Args:
-        engine: that one.
-        args, kwargs: see `Join`.
-    """
+    """The context of one engine, which may be entered again."""
 
     def __init__(self, engine: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__([engine], *args, **kwargs)

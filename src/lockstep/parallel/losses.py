@@ -189,12 +189,7 @@ class Origin:
         return 0.0 if self.is_filler or not self.weight else self.world_size / self.weight
 
     def add_up(self, total: Tensor, count: Tensor) -> Tensor:
-        """The sums over ranks of both, and how many totals have a graph, float64 [3]. Collective.
-
-        Args:
-            total: of this rank.
-            count: of this rank.
-        """
+        """The sums over ranks of both, and how many totals have a graph, float64 [3]. Collective."""
         device = self.device(total)
         has_graph = torch.is_grad_enabled() and total.requires_grad
         own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])

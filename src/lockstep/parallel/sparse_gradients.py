@@ -41,8 +41,6 @@ class SparseGradients:
 
     Args:
         parameters: of layers with `sparse=True`; the same on all ranks.
-        group: who averages.
-        backward: of the engine.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: Listener) -> None:

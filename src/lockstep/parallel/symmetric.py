@@ -151,7 +151,6 @@ class SymmetricTransport:
         """Copy what others will reduce; keep what this rank reduces. Local. See [Note: traffic].
 
         Args:
-            bucket: its number.
             offsets: of the views, in elements of the bucket.
             views: of the memory of the bucket.
             gradients: what autograd computed, in the shapes of the views.
@@ -309,13 +308,7 @@ _BUFFERS = (
 
 
 class _BufferMail:
-    """Memory through which the first rank's buffers reach the others. Collective to make.
-
-    Args:
-        engine: of a group whose ranks share memory.
-        rank: this rank in the group.
-        buffers: those of this step.
-    """
+    """Memory through which the first rank's buffers reach the others. Collective to make."""
 
     def __init__(self, engine: Engine, rank: int, buffers: Sequence[torch.Tensor]) -> None:
         self._is_source = rank == 0

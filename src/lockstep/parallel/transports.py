@@ -34,9 +34,7 @@ class GroupTransport:
 
     Args:
         plans: which parameters lie in each bucket, and where.
-        group: the ranks that average.
         agreement: what is compared with each averaging.
-        device: of the parameters.
         stand_ins: of sharded parameters, by index; they share no bucket with others. `.grad` becomes these.
     """
 
@@ -179,8 +177,6 @@ def make_transport(
 
     Args:
         plans: which parameters lie in each bucket, and where; may be none.
-        group: the ranks that average.
-        agreement: what is compared with each averaging.
         device: of the parameters; counts where there are no buckets.
         stand_ins: of sharded parameters, by index; only where ranks share memory, or `find_way` finds one.
     """
