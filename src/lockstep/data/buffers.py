@@ -103,9 +103,7 @@ class _Buffer:
 
     def let_go(self, reference: StorageWeakRef, num_forks: int) -> None:
         """The tensor is gone. See [Note: used again] and [Note: swapped]."""
-        is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
-        if is_swapped:
-            _swapped.append((self.segment, reference))
+        is_swapped = _keep_if_swapped(self.segment, reference)
         self.is_lost |= is_swapped or num_forks != _num_forks
         self.is_held = False
 
@@ -133,6 +131,13 @@ def _count_forks() -> None:
 
 # Segments whose tensors have moved elsewhere, each with the storage that was there. See [Note: swapped].
 _swapped: list[tuple[Segment, StorageWeakRef]] = []
+
+
+def _keep_if_swapped(segment: Segment, reference: StorageWeakRef) -> bool:
+    is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
+    if is_swapped:
+        _swapped.append((segment, reference))
+    return is_swapped
 
 
 def _drop_swapped() -> None:
@@ -305,9 +310,7 @@ class BufferReader:
         """See [Note: used again] and [Note: swapped]."""
         if os.getpid() != pid:
             return
-        is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
-        if is_swapped:
-            _swapped.append((segment, reference))
+        is_swapped = _keep_if_swapped(segment, reference)
         fence()
         if num_forks == _num_forks and not is_swapped:
             self._words[place.word] = _FREE

@@ -224,17 +224,19 @@ def starting_workers() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
+        free, _ = _free_and_all_mib()
         raise DataError(
             f"workers cannot start: {error}. {_SHARED_MEMORY}, where the semaphores of their queues lie, has "
-            f"{_free_mib()} MiB free: give the container more (docker run --shm-size=8g), or pass num_workers=0"
+            f"{free} MiB free: give the container more (docker run --shm-size=8g), or pass num_workers=0"
         ) from None
 
 
-def _free_mib() -> str:
+def _free_and_all_mib() -> tuple[str, str]:
     with contextlib.suppress(OSError):
         status = os.statvfs(_SHARED_MEMORY)
-        return f"{status.f_bavail * status.f_frsize / 2**20:,.0f}"
-    return "no"
+        free, size = (f"{blocks * status.f_frsize / 2**20:,.0f}" for blocks in (status.f_bavail, status.f_blocks))
+        return free, size
+    return "no", "no"
 
 
 def _full_memory(error: Exception) -> DataError:
@@ -243,13 +245,9 @@ def _full_memory(error: Exception) -> DataError:
     if left is not None:
         with contextlib.suppress(OSError):
             os.unlink(_SHARED_MEMORY + left[1])
-    try:
-        status = os.statvfs(_SHARED_MEMORY)
-        size = f" ({status.f_blocks * status.f_frsize / 2**20:,.0f} MiB in all)"
-    except OSError:
-        size = ""
+    _, size = _free_and_all_mib()
     return DataError(
-        f"{_SHARED_MEMORY}{size} has no room for the next batch, which workers hand over there: {error}. Lower "
-        "num_workers or prefetch_factor (each worker keeps that many batches), give the container more "
+        f"{_SHARED_MEMORY} ({size} MiB in all) has no room for the next batch, which workers hand over there: {error}. "
+        "Lower num_workers or prefetch_factor (each worker keeps that many batches), give the container more "
         "(docker run --shm-size), or pass num_workers=0"
     )

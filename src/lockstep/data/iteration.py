@@ -45,14 +45,8 @@ class EpochProgress:
     is_open: bool = True
     active: int = field(default_factory=_count)
 
-    def advance(self, consumed: int, order_mark: int) -> None:
-        """A batch was yielded."""
-        self.consumed, self.order_mark = consumed, order_mark
-        self.active = _count()
-
-    def finish(self) -> None:
-        """The epoch was walked to its end."""
-        self.finished = True
+    def touch(self) -> None:
+        """This is the one that was walked last."""
         self.active = _count()
 
 
@@ -159,7 +153,8 @@ class EpochIterator(Iterator[Any]):
         except StopIteration:
             if self.share is not None and (self._is_evaluation or not torch.is_grad_enabled()):
                 self._evaluations.end(self._num_samples, self._progress.consumed, self.share.world_size)
-            self._progress.finish()
+            self._progress.finished = True
+            self._progress.touch()
             self.close()
             raise
         except BaseException as error:
@@ -173,7 +168,8 @@ class EpochIterator(Iterator[Any]):
             self.first_wait_s = self.first_wait_s or self.waited_s
         share, consumed, order_mark = self._schedule.take(self._number)
         self._iteration.publish(share, loaded)
-        self._progress.advance(consumed, order_mark)
+        self._progress.consumed, self._progress.order_mark = consumed, order_mark
+        self._progress.touch()
         self._number += 1
         self._num_samples += share.local_samples
         return loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +45,7 @@ from lockstep.data.order import (
     seed_keys,
     shuffled_order,
 )
-from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs, teller_of_epochs
+from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
 from lockstep.data.worker_signals import held_back
@@ -64,28 +65,25 @@ _Cut: TypeAlias = tuple[Iterable[GlobalBatch], Mapping[int, int] | None, int, in
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A `torch.utils.data.DataLoader` that takes the global batch size and splits it over the ranks.
 
-    **Order.** The order of samples depends on `seed` and epoch only, never on the number of ranks
-    or workers. Each global batch is `batch_size` consecutive samples of it, split contiguously
-    over the ranks into shares at most one apart, larger ones first. Every sample comes once per
-    epoch, those of a last partial batch too. While training every rank yields the same number of
-    batches: a rank that holds nothing of a batch yields one filler sample (the batch's first),
-    which the engine and the metrics weight with zero.
+    **Order.** The order of samples depends on `seed` and epoch only, never on the number of ranks or workers. Each
+    global batch is `batch_size` consecutive samples of it, split contiguously over the ranks into shares at most one
+    apart, larger ones first. Every sample comes once per epoch, those of a last partial batch too. While training every
+    rank yields the same number of batches: a rank that holds nothing of a batch yields one filler sample (the batch's
+    first), which the engine and the metrics weight with zero.
 
     **Epochs** advance by themselves: each new iteration is the next epoch, also after a `break`; only the first one
     after `load_state_dict` continues an epoch. `while loader.next_epoch < EPOCHS:` around the loop over the batches
-    trains as many epochs, whether or not the run was resumed.
-    A loader made anew begins with epoch 0 again, and its order: make it once, before the epochs.
-    An iterator that is merely made (`next(iter(loader))`) has begun one, so ranks must iterate
-    alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
+    trains as many epochs, whether or not the run was resumed. A loader made anew begins with epoch 0 again, and its
+    order: make it once, before the epochs. An iterator that is merely made (`next(iter(loader))`) has begun one, so
+    ranks must iterate alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
 
     **Weights.** The loader tags the memory of what it yields with the batch's share
     (`lockstep.batch`), by which engine, metrics and losses know it, whenever it is used.
 
-    **Randomness per sample.** If `dataset.__getitem__` has a keyword `generator`, it is handed a
-    `torch.Generator` seeded by (seed, epoch, index), also inside torch's `Subset`, `ConcatDataset`
-    and `StackDataset`.
-    Draws from the process-wide generators of torch, numpy and `random` are covered as well, see
-    `seed_global_rng`. Both give the same samples at any number of ranks and workers.
+    **Randomness per sample.** If `dataset.__getitem__` has a keyword `generator`, it is handed a `torch.Generator`
+    seeded by (seed, epoch, index), also inside torch's `Subset`, `ConcatDataset` and `StackDataset`. Draws from the
+    process-wide generators of torch, numpy and `random` are covered as well, see `seed_global_rng`. Both give the same
+    samples at any number of ranks and workers.
 
     Args:
         dataset: map-style: `__getitem__` and `__len__`; at least one sample. `__getitems__` is used
@@ -109,21 +107,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         persistent_workers: as in torch; then a new iteration ends the one before it.
         prefetch_factor: batches that each worker loads ahead; they do not count as consumed.
         pin_memory_device: as in torch.
-        sampler: an order of your own: the indices of one global epoch, with a length. It runs once
-            per epoch with the process-wide generators seeded by (seed, epoch), so stock samplers
-            agree on all ranks; one that draws from elsewhere must be made to. A `set_epoch` of
-            its own is called, unless the script calls it. An index may come several times: each time it is seeded
-            by another number.
-        seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch,
-            index), and before a `collate_fn` of yours, from its first index. It is on because most
-            transforms draw there and would otherwise depend on ranks and workers. It costs some
-            microseconds per sample where samples draw, some tens of microseconds per batch where none does, and nothing
-            for `TensorDataset`, lists and arrays. Generators are compared to see whether samples draw; the first
-            that does is fetched twice. The training process's own streams are not
-            disturbed: they are put back after each batch. A dataset that fetches whole batches
-            (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks:
-            let its `__getitem__` take a `generator` instead. If False, workers start from seeds
-            that depend on (seed, epoch, rank, worker).
+        sampler: an order of your own: the indices of one global epoch, with a length. It runs once per epoch with the
+            process-wide generators seeded by (seed, epoch), so stock samplers agree on all ranks; one that draws from
+            elsewhere must be made to. A `set_epoch` of its own is called, unless the script calls it. An index may come
+            several times: each time it is seeded by another number.
+        seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch, index), and before a
+            `collate_fn` of yours, from its first index. It is on because most transforms draw there and would otherwise
+            depend on ranks and workers. It costs some microseconds per sample where samples draw, some tens of
+            microseconds per batch where none does, and nothing for `TensorDataset`, lists and arrays. Generators are
+            compared to see whether samples draw; the first that does is fetched twice. The training process's own
+            streams are not disturbed: they are put back after each batch. A dataset that fetches whole batches
+            (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks: let its `__getitem__`
+            take a `generator` instead. If False, workers start from seeds that depend on (seed, epoch, rank, worker).
         device: move batches there; None leaves them on the CPU. To a GPU they are copied from pinned memory
             on a stream of its own, beside the loop.
         prefetch: batches copied to a GPU ahead of the loop, which do not count as consumed.
@@ -229,7 +224,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
-        self._sampler_epochs = SamplerEpochs.of(told if batch_sampler is None else teller_of_epochs(batch_sampler))
+        makers = (told,) if batch_sampler is None else (batch_sampler, getattr(batch_sampler, "sampler", None))
+        self._sampler_epochs = SamplerEpochs.of(*makers)
         self._thread = threading.get_ident()
         self._drawn_from = DrawnFrom()
         self._next_epoch = 0
@@ -239,7 +235,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
         self._progresses: list[EpochProgress] = []
         self._evaluations = EvaluationWatch()
-        self._data_fingerprint: int | None = None
         if batch_sampler is None:
             self._plan()
 
@@ -276,7 +271,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         made, sizes, mark, of_order = cut(epoch, start, world_size > 1)
         rank_batches = RankBatches(
             *(made, sizes, self.batch_size or world_size, self.seed, epoch, rank, world_size),
-            *(self.evaluation, self._batch_source, self._fingerprint() ^ of_order if world_size > 1 else 0),
+            *(self.evaluation, self._batch_source, self._data_fingerprint ^ of_order if world_size > 1 else 0),
         )
         if self.evaluation:
             batch.note_evaluation(rank_batches.fingerprint, world_size)
@@ -364,12 +359,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in global samples; JSON-serialisable, the same on every rank.
 
-        Taken inside a loop, after the k-th batch was yielded, it leads to batch k+1 of that epoch;
-        so take it when the step on the k-th is done. After a `break` it leads to the batch that
-        would have come next, although iterating on in the same process begins the next epoch.
-        After the end of an epoch it leads to the next one. Batches that workers have loaded ahead
-        do not count. Of several iterations that can continue (an evaluation on the training data, within an epoch)
-        it describes the one that yielded last, and of others what comes after it.
+        Taken inside a loop, after the k-th batch was yielded, it leads to batch k+1 of that epoch; so take it when the
+        step on the k-th is done. After a `break` it leads to the batch that would have come next, although iterating on
+        in the same process begins the next epoch. After the end of an epoch it leads to the next one. Batches that
+        workers have loaded ahead do not count. Of several iterations that can continue (an evaluation on the training
+        data, within an epoch) it describes the one that yielded last, and of others what comes after it.
 
         An evaluation loader whose batches are smaller than the world counts only what this rank
         was given: take the state on rank 0, which holds a part of every batch.
@@ -455,10 +449,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return range(length)
         return (shuffled_order if self.permutation == "stored" else computed_order)(length, self.seed, epoch)
 
-    def _fingerprint(self) -> int:
-        if self._data_fingerprint is None:  # once, before anything is fetched: a dataset may change as it is used
-            self._data_fingerprint = fingerprint_of_data(self.dataset)
-        return self._data_fingerprint
+    @functools.cached_property
+    def _data_fingerprint(self) -> int:
+        """Taken before anything is fetched: a dataset may change as it is used."""
+        return fingerprint_of_data(self.dataset)
 
     def _plan(self, start: int = 0) -> Plan:
         """The batches of an epoch; read anew each time, as the dataset may have grown."""

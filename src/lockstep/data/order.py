@@ -7,10 +7,9 @@ consecutive positions in it, and a rank's share is a run of the batch:
     rank 0     7 2     | 0 8     | 5            world_size 2
     rank 1         9 4 |     1 6 |   3
 
-So putting the ranks' shares side by side gives back the batch, and putting the batches after
-each other gives back the order, at any number of ranks. The order itself is an array of integers (a
-`range` when nothing is shuffled, or computed where it is asked for), never a list: Python integers exist for
-one batch at a time.
+So putting the ranks' shares side by side gives back the batch, and putting the batches after each other gives back the
+order, at any number of ranks. The order itself is an array of integers (a `range` when nothing is shuffled, or computed
+where it is asked for), never a list: Python integers exist for one batch at a time.
 """
 
 from __future__ import annotations
@@ -124,9 +123,8 @@ def _drawn(sampler: Any) -> npt.NDArray[np.int64]:
 def draw_order(sampler: Any, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Run a user's sampler once, from the same random state on every rank.
 
-    The process-wide generators are seeded with (seed, epoch) while it runs and put back
-    afterwards, so a `RandomSampler` or `WeightedRandomSampler` without a generator of its own
-    draws alike on all ranks.
+    The process-wide generators are seeded with (seed, epoch) while it runs and put back afterwards, so a
+    `RandomSampler` or `WeightedRandomSampler` without a generator of its own draws alike on all ranks.
 
     Returns:
         int64 [len(sampler)].

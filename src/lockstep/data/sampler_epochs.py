@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from lockstep.data.checks import check_integer
 from lockstep.errors import DataError
 
-__all__ = ["OwnOrder", "SamplerEpochs", "teller_of_epochs"]
+__all__ = ["OwnOrder", "SamplerEpochs"]
 
 
 class OwnOrder(Sampler[int]):
@@ -39,13 +39,6 @@ class OwnOrder(Sampler[int]):
         )
 
 
-def teller_of_epochs(batch_sampler: Any) -> Any:
-    """Who is told the epoch of a batch sampler: itself; else its sampler, as torch's `BatchSampler` has one."""
-    if callable(getattr(batch_sampler, "set_epoch", None)):
-        return batch_sampler
-    return getattr(batch_sampler, "sampler", None)
-
-
 class SamplerEpochs:
     """Stands for the `set_epoch` of one sampler; a class, so that the sampler can be copied.
 
@@ -61,16 +54,18 @@ class SamplerEpochs:
         self.told: int | None = None
 
     @classmethod
-    def of(cls, sampler: Any) -> SamplerEpochs:
-        """Those of the user's sampler, which from now on notes what it is told. Local."""
-        known = getattr(sampler, "set_epoch", None)
-        if isinstance(known, cls):
-            return known
-        epochs = cls(known if callable(known) else None)
-        if callable(known):
-            with contextlib.suppress(AttributeError, TypeError):  # it takes no attributes: then the loader tells it
-                sampler.set_epoch = epochs
-        return epochs
+    def of(cls, *samplers: Any) -> SamplerEpochs:
+        """Those of the first that has any, of which from now on is noted what it is told. Local."""
+        for sampler in samplers:
+            known = getattr(sampler, "set_epoch", None)
+            if isinstance(known, cls):
+                return known
+            if callable(known):
+                epochs = cls(known)
+                with contextlib.suppress(AttributeError, TypeError):  # it takes no attributes: then the loader tells it
+                    sampler.set_epoch = epochs
+                return epochs
+        return cls(None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the sampler's own."""

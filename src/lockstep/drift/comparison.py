@@ -287,11 +287,7 @@ class _Meeting:
 
 
 def _read_summary(text: str, is_known: Callable[[Any], bool]) -> Summary:
-    """What a rank said, if it has the form that `_compare` gives it.
-
-    Raises:
-        ValueError: it has another.
-    """
+    """What a rank said, if it has the form that `_compare` gives it; ValueError if it has another."""
     try:
         summary = json.loads(text)
     except RecursionError:

@@ -203,8 +203,10 @@ def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
     Args:
         is_told: several ranks train it, and this one speaks for all.
     """
-    layers = [name for name, layer in module.named_modules() if is_told and _sees_one_rank(layer)]
-    if layers:
+    are_converted = (SyncBatchNorm, nn.SyncBatchNorm)
+    norms = [(name, each) for name, each in module.named_modules() if isinstance(each, BatchNorm) and each.training]
+    layers = [name for name, each in norms if not isinstance(each, are_converted)]
+    if layers and is_told:
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         warn_once(
             _logger,
@@ -215,15 +217,11 @@ def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
         )
 
 
-def _sees_one_rank(layer: nn.Module) -> bool:
-    return isinstance(layer, BatchNorm) and layer.training and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
-
-
 def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
     where = f"layer {name!r} ({type(layer).__name__})"
     if any(is_lazy(each) for each in (layer.weight, layer.running_mean) if each is not None):
         raise ModelError(f"{where} is lazy and has no shape yet: run one forward pass before converting")
-    if type(layer).forward not in _KNOWN_FORWARDS:
+    if type(layer).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise ModelError(
             f"{where} has a forward pass of its own, which lockstep.SyncBatchNorm would not run. Replace it by hand, "
             "or leave it out: convert the submodules that do not contain it"
@@ -244,9 +242,6 @@ def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup
     if hasattr(layer, "qconfig"):
         converted.qconfig = layer.qconfig
     return converted
-
-
-_KNOWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def _record_call(layer: nn.Module, input: Proxy) -> Tensor:

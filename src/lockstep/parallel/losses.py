@@ -53,6 +53,7 @@ from lockstep import batch
 from lockstep.agreement import collective_device
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.forward_pass import ForwardPass
+from lockstep.parallel.rank_agreement import gather
 
 __all__ = ["Origin", "all_gather", "find_origin", "global_loss", "mean", "sum"]
 
@@ -369,10 +370,7 @@ class _GatherRows(torch.autograd.Function):
             ctx.begin, ctx.end = 0, len(own)
             return own.clone()
         own = own.to(origin.device(features))
-        sizes = torch.zeros(group.size(), dtype=torch.int64, device=own.device)
-        sizes[group.rank()] = len(own)
-        dist.all_reduce(sizes, group=group)
-        rows = sizes.tolist()
+        rows = gather(torch.full((), len(own), device=own.device), group).tolist()
         ctx.begin = builtins.sum(rows[: group.rank()])
         ctx.end = ctx.begin + len(own)
         padded = own.new_zeros(max(rows), *own.shape[1:])

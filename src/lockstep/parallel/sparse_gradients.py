@@ -46,6 +46,7 @@ class SparseGradients:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: Listener) -> None:
         self._parameters = list(parameters)
         self._group = group
+        self._device = parameters[0].device if parameters else torch.device("cpu")
         self._world_size = group.size()
         function = functools.partial(_without_zeros_of_fillers, weakref.ref(backward))
         hooks = [AccumulationHook(parameter, function, is_before=True) for parameter in parameters]
@@ -88,10 +89,6 @@ class SparseGradients:
             elif max(of_ranks) > _NO_GRADIENT:
                 sparse.append(index)
         self._average_entries(sparse, own, by_rank)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._parameters[0].device
 
     def _mean_of_dense(self, index: int, own: torch.Tensor | None) -> torch.Tensor:
         parameter = self._parameters[index]
