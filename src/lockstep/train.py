@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.agreement import any as any_rank
 from lockstep.agreement import collective_device
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.data import DataLoader
 from lockstep.errors import CheckpointError, InputError, InputTypeError
 from lockstep.world import current_world

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.batch import share_bounds
+from lockstep.batch.share import share_bounds
 from lockstep.data.order import OrderedBatches, Plan, RankBatches, draw_order, shuffled_order
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError

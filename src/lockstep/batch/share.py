@@ -1,4 +1,4 @@
-"""A share: how many samples of one global batch a rank holds."""
+"""A share: how many samples of one global batch a rank holds; one that holds none gets a filler."""
 
 from __future__ import annotations
 

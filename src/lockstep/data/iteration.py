@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from lockstep.batch import BatchShare, Iteration, purge
+from lockstep.batch.hand import Iteration
+from lockstep.batch.share import BatchShare
+from lockstep.batch.tags import purge
 from lockstep.data.checks import is_fixed
 from lockstep.data.order import Fetch, RankBatches
 from lockstep.drift.watch import EvaluationWatch

@@ -200,7 +200,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # What `loader.batch_sampler` is: the user's, as with torch, or our own.
         self._shown_batches: Any = self._rank_batches if batch_sampler is None else batch_sampler
         self._is_cut_by_user = batch_sampler is not None
-        self._batch_source = batch.LoaderToken()
+        self._batch_source = batch.plans.LoaderToken()
         super().__init__(
             dataset,
             batch_sampler=cast(Any, self._rank_batches),
@@ -274,12 +274,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             *(self.evaluation, self._batch_source, self._data_fingerprint ^ of_order if world_size > 1 else 0),
         )
         if self.evaluation:
-            batch.note_evaluation(rank_batches.fingerprint, world_size)
+            batch.hand.note_evaluation(rank_batches.fingerprint, world_size)
         self._evaluations.look()
         watch_shutdown()
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
-        number = batch.register(self._batch_source, rank, rank_batches.divisions())
+        number = batch.plans.register(self._batch_source, rank, rank_batches.divisions())
         self._rank_batches.schedule = rank_batches
         batches: Iterator[Any] = super().__iter__()
         if self.device is not None:

@@ -26,7 +26,8 @@ import numpy.typing as npt
 import torch
 
 from lockstep import batch
-from lockstep.batch import BatchShare, Division, LoaderToken, share_bounds
+from lockstep.batch.plans import Division, LoaderToken
+from lockstep.batch.share import BatchShare, share_bounds
 from lockstep.data.feistel import ComputedOrder
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
@@ -306,7 +307,7 @@ class RankBatches:
             division = self._division(made.size)
             share = self._shares[made.size] = division.share(self.rank, self.evaluation, self.source)
             if self.sizes is None and self.source is not None:
-                batch.register(self.source, self.rank, {division})
+                batch.plans.register(self.source, self.rank, {division})
         if self.sizes is None and self.world_size > 1:
             fingerprint ^= made.mark
         last = made.first + made.size

@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.forward_pass import ForwardPass
@@ -282,11 +282,11 @@ def _rows_of(values: Tensor) -> _Rows:
         InputError: they come from forward passes of which this rank holds different shares; or the layer is in no
             engine, and the loop may be at a filler or not.
     """
-    share = batch.active_share(in_backward=current_graph_task_id() != -1)
-    around = cast("ForwardPass | None", batch.active_forward())
+    share = batch.hand.active_share(in_backward=current_graph_task_id() != -1)
+    around = cast("ForwardPass | None", batch.hand.active_forward())
     if share is not None or around is not None:
         return _Rows(share is None or share.local_samples > 0, around, is_inside=True)
-    forwards = cast("list[ForwardPass]", batch.find_marks(values) if batch.marks_tell_shares() else [])
+    forwards = cast("list[ForwardPass]", batch.graph.find_marks(values) if batch.graph.marks_tell_shares() else [])
     if len({forward.settle() for forward in forwards}) > 1:
         raise InputError(
             "SyncBatchNorm: its input comes from forward passes on two batches, of which this rank holds different "
@@ -294,8 +294,8 @@ def _rows_of(values: Tensor) -> _Rows:
         )
     if forwards:
         return _Rows(not forwards[0].is_filler, forwards[0])
-    tag = batch.find_tag(values)
-    found = [tag.share] if tag is not None else batch.in_hand(lambda iteration: iteration.num_batches - 1)
+    tag = batch.tags.find_tag(values)
+    found = [tag.share] if tag is not None else batch.hand.in_hand(lambda iteration: iteration.num_batches - 1)
     fillers = [share for share in found if share.local_samples == 0]
     if fillers and len(fillers) < len(found):
         raise InputError(

@@ -109,7 +109,7 @@ def _mean_over_ranks(loss: Any, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _weight_of(loss: torch.Tensor, group: dist.ProcessGroup) -> float:
     """This rank's weight in the forward passes that a loss comes from. Collective where that was not settled."""
-    if loss.grad_fn is None or not batch.find_marks(loss):
+    if loss.grad_fn is None or not batch.graph.find_marks(loss):
         return _UNKNOWN
     with suppress(InputError):  # of several batches with different weights
         return find_origin("LBFGS", loss, group, asks_the_loop=False).weight

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.errors import InputError
 from lockstep.parallel.checks import named_tensors
 from lockstep.parallel.rank_agreement import all_reduce_number, broadcast_tensors

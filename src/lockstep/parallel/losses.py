@@ -153,7 +153,7 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     """
     _check_scalar("global_loss", loss)
     origin = find_origin("global_loss", loss, process_group)
-    if "_GatherRowsBackward" in batch.names_behind(loss):  # torch's name of our node
+    if "_GatherRowsBackward" in batch.graph.names_behind(loss):  # torch's name of our node
         raise InputError(
             "global_loss: this loss was computed from what lockstep.all_gather has gathered, which gives the gradients "
             "of one process by itself: leave global_loss out"
@@ -238,11 +238,11 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         process_group: instead of the engine's.
         asks_the_loop: without a graph, a filler may be in hand.
     """
-    forwards = cast("list[ForwardPass]", batch.find_marks(loss))
+    forwards = cast("list[ForwardPass]", batch.graph.find_marks(loss))
     if not forwards:
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         is_filler = asks_the_loop and _is_filler(name, loss)
-        share = None if loss.requires_grad else batch.latest_forward()  # the others' totals may come from it
+        share = None if loss.requires_grad else batch.hand.latest_forward()  # the others' totals may come from it
         if share is None or group is None or share.world_size != group.size():
             return Origin(group, 1.0, is_filler)
         return Origin(group, share.weight, is_filler)
@@ -257,11 +257,11 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
 
 def _is_filler(name: str, loss: Tensor) -> bool:
     """Whether a tensor counts nothing that comes from no forward pass of ours. Local."""
-    tag = batch.find_tag(loss)
-    share = tag.share if tag is not None else batch.active_share(in_backward=False)
+    tag = batch.tags.find_tag(loss)
+    share = tag.share if tag is not None else batch.hand.active_share(in_backward=False)
     if share is not None:
         return share.local_samples == 0
-    found = batch.of_a_value()
+    found = batch.hand.of_a_value()
     fillers = [share for share in found if share.local_samples == 0]
     if fillers and len(fillers) < len(found):
         raise InputError(
