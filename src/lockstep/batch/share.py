@@ -35,8 +35,7 @@ class BatchShare:
     def weight(self) -> float:
         """This rank's share relative to an even one: 1.0 when the batch divides evenly.
 
-        The mean over ranks of `weight * mean over the rank's samples` is the mean over
-        the global batch.
+        The mean over ranks of `weight * mean over the rank's samples` is the mean over the global batch.
         """
         return self.local_samples * self.world_size / self.global_samples
 

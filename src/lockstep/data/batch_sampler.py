@@ -16,46 +16,19 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.order import GlobalBatch, num_earlier, seed_keys
-from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, preserve_global_rngs, seed_global_rngs
+from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, preserve_global_rngs, states_after
 from lockstep.errors import DataError
 
-__all__ = ["GlobalBatches", "RngStreams"]
+__all__ = ["GlobalBatches"]
 
 _MARK_BYTES = 6
 _END = object()
-
-
-class RngStreams:
-    """Streams of torch's (CPU), numpy's and Python's generators, in the place of the process-wide ones while they run.
-
-    Args:
-        seed: 0 … 2**64-1.
-        thread: the one that trains; see `preserve_global_rngs`.
-    """
-
-    def __init__(self, seed: int, thread: int) -> None:
-        self._thread = thread
-        with preserve_global_rngs():
-            seed_global_rngs(seed)
-            self._states = [rng.state() for rng in GLOBAL_RNGS]
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """What is drawn inside is drawn from here, and the process-wide streams stay where they are. Local."""
-        with preserve_global_rngs(self._thread):
-            for rng, state in zip(GLOBAL_RNGS, self._states, strict=True):
-                rng.restore(state)
-            try:
-                yield
-            finally:
-                self._states = [rng.state() for rng in GLOBAL_RNGS]
 
 
 class GlobalBatches(Iterator[GlobalBatch]):
@@ -64,7 +37,9 @@ class GlobalBatches(Iterator[GlobalBatch]):
     def __init__(self, sampler: Any, seed: int, epoch: int, num_samples: int, thread: int) -> None:
         self.sampler = sampler
         self._epoch = epoch
-        self._streams = RngStreams(derive_seed(b"sampler", seed, epoch), thread)
+        self._thread = thread
+        with preserve_global_rngs():
+            self._states = states_after(derive_seed(b"sampler", seed, epoch))  # of the streams of its own
         self._batches: Iterator[Any] | None = None
         self._hash = hashlib.blake2b(str(seed).encode(), digest_size=_MARK_BYTES)
         self._num_samples = num_samples
@@ -78,10 +53,15 @@ class GlobalBatches(Iterator[GlobalBatch]):
         return len(self.sampler) - self._num_skipped
 
     def __next__(self) -> GlobalBatch:
-        with self._streams.running():
-            if self._batches is None:
-                self._batches = iter(self.sampler)
-            made = next(self._batches, _END)
+        with preserve_global_rngs(self._thread):
+            for rng, state in zip(GLOBAL_RNGS, self._states, strict=True):
+                rng.restore(state)
+            try:
+                if self._batches is None:
+                    self._batches = iter(self.sampler)
+                made = next(self._batches, _END)
+            finally:
+                self._states = [rng.state() for rng in GLOBAL_RNGS]
         if made is _END:
             if self.number > 0:
                 raise StopIteration

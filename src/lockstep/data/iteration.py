@@ -98,7 +98,6 @@ class EpochIterator(Iterator[Any]):
             ones of its loader; None when it has workers of its own, or none.
         has_workers: processes fetch the batches.
         evaluations: told when the last batch of an evaluation is through.
-        is_evaluation: it is one, though gradients were on.
 
     Attributes:
         waited_s: seconds that the loop has waited for batches, and for learning that there is none left.
@@ -115,7 +114,6 @@ class EpochIterator(Iterator[Any]):
         shared_workers: RankBatchSampler | None,
         has_workers: bool,
         evaluations: EvaluationWatch,
-        is_evaluation: bool = False,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
@@ -124,7 +122,6 @@ class EpochIterator(Iterator[Any]):
         self._shared_workers = shared_workers
         self._has_workers = has_workers
         self._evaluations = evaluations
-        self._is_evaluation = is_evaluation
         self._number = 0  # of the batch that comes next
         self._num_samples = 0  # of this rank
         self.waited_s = self.first_wait_s = 0.0
@@ -133,9 +130,6 @@ class EpochIterator(Iterator[Any]):
     def share(self) -> BatchShare | None:
         """What this rank holds of the batch yielded last; None before the first."""
         return self._iteration.latest
-
-    def __iter__(self) -> EpochIterator:
-        return self
 
     def __len__(self) -> int:
         """Number of batches that this iteration yields on this rank, from its first one."""
@@ -153,7 +147,7 @@ class EpochIterator(Iterator[Any]):
         try:
             loaded = next(self._batches)
         except StopIteration:
-            if self.share is not None and (self._is_evaluation or not torch.is_grad_enabled()):
+            if self.share is not None and (self._schedule.evaluation or not torch.is_grad_enabled()):
                 self._evaluations.end(self._num_samples, self._progress.consumed, self.share.world_size)
             self._progress.finished = True
             self._progress.touch()

@@ -292,7 +292,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             shared_workers=self._rank_batches if self.persistent_workers else None,
             has_workers=self.num_workers > 0,
             evaluations=self._evaluations,
-            is_evaluation=self.evaluation,
         )
 
     def _cut(self, epoch: int, start: int, is_compared: bool) -> _Cut:

@@ -3,9 +3,8 @@
 See `lockstep.seeding.derive_seed`. Its `purpose` keeps the streams of one (seed, epoch) apart: the shuffle of
 an epoch and its augmentations never draw the same numbers.
 
-torch's CPU generator and numpy's legacy one are both a Mersenne Twister that keeps 32 bits of
-its seed, so they get different halves of the hash: with the same half, a dataset that draws
-from both would see two copies of one stream.
+torch's CPU generator and numpy's legacy one are both a Mersenne Twister that keeps 32 bits of its seed, so they get
+different halves of the hash: with the same half, a dataset that draws from both would see two copies of one stream.
 
 CUDA's is the one of the current device, and only in a process that uses CUDA already: touching it
 would initialise the device in every worker.

@@ -88,10 +88,6 @@ class _Model:
     is_there: bool
     projection: Projection | None
 
-    def said(self) -> list[object]:
-        """What other ranks are told."""
-        return [self.is_there, self.num_writes, self.hash]
-
 
 _past: weakref.WeakKeyDictionary[World, dict[str, _Model]] = weakref.WeakKeyDictionary()
 _errors: weakref.WeakKeyDictionary[World, CollectiveMismatch] = weakref.WeakKeyDictionary()  # of engines of the past
@@ -157,7 +153,9 @@ def comparison_of_engines(world: World) -> Callable[[], None] | None:
 
 def _compare(store: _Meeting, world_size: int, own: Mapping[str, _Model], there: Mapping[str, AveragingModule]) -> None:
     """Raise if the ranks hold different models in one of their engines; names a tensor that differs. Collective."""
-    said = store.exchange("models", {key: each.said() for key, each in own.items()}, _is_said)
+    said = store.exchange(
+        "models", {key: [each.is_there, each.num_writes, each.hash] for key, each in own.items()}, _is_said
+    )
     # All of those that have said something come to the same; one that lacks an engine says nothing of it.
     differing = {key: teams for key in sorted(set().union(*said)) if (teams := _find_differing(key, said))}
     found: dict[str, list[str]] = {}

@@ -97,8 +97,10 @@ class SyncBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`. Collective in training mode."""
         given: object = input
-        if isinstance(given, Proxy):  # torch.fx traces the model
-            return _record_call(self, given)
+        if isinstance(given, Proxy):  # torch.fx traces the model: one call, as of torch's layers. It looks into others
+            tracer: Any = given.tracer
+            traced: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(self), (given,), {})
+            return traced
         self._check_input(input)
         factor = self._count_batch()
         group = self._group_to_sync()
@@ -242,13 +244,6 @@ def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup
     if hasattr(layer, "qconfig"):
         converted.qconfig = layer.qconfig
     return converted
-
-
-def _record_call(layer: nn.Module, input: Proxy) -> Tensor:
-    """One call of the layer in the graph, as of each layer of torch: tracers look into those of others."""
-    tracer: Any = input.tracer
-    output: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
-    return output
 
 
 @dataclass(frozen=True)
@@ -432,9 +427,6 @@ def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, varianc
     return torch.stack([of_shift, of_scale]).to(mean.dtype)
 
 
-_ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words
-
-
 def explain_forward_error(error: Exception, world_size: int, share: BatchShare | None) -> None:
     """Raise an error with a remedy in place of what the model raised, where that is torch's for too few values. Local.
 
@@ -442,7 +434,7 @@ def explain_forward_error(error: Exception, world_size: int, share: BatchShare |
         error: what the forward pass raised.
         share: what this rank holds of the batch; None where nobody knows.
     """
-    if world_size == 1 or _ONE_VALUE not in str(error):
+    if world_size == 1 or "Expected more than 1 value per channel when training" not in str(error):  # torch's words
         return
     held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
     raise InputError(

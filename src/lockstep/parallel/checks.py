@@ -225,22 +225,14 @@ _REFUSED = {
 
 
 def check_refused(**given: object) -> None:
-    """Refuse what cannot be had, with what to write instead.
-
-    Raises:
-        InputError: names the argument.
-    """
+    """Refuse what cannot be had, with what to write instead, by an InputError that names the argument."""
     for name, value in given.items():
         if value is not None:
             raise InputError(f"DistributedDataParallel: {name} is not supported: {_REFUSED[name]}")
 
 
 def choose_broadcast_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Whether all ranks get the buffers of the first; the second is the new name of the first.
-
-    Raises:
-        InputError: the two contradict each other.
-    """
+    """Whether all ranks get the buffers of the first rank, by the old or the new name; InputError if these differ."""
     if None not in (broadcast_buffers, forward_sync_buffers) and broadcast_buffers != forward_sync_buffers:
         raise InputError(
             f"broadcast_buffers={broadcast_buffers} and forward_sync_buffers={forward_sync_buffers} are two names for "

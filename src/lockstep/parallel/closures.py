@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,20 +37,21 @@ __all__ = ["with_mean_of_closure"]
 _UNKNOWN = -1.0  # a weight
 
 
+@dataclass(eq=False)
 class _MeanOfClosure:
     """A closure that returns the mean of all ranks' losses. Calls of it are collective if it calls an engine.
 
     Attributes:
+        closure: the user's.
         engines: those that average what is stepped: the group of each, by its backward pass.
     """
 
-    def __init__(self, closure: Callable[[], Any]) -> None:
-        self._closure = closure
-        self.engines: dict[BackwardPass, dist.ProcessGroup] = {}
+    closure: Callable[[], Any]
+    engines: dict[BackwardPass, dist.ProcessGroup] = field(default_factory=dict)
 
     def __call__(self) -> Any:
         before = {backward: backward.num_begun for backward in self.engines}
-        loss = self._closure()
+        loss = self.closure()
         groups = [group for backward, group in self.engines.items() if backward.num_begun != before[backward]]
         if not groups:
             return loss

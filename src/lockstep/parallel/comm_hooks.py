@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,13 +64,14 @@ class GradBucket:
 CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
+@dataclass(eq=False)
 class HookedBuckets:
     """The buckets that one hook, with its state, reduces in a backward pass. Local."""
 
-    def __init__(self, state: Any, hook: CommHook, num_buckets: int) -> None:
-        self._state, self._hook = state, hook
-        self._num_buckets = num_buckets
-        self._futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
+    state: Any
+    hook: CommHook
+    num_buckets: int
+    _futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = field(default_factory=list, init=False)
 
     def begin(
         self,
@@ -83,8 +85,8 @@ class HookedBuckets:
         Raises:
             ModelError: it returns no future.
         """
-        is_last = bucket == self._num_buckets - 1
-        future = self._hook(self._state, GradBucket(bucket, buffer, gradients, parameters, is_last))
+        is_last = bucket == self.num_buckets - 1
+        future = self.hook(self.state, GradBucket(bucket, buffer, gradients, parameters, is_last))
         if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
             raise ModelError(
                 f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "

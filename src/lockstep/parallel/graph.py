@@ -89,7 +89,6 @@ class AccumulationHook:
     of those. It is kept alive here, because autograd makes a new one when nobody holds it.
 
     Args:
-        parameter: that one.
         function: called with what torch's node hooks are.
         is_before: call it before the gradient is accumulated, with what is about to be; it may return something else.
 

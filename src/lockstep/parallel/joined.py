@@ -54,10 +54,6 @@ class JoinableEngine(Protocol):
 class Steps:
     """Steps of an engine within `Join`, beside the gradients themselves.
 
-    Args:
-        group: the engine's.
-        device: of the collectives.
-
     Attributes:
         divides_by_all: divide gradients by all ranks, and not by those that still train.
         share: what this rank holds of the rows of the step that ranks agreed on last.

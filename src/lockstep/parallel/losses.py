@@ -32,11 +32,10 @@ then, and that of one process the mean over ranks of w·g_r, by which l_r' is mu
 pass, by an all_reduce of two numbers. So where one rank's total has a graph, the value has one on every rank.
 
 [Note: gradients of what was gathered] Rank r holds n_r of n samples, and computes a loss from the gathered features:
-the same on every rank, or the mean over its own samples against those of all. Either way the loss of one process is
-the sum of n_r/n times the losses of the ranks. So the gradient of the gathered features is the sum over ranks of
-theirs, each times the rank's weight w_r = n_r·W/n, divided by W; and since an engine multiplies what comes to its
-outputs by its own weight and takes the mean over W ranks, a rank hands the sum, divided by its own weight, to its own
-features.
+the same on every rank, or the mean over its own samples against those of all. Either way the loss of one process is the
+sum of n_r/n times the losses of the ranks. So the gradient of the gathered features is the sum over ranks of theirs,
+each times the rank's weight w_r = n_r·W/n, divided by W; and since an engine multiplies what comes to its outputs by
+its own weight and takes the mean over W ranks, a rank hands the sum, divided by its own weight, to its own features.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ from lockstep.parallel.symmetric import SymmetricTransport
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
-_CPU = torch.device("cpu")
-
 
 class GroupTransport:
     """One asynchronous all_reduce for each bucket, by any process group; those of sharded parameters go to owners.
@@ -170,8 +168,8 @@ def make_transport(
     plans: Sequence[BucketPlan],
     group: dist.ProcessGroup,
     agreement: RankAgreement,
-    device: torch.device = _CPU,
-    stand_ins: Mapping[int, ShardedGradient] | None = None,
+    device: torch.device,
+    stand_ins: Mapping[int, ShardedGradient],
 ) -> Transport:
     """The transport for these buckets over that group. Collective.
 
@@ -185,4 +183,4 @@ def make_transport(
     on_cpu = all(each.type == "cpu" for each in devices)
     if engine is not None and engine.team.shares_memory and on_cpu and group.size() > 1:
         return ShardedTransport(plans, engine, stand_ins) if stand_ins else SymmetricTransport(plans, engine)
-    return GroupTransport(plans, group, agreement, devices[0], stand_ins or {})
+    return GroupTransport(plans, group, agreement, devices[0], stand_ins)
