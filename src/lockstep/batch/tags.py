@@ -86,8 +86,7 @@ def tag_batch(batch: Any, share: BatchShare, iteration: int = 0) -> None:
 def purge(at_most: float = math.inf) -> None:
     """Forget the tags of tensors that are gone, and with them the loaders of which nothing else is left. Local.
 
-    Args:
-        at_most: do nothing if there are more tags than that: it takes a while for each.
+    Does nothing if there are more tags than `at_most`: it takes a while for each.
     """
     global _purge_at
     if not 0 < len(_tags) <= at_most:

@@ -78,7 +78,7 @@ class GlobalBatches(Iterator[GlobalBatch]):
         return GlobalBatch(indices, self._keys_of(indices), 0, len(indices), first, self.mark)
 
     def skip(self, consumed: int, mark: int) -> None:
-        """Go to where so many samples are consumed, behind the batch with that mark, as a resumed epoch does. Local.
+        """Go to where so many samples are consumed, after the batch with that mark, as a resumed epoch does. Local.
 
         Raises:
             DataError: the batch sampler does not make the batches that it made before.

@@ -80,11 +80,7 @@ class HookedBuckets:
         gradients: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
     ) -> None:
-        """Hand the hook a bucket, see `GradBucket`.
-
-        Raises:
-            ModelError: it returns no future.
-        """
+        """Hand the hook a bucket, see `GradBucket`; ModelError if it returns no future."""
         is_last = bucket == self.num_buckets - 1
         future = self.hook(self.state, GradBucket(bucket, buffer, gradients, parameters, is_last))
         if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
