@@ -13,7 +13,6 @@ would initialise the device in every worker.
 from __future__ import annotations
 
 import ctypes
-import pickle
 import random
 import sys
 import threading
@@ -70,10 +69,10 @@ class _Torch(GlobalRng):
         torch.default_generator.set_state(state)
 
     def is_at(self, state: torch.Tensor) -> bool:
-        return _are_equal(torch.default_generator.get_state(), state)
+        return _same_bytes(torch.default_generator.get_state(), state)
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.numpy().tobytes() == other.numpy().tobytes()  # in a third of the time of `torch.equal`
 
 
@@ -162,7 +161,7 @@ class _Numpy(GlobalRng):
 
     def is_at(self, state: Any) -> bool:
         if isinstance(state, dict):
-            return pickle.dumps(np.random.get_state(legacy=False)) == pickle.dumps(state)
+            return _are_equal(np.random.get_state(legacy=False), state)
         generator, memory, _ = state
         return _mersenne_twister() is generator and _memory_of(generator) == memory
 
@@ -181,6 +180,12 @@ def _take_normal(generator: Any) -> float | None:
         return normal
     np.random.standard_normal()  # the second of the pair
     return None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    return bool(np.all(one == other))
 
 
 def _mersenne_twister() -> Any:
@@ -224,7 +229,7 @@ class _Cuda(GlobalRng):
 
     def is_at(self, state: torch.Tensor | None) -> bool:
         now = self.state()
-        return now is state or (now is not None and state is not None and _are_equal(now, state))
+        return now is state or (now is not None and state is not None and _same_bytes(now, state))
 
 
 def _cudas_generator() -> torch.Generator | None:
