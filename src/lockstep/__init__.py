@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # `as` marks a re-export for type checkers
     from lockstep.agreement import all as all
     from lockstep.agreement import any as any
-    from lockstep.batch import is_filler as is_filler
+    from lockstep.batch.tags import is_filler as is_filler
     from lockstep.comm.symmetric_memory import symmetric_empty as symmetric_empty
     from lockstep.data import DataLoader as DataLoader
     from lockstep.errors import LockstepError as LockstepError
@@ -82,7 +82,7 @@ _PUBLIC = {
     "get_logger": "lockstep.rank_zero",
     "global_loss": "lockstep.parallel.losses",
     "init": "lockstep.world",
-    "is_filler": "lockstep.batch",
+    "is_filler": "lockstep.batch.tags",
     "mean": "lockstep.parallel.losses",
     "metrics": "lockstep.metrics",
     "rank_zero_first": "lockstep.rank_zero",

@@ -34,9 +34,8 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.agreement import any as any_rank
 from lockstep.agreement import collective_device
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.data import DataLoader
-from lockstep.data.waits import Waits
 from lockstep.errors import CheckpointError, InputError, InputTypeError
 from lockstep.world import current_world
 
@@ -471,9 +470,9 @@ class Trainer:
         self._begin_epoch()
         ledger = _Ledger()
         started, communication_s, samples_before = time.perf_counter(), _communication_s(), self._so_far.samples
-        waits = Waits(self.loader)
-        batches = waits.batches
-        for number, data in enumerate(waits, start=1):
+        batches = iter(self.loader)
+        opened_s = time.perf_counter() - started
+        for number, data in enumerate(batches, start=1):
             is_last = number == len(batches)
             closes_step = number % self.accumulate == 0 or is_last
             with nullcontext() if closes_step else self.model.no_sync():
@@ -493,8 +492,8 @@ class Trainer:
             train_s=time.perf_counter() - started,
             local_samples=ledger.local_samples,
             communication_s=_communication_s() - communication_s,
-            loader_s=waits.total_s,
-            first_batch_s=waits.first_s,
+            loader_s=opened_s + batches.waited_s,
+            first_batch_s=opened_s + batches.first_wait_s,
         )
 
     def _ends_within_epoch(self, ledger: _Ledger, max_steps: int | None, is_last: bool) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.errors import LockstepError
 from lockstep.testing import run_ranks
 from training_programs import CHANGES, CHECKPOINTS, EVENTS, FROZEN, HOOKS, LOOPS, Program, draw

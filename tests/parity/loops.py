@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
-from lockstep.batch import share_bounds
+from lockstep.batch.share import share_bounds
 
 Loop = Callable[["Site"], None]
 

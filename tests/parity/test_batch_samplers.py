@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 import lockstep
-from lockstep.batch import current
+from lockstep.batch.hand import current
 from lockstep.errors import CollectiveMismatch, InputError, InputTypeError
 from lockstep.testing import run_ranks
 from lockstep.train import Trainer

@@ -90,7 +90,7 @@ def train_on_one_process(num_samples: int, batch_size: int, optimizer_name: str,
 
 def over_the_global_batch(loss: Tensor) -> float:
     """The mean of a loss over the samples of all ranks. Collective."""
-    share = batch.current()
+    share = batch.hand.current()
     assert share is not None
     total = loss.detach() * share.weight / share.world_size
     dist.all_reduce(total)
@@ -174,7 +174,7 @@ def train_accumulated(num_samples: int, batch_size: int, window: int, set_to_non
                 samples_of_step = min(rest, window * batch_size)
                 rest -= samples_of_step
                 optimizer.zero_grad(set_to_none=set_to_none)
-            share = batch.current()
+            share = batch.hand.current()
             assert share is not None
             is_last = number % window == window - 1 or number == len(loader) - 1
             model.require_backward_grad_sync = is_last  # what no_sync() sets
@@ -297,7 +297,7 @@ def evaluate_between_forward_and_backward() -> Tensor:
             with torch.no_grad():
                 model(next(evaluation)[0])
             model.train()
-            share = batch.current()
+            share = batch.hand.current()
             assert share is not None
             assert share.global_samples == 5, "the share of the batch yielded last, one for evaluation"
             optimizer.zero_grad()
@@ -318,7 +318,7 @@ def backward_of_infinite_filler() -> list[list[float]]:
     model = lockstep.DistributedDataParallel(nn.Linear(2, 1, bias=False).double())
     nn.init.ones_(model.module.weight)
     is_filler = dist.get_rank() == 1
-    with batch.hold(batch.BatchShare(0 if is_filler else 3, 3, 2)):
+    with batch.hand.hold(batch.share.BatchShare(0 if is_filler else 3, 3, 2)):
         output = model(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
     (output.log() * torch.inf if is_filler else output).sum().backward()
     assert model.module.weight.grad is not None
@@ -332,7 +332,7 @@ def test_a_filler_counts_for_nothing() -> None:
 def average_over_a_part_of_the_ranks() -> list[list[float]]:
     """A loader splits over more ranks than the engine averages over: the mean is over what these hold."""
     model = lockstep.DistributedDataParallel(nn.Linear(2, 1, bias=False).double())
-    with batch.hold(batch.BatchShare(1 + dist.get_rank(), 6, 3)):
+    with batch.hand.hold(batch.share.BatchShare(1 + dist.get_rank(), 6, 3)):
         model(torch.full((1, 2), 1.0 + 2 * dist.get_rank(), dtype=torch.float64)).sum().backward()
     assert model.module.weight.grad is not None
     return model.module.weight.grad.tolist()

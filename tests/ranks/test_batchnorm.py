@@ -125,7 +125,7 @@ def keep_fillers_out() -> None:
     expected = plain(whole)
     expected.square().sum().backward()
     layer = lockstep.SyncBatchNorm(CHANNELS, dtype=torch.float64)
-    with lockstep.batch.active(lockstep.batch.BatchShare(sizes[rank], sum(sizes), world_size)):
+    with lockstep.batch.hand.active(lockstep.batch.share.BatchShare(sizes[rank], sum(sizes), world_size)):
         own = (whole.detach()[split(sizes)] if sizes[rank] else torch.full((1, CHANNELS), 9.0).double()).clone()
         output = layer(own.requires_grad_())
         (output.square().sum() * (1.0 if sizes[rank] else 0.0)).backward()
@@ -230,7 +230,7 @@ def keep_fillers_out_of_a_subgroup(sizes: list[int]) -> None:
     layer = lockstep.convert_sync_batchnorm(layer, groups[rank // 2])
     # What repeats through many layers stays finite: a gradient of zero times infinity would be nan.
     filler = torch.linspace(-9, 9, CHANNELS * 4).view(1, CHANNELS, 4).double()
-    with lockstep.batch.active(lockstep.batch.BatchShare(sizes[rank], sum(sizes), world_size)):
+    with lockstep.batch.hand.active(lockstep.batch.share.BatchShare(sizes[rank], sum(sizes), world_size)):
         own = members[split([0] * part.start + sizes[part])] if sizes[rank] else filler
         own = own.clone().requires_grad_()
         output = layer(own)

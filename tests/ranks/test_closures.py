@@ -43,7 +43,7 @@ def minimise(kind: type[torch.optim.LBFGS], line_search: str | None, by_name: bo
     net, inputs, targets = problem()
     model = DistributedDataParallel(net)
     optimizer = kind(model.parameters(), lr=0.5, max_iter=6, line_search_fn=line_search)
-    own = slice(*batch.share_bounds(SAMPLES, dist.get_rank(), dist.get_world_size()))
+    own = slice(*batch.share.share_bounds(SAMPLES, dist.get_rank(), dist.get_world_size()))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -184,7 +184,7 @@ def losses_of_closures() -> list[Any]:
     ]
     # Rank 1 holds a filler, whose loss may be anything.
     filler = torch.tensor(2.0 if rank == 0 else torch.nan)
-    with batch.hold(batch.BatchShare(2 * (rank == 0), 2, 2)):
+    with batch.hand.hold(batch.share.BatchShare(2 * (rank == 0), 2, 2)):
         found.append(found_of(lambda zero: zero + filler))
     return found
 

@@ -392,14 +392,14 @@ def return_kinds(weighted: bool) -> list[str]:
     """The kinds of output with which gradients are wrong."""
     log._warned.clear()
     wrong = []
-    share = batch.BatchShare(dist.get_rank() + 1, sum(range(1, dist.get_world_size() + 1)), dist.get_world_size())
+    share = batch.share.BatchShare(dist.get_rank() + 1, sum(range(1, dist.get_world_size() + 1)), dist.get_world_size())
     weight = share.weight if weighted else 1.0
     for kind in OUTPUTS:
         torch.manual_seed(0)
         model, plain = twins(Returning(kind))
         for seed in range(2):
             inputs = data(5, 4, seed=seed).requires_grad_()
-            with batch.hold(share) if weighted else contextlib.nullcontext():
+            with batch.hand.hold(share) if weighted else contextlib.nullcontext():
                 output = model(inputs)
             model.module.loss(output).backward()
             got = inputs.grad.clone()

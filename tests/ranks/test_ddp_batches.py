@@ -402,7 +402,7 @@ def test_integers_that_count_samples(count: Any) -> None:
     with lockstep.init(device="cpu"):
         model = DistributedDataParallel(nn.Linear(1, 1))
         with model.samples(count):
-            share = batch.held()
+            share = batch.hand.held()
             assert share is not None
             assert type(share.local_samples) is int
             assert share.local_samples == 3

@@ -264,7 +264,7 @@ def train_for_long(options: dict[str, Any]) -> None:
     counts = []
     for step in range(201):
         optimizer.zero_grad()
-        with batch.hold(batch.BatchShare(1 + dist.get_rank(), 3, 2)):
+        with batch.hand.hold(batch.share.BatchShare(1 + dist.get_rank(), 3, 2)):
             loss_of(model, step).backward()
         optimizer.step()
         if step % 10 == 0:

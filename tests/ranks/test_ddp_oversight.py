@@ -496,7 +496,7 @@ def test_an_engine_may_run_in_a_pass_of_torchs_that_does_not_contain_it() -> Non
 def normalize_one() -> list[str]:
     model = DistributedDataParallel(nn.BatchNorm1d(3))
     errors = [str(error_of(model, torch.ones(1, 3)))]
-    with batch.hold(batch.BatchShare(1, 2, 2)):
+    with batch.hand.hold(batch.share.BatchShare(1, 2, 2)):
         errors.append(str(error_of(model, torch.ones(1, 3))))
     return errors
 

@@ -147,7 +147,7 @@ def train_and_evaluate_in_between(batch_size):
             step_loss = torch.nn.functional.cross_entropy(inputs @ weights, targets)
             loss.update(step_loss)
             (gradient,) = torch.autograd.grad(step_loss, weights)
-            gradient *= batch.current().weight / dist.get_world_size()
+            gradient *= batch.hand.current().weight / dist.get_world_size()
             dist.all_reduce(gradient)
             with torch.no_grad():
                 weights -= 0.5 * gradient

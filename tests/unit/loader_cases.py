@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.data import DataLoader
 
 WORLDS = (1, 2, 3, 5)
@@ -44,7 +44,7 @@ class Drawing(Numbers):
 
 def run_epoch(loader):
     """[(samples as a list, share)] of one iteration."""
-    return [(loaded.tolist(), batch.current()) for loaded in loader]
+    return [(loaded.tolist(), batch.hand.current()) for loaded in loader]
 
 
 def run_ranks_in_turn(dataset, world_size, *, epochs=1, state=None, stop=None, **options):
@@ -57,7 +57,7 @@ def run_ranks_in_turn(dataset, world_size, *, epochs=1, state=None, stop=None, *
         for _ in range(epochs):
             batches = []
             for loaded in loader:
-                share = batch.current()
+                share = batch.hand.current()
                 batches.append((loaded.tolist()[: share.local_samples], share))
                 if len(batches) == stop:
                     break

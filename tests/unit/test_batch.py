@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lockstep import batch
-from lockstep.batch import Division, LoaderToken, plans, tags
+from lockstep.batch import plans, tags
+from lockstep.batch.plans import Division, LoaderToken
 from lockstep.data import DataLoader
 from lockstep.metrics import Mean
 
@@ -26,21 +27,21 @@ def test_divisions_are_those_of_the_loaders_in_use(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plans, "_NUM_RECENT", 2)
     four, six, seven = Division(4, 4, 2), Division(6, 6, 2), Division(7, 6, 2)
     first, second, third = LoaderToken(), LoaderToken(), LoaderToken()
-    batch.register(first, 0, {four})
-    assert batch.divisions(0, 2) == batch.divisions(0, 2) == (four,)
-    assert batch.divisions(1, 2) == batch.divisions(0, 3) == ()
-    batch.register(first, 0, {six})
-    assert batch.divisions(0, 2) == (four, six)
-    batch.register(second, 1, {six})
-    assert batch.divisions(1, 2) == (six,)
-    batch.register(first, 0, {four})
-    batch.register(third, 0, {seven})
-    assert batch.divisions(0, 2) == (four, six, seven)
-    assert batch.divisions(1, 2) == ()  # two others were iterated since
+    batch.plans.register(first, 0, {four})
+    assert batch.plans.divisions(0, 2) == batch.plans.divisions(0, 2) == (four,)
+    assert batch.plans.divisions(1, 2) == batch.plans.divisions(0, 3) == ()
+    batch.plans.register(first, 0, {six})
+    assert batch.plans.divisions(0, 2) == (four, six)
+    batch.plans.register(second, 1, {six})
+    assert batch.plans.divisions(1, 2) == (six,)
+    batch.plans.register(first, 0, {four})
+    batch.plans.register(third, 0, {seven})
+    assert batch.plans.divisions(0, 2) == (four, six, seven)
+    assert batch.plans.divisions(1, 2) == ()  # two others were iterated since
     del first
-    assert batch.divisions(0, 2) == (seven,)
+    assert batch.plans.divisions(0, 2) == (seven,)
     batch.reset()
-    assert batch.divisions(0, 2) == ()
+    assert batch.plans.divisions(0, 2) == ()
 
 
 def test_a_loader_is_not_forgotten_for_those_iterated_between_its_batches() -> None:
@@ -48,17 +49,17 @@ def test_a_loader_is_not_forgotten_for_those_iterated_between_its_batches() -> N
     for _ in batches:
         for _ in range(40):
             assert len(list(DataLoader(range(6), 3, rank=0, world_size=2))) == 2
-    assert {each.num_samples for each in batch.divisions(0, 2)} == {4}
+    assert {each.num_samples for each in batch.plans.divisions(0, 2)} == {4}
 
 
 def test_ranks_ask_where_a_size_is_of_two_batches_on_any_of_them() -> None:
     """In use or not: that differs between ranks."""
-    batch.register(LoaderToken(), 0, {Division(4, 8, 2), Division(6, 8, 2)})
-    assert not batch.must_ask(0, 2)
-    since = batch.register(LoaderToken(), 0, {Division(7, 8, 2)}) - 1
-    assert batch.must_ask(0, 2)  # of 6 samples and of 7 rank 1 has three
-    assert not batch.must_ask(0, 2, since)
-    assert batch.must_ask(0, 2, since - 1)
+    batch.plans.register(LoaderToken(), 0, {Division(4, 8, 2), Division(6, 8, 2)})
+    assert not batch.plans.must_ask(0, 2)
+    since = batch.plans.register(LoaderToken(), 0, {Division(7, 8, 2)}) - 1
+    assert batch.plans.must_ask(0, 2)  # of 6 samples and of 7 rank 1 has three
+    assert not batch.plans.must_ask(0, 2, since)
+    assert batch.plans.must_ask(0, 2, since - 1)
 
 
 def test_an_engine_goes_by_iterations_from_its_making_on_and_by_those_under_way() -> None:
@@ -69,15 +70,15 @@ def test_an_engine_goes_by_iterations_from_its_making_on_and_by_those_under_way(
     iter(dropped)
     iterators = iter(under_way), iter(begun)
     next(iterators[0])
-    since = batch.since_now()
+    since = batch.hand.since_now()
     iter(later)
-    assert {each.batch_size for each in batch.divisions(0, 2, since)} == {1, 2, 5}
-    assert [each.local_samples for each in batch.latest_of_each()] == [1]
+    assert {each.batch_size for each in batch.plans.divisions(0, 2, since)} == {1, 2, 5}
+    assert [each.local_samples for each in batch.hand.latest_of_each()] == [1]
 
 
 def test_a_share_that_is_remembered_lets_go_of_its_loader() -> None:
     token = LoaderToken()
-    share = batch.BatchShare(3, 5, 2, "samples 0 to 4 of epoch 0", True, 3, token, 17)
+    share = batch.share.BatchShare(3, 5, 2, "samples 0 to 4 of epoch 0", True, 3, token, 17)
     remembered = share.remembered()
     assert remembered == share
     assert remembered.source is None
@@ -89,12 +90,12 @@ def test_a_share_that_is_remembered_lets_go_of_its_loader() -> None:
 
 def test_a_metric_walks_no_graph_before_an_engine_knew_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     walked: list[torch.Tensor] = []
-    monkeypatch.setattr(batch, "find_marks", lambda tensor: walked.append(tensor) or [])
+    monkeypatch.setattr(batch.graph, "find_marks", lambda tensor: walked.append(tensor) or [])
     loss = torch.ones((), requires_grad=True) * 2
-    batch.mark(loss, object(), tells_share=False)
+    batch.graph.mark(loss, object(), tells_share=False)
     Mean().update(loss)
     assert not walked
-    batch.mark(loss, object(), tells_share=True)
+    batch.graph.mark(loss, object(), tells_share=True)
     Mean().update(loss)
     assert walked == [loss]
 
@@ -121,15 +122,15 @@ def test_many_tags_are_looked_through_seldom(monkeypatch: pytest.MonkeyPatch) ->
 
     counted = tags.purge
     monkeypatch.setattr(tags, "purge", purge)
-    share = batch.BatchShare(1, 1, 1)
+    share = batch.share.BatchShare(1, 1, 1)
     kept = [torch.ones(1) for _ in range(1000)]
     for tensor in kept:
         tags.tag_batch(tensor, share)
     assert looks <= 10
-    batch.purge(at_most=999)
+    counted(at_most=999)
     del tensor
     kept.clear()
-    batch.purge(at_most=999)
+    counted(at_most=999)
     assert len(tags._tags) == 1000
-    batch.purge()
+    batch.tags.purge()
     assert not tags._tags

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sa
 
 from loader_cases import WORLDS, Drawing, Numbers, Seeded, run_epoch, run_ranks_in_turn
 from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.data import DataLoader
 from lockstep.errors import DataError
 
@@ -283,7 +283,7 @@ def test_batches_of_which_nothing_tells_are_known_by_their_sizes():
     for _ in BATCHES:
         for walk in walks:
             next(walk)
-        known.append([division.num_samples for division in batch.divisions(0, 2)])
+        known.append([division.num_samples for division in batch.plans.divisions(0, 2)])
     assert known == [[5], [1, 5], [1, 2, 5], [1, 2, 3, 5]]
     for walk in walks:
         walk.close()

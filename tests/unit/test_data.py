@@ -17,7 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from loader_cases import WORLDS, Drawing, Numbers, run_epoch, run_ranks_in_turn
 from lockstep import batch
-from lockstep.batch import BatchShare, is_filler
+from lockstep.batch.share import BatchShare
+from lockstep.batch.tags import is_filler
 from lockstep.data import DataLoader, checks
 from lockstep.errors import DataError, InputError
 
@@ -32,7 +33,7 @@ pytestmark = [
 def no_share_is_left():
     batch.reset()
     yield
-    left = batch.current()
+    left = batch.hand.current()
     batch.reset()
     assert left is None, "an iteration ended and left its share behind"
 
@@ -76,7 +77,7 @@ class TestOneAnswer:
             for inputs, targets in DataLoader(dataset, 5, shuffle=True, rank=rank, world_size=size):
                 loss = ((inputs @ weights).tanh() - targets).square().mean()
                 (gradient,) = torch.autograd.grad(loss, weights)
-                found.append(gradient * batch.current().weight / size)
+                found.append(gradient * batch.hand.current().weight / size)
             return torch.stack(found)
 
         summed = sum(gradients(rank, world_size) for rank in range(world_size))
@@ -111,13 +112,13 @@ class TestShares:
     def test_is_published_with_each_batch_and_cleared_at_the_end(self):
         seen = [share for _, share in run_epoch(DataLoader(range(5), 4, rank=1, world_size=2, num_workers=1))]
         assert seen == [BatchShare(2, 4, 2), BatchShare(0, 1, 2)]
-        assert batch.current() is None
+        assert batch.hand.current() is None
 
     def test_is_cleared_by_break(self):
         for _ in DataLoader(range(5), 2):
-            assert batch.current() == BatchShare(2, 2, 1)
+            assert batch.hand.current() == BatchShare(2, 2, 1)
             break
-        assert batch.current() is None
+        assert batch.hand.current() is None
 
     def test_is_cleared_by_an_exception(self):
         def step():
@@ -126,7 +127,7 @@ class TestShares:
 
         with pytest.raises(KeyError):
             step()
-        assert batch.current() is None
+        assert batch.hand.current() is None
 
     def test_is_cleared_by_close(self):
         loader = DataLoader(range(5), 2)
@@ -135,9 +136,9 @@ class TestShares:
         second = iter(loader)
         next(second)
         second.close()
-        assert batch.current() is first.share
+        assert batch.hand.current() is first.share
         first.close()
-        assert batch.current() is None
+        assert batch.hand.current() is None
         assert list(second) == []
 
     def test_comes_back_after_an_evaluation_in_between(self):
@@ -145,20 +146,20 @@ class TestShares:
         evaluation = DataLoader(range(3), 2, evaluation=True, rank=0, world_size=2)
         seen = []
         for _ in training:
-            before = batch.current()
-            seen.extend(batch.current() for _ in evaluation)
-            assert batch.current() is before
+            before = batch.hand.current()
+            seen.extend(batch.hand.current() for _ in evaluation)
+            assert batch.hand.current() is before
         assert set(seen) == {BatchShare(1, 2, 2), BatchShare(1, 1, 2)}
 
     def test_of_another_loader_stays(self):
         first, second = iter(DataLoader(range(5), 2)), iter(DataLoader(range(5), 3))
         next(first)
         next(second)
-        newest = batch.current()
+        newest = batch.hand.current()
         first.close()
-        assert batch.current() is newest
+        assert batch.hand.current() is newest
         second.close()
-        assert batch.current() is None
+        assert batch.hand.current() is None
 
 
 class TestEpochs:

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.batch import filler_rows, share_bounds
-from lockstep.data.order import Plan, Schedule, draw_order, shuffled_order
+from lockstep.batch.share import share_bounds
+from lockstep.data.order import OrderedBatches, Plan, RankBatches, draw_order, shuffled_order
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
 
@@ -27,12 +27,21 @@ def flat(lists):
     return list(itertools.chain.from_iterable(lists))
 
 
+def batches_of(plan: Plan, rank: int, world_size: int, order: np.ndarray | range, evaluation: bool = False):
+    """Per batch of one rank: what is fetched, and the share that is taken with it."""
+    batches = RankBatches(
+        *(OrderedBatches(order, plan), plan.sizes(), plan.batch_size, 0, 0, rank, world_size),
+        evaluation=evaluation,
+    )
+    fetches = list(batches)
+    assert len(fetches) == len(batches)
+    return [(fetch, batches.take(number)[0]) for number, fetch in enumerate(fetches)]
+
+
 def indices_of(plan: Plan, rank: int, world_size: int, order: np.ndarray | range, evaluation: bool = False):
     """Per batch of one rank: the indices that count (a filler's do not)."""
-    schedule = Schedule(order, plan, 0, 0, rank, world_size, evaluation)
-    fetches = list(schedule)
-    assert len(fetches) == len(schedule)
-    return [fetch.indices[: schedule.share(number).local_samples] for number, fetch in enumerate(fetches)]
+    batches = batches_of(plan, rank, world_size, order, evaluation)
+    return [fetch.indices[: share.local_samples] for fetch, share in batches]
 
 
 @unhurried
@@ -66,11 +75,8 @@ def test_evaluation_gives_no_fillers_and_loses_nothing(num_samples, batch_size, 
     plan = Plan(num_samples, batch_size)
     shares = []
     for rank in range(world_size):
-        schedule = Schedule(range(num_samples), plan, 0, 0, rank, world_size, evaluation=True)
-        fetches = list(schedule)
-        assert len(fetches) == len(schedule)
-        for number, fetch in enumerate(fetches):
-            assert len(fetch.indices) == schedule.share(number).local_samples
+        for fetch, share in batches_of(plan, rank, world_size, range(num_samples), evaluation=True):
+            assert len(fetch.indices) == share.local_samples > 0
             shares.append(fetch.indices)
     assert sorted(flat(shares)) == list(range(num_samples))
 
@@ -80,10 +86,11 @@ def test_evaluation_gives_no_fillers_and_loses_nothing(num_samples, batch_size, 
 def test_training_fills_empty_shares_with_the_first_sample(num_samples, batch_size, world_size):
     plan = Plan(num_samples, batch_size)
     for rank in range(world_size):
-        schedule = Schedule(range(num_samples), plan, 0, 0, rank, world_size)
-        for number, fetch in enumerate(schedule):
-            if schedule.share(number).local_samples == 0:
-                rows = filler_rows(batch_size, rank, world_size)
+        begin, end = share_bounds(batch_size, rank, world_size)
+        rows = 2 if end - begin == 1 else 1  # never as many as of a full batch
+        for number, (fetch, share) in enumerate(batches_of(plan, rank, world_size, range(num_samples))):
+            assert share.rows == len(fetch.indices)
+            if share.local_samples == 0:
                 assert fetch.indices == [plan.bounds(number)[0]] * rows
 
 
@@ -116,10 +123,9 @@ def test_resuming_with_the_same_batch_size_gives_the_same_batches(num_samples, b
 def test_weights_average_to_one(num_samples, batch_size, world_size):
     """The mean weight over ranks is 1, which keeps the scale of a gradient averaged over ranks."""
     plan = Plan(num_samples, batch_size)
+    ranks = [batches_of(plan, rank, world_size, range(num_samples)) for rank in range(world_size)]
     for number in range(len(plan)):
-        shares = [
-            Schedule(range(num_samples), plan, 0, 0, rank, world_size).share(number) for rank in range(world_size)
-        ]
+        shares = [batches[number][1] for batches in ranks]
         assert sum(share.local_samples for share in shares) == shares[0].global_samples
         assert sum(share.weight for share in shares) == pytest.approx(world_size, rel=1e-14)
 

@@ -410,7 +410,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     seeding._states_after.cache_clear()
     if request.param != "read in memory":
         monkeypatch.setattr(seeding, "_mersenne_twister", lambda: None)
-        monkeypatch.setattr(seeding, "_is_pythons_as_known", lambda: False)
+        monkeypatch.setattr(seeding, "_known_python", lambda: None)
     yield
     seeding._states_after.cache_clear()
 
@@ -507,4 +507,4 @@ def test_memory_that_is_laid_out_in_another_way_is_left_alone(monkeypatch: pytes
 
 def test_memory_is_as_known() -> None:
     assert seeding._is_numpys_as_known()
-    assert seeding._is_pythons_as_known()
+    assert seeding._known_python() is not None

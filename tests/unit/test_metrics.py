@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.data import DataLoader
 from lockstep.errors import InputError, InputTypeError
 from lockstep.metrics import Accuracy, Mean, Metric, Sum, synchronize
@@ -44,7 +44,7 @@ class TestMean:
     def test_scalar_counts_as_often_as_the_rank_holds_samples(self):
         mean = Mean()
         for share, value in ((BatchShare(4, 8, 2), 1.0), (BatchShare(1, 3, 2), torch.tensor(6.0))):
-            with batch.hold(share):
+            with batch.hand.hold(share):
                 mean.update(value)
         assert mean.compute() == pytest.approx((4 * 1.0 + 6.0) / 5)
 
@@ -56,7 +56,7 @@ class TestMean:
 
     def test_values_count_one_each_whatever_the_batch(self):
         mean = Mean()
-        with batch.hold(BatchShare(7, 7, 1)):
+        with batch.hand.hold(BatchShare(7, 7, 1)):
             mean.update(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
             mean.update(torch.tensor([5.0]))
         assert mean.compute() == 3.0
@@ -64,7 +64,7 @@ class TestMean:
 
     def test_explicit_weight_wins(self):
         mean = Mean()
-        with batch.hold(BatchShare(7, 7, 1)):
+        with batch.hand.hold(BatchShare(7, 7, 1)):
             mean.update(1.0, weight=2)
             mean.update(4.0, weight=torch.tensor(1))
             mean.update(torch.tensor([1.0, 2.0]), weight=torch.tensor([0.0, 0.5]))
@@ -178,7 +178,7 @@ class TestAccuracy:
 class TestEveryMetric:
     def test_counts_nothing_under_a_filler(self, filled):
         before = filled.state()
-        with batch.hold(FILLER):
+        with batch.hand.hold(FILLER):
             if isinstance(filled, Accuracy):
                 filled.update(torch.ones(1, 3), torch.tensor([0]))
             else:
@@ -255,7 +255,7 @@ class TestEveryMetric:
 def test_never_waits_for_the_device_while_updating():
     """The meta device has no values: whoever looks at one raises."""
     loss, accuracy = Mean(), Accuracy(top_k=2)
-    with batch.hold(BatchShare(3, 3, 1)):
+    with batch.hand.hold(BatchShare(3, 3, 1)):
         loss.update(torch.ones((), device="meta"))
     loss.update(torch.ones(3, device="meta"), weight=torch.ones(3, device="meta"))
     accuracy.update(torch.ones(3, 5, device="meta"), torch.ones(3, dtype=torch.int64, device="meta"))

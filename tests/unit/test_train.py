@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import checkpoint, train
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.errors import CheckpointError, CheckpointNotWritten, InputError, InputTypeError
 from lockstep.train import EpochReport, Report, StepReport, Trainer, Update
 

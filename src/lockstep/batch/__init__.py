@@ -16,78 +16,8 @@ on this rank; where they do not, the ranks add up what they hold, and the sum sa
 """
 
 from lockstep.batch import graph, hand, plans, tags
-from lockstep.batch.graph import (
-    find_marks,
-    mark,
-    marks_tell_shares,
-    names_behind,
-)
-from lockstep.batch.hand import (
-    Iteration,
-    active,
-    active_forward,
-    active_share,
-    current,
-    held,
-    hold,
-    in_hand,
-    latest_evaluation,
-    latest_forward,
-    latest_iteration,
-    latest_of_each,
-    note_evaluation,
-    note_forward,
-    of_a_value,
-    since_now,
-)
-from lockstep.batch.plans import (
-    Division,
-    LoaderToken,
-    divisions,
-    must_ask,
-    register,
-    was_yielded,
-)
-from lockstep.batch.share import BatchShare, filler_rows, share_bounds
-from lockstep.batch.tags import Tag, find_tag, is_filler, purge
 
-__all__ = [
-    "BatchShare",
-    "Division",
-    "Iteration",
-    "LoaderToken",
-    "Tag",
-    "active",
-    "active_forward",
-    "active_share",
-    "current",
-    "divisions",
-    "filler_rows",
-    "find_marks",
-    "find_tag",
-    "held",
-    "hold",
-    "in_hand",
-    "is_filler",
-    "knows_none",
-    "latest_evaluation",
-    "latest_forward",
-    "latest_iteration",
-    "latest_of_each",
-    "mark",
-    "marks_tell_shares",
-    "must_ask",
-    "names_behind",
-    "note_evaluation",
-    "note_forward",
-    "of_a_value",
-    "purge",
-    "register",
-    "reset",
-    "share_bounds",
-    "since_now",
-    "was_yielded",
-]
+__all__ = ["knows_none", "reset"]
 
 
 def knows_none() -> bool:

@@ -57,11 +57,8 @@ class Iteration:
     Iterations nest: an evaluation runs inside a training loop. When the inner one ends, the batch in hand is again
     the outer one's.
 
-    Args:
-        number: of this iteration; see `plans.register`.
-
     Attributes:
-        number: of this iteration.
+        number: of this iteration; see `plans.register`.
         num_batches: yielded so far.
         latest: the share of the batch yielded last; None before the first.
         num_values: how often it was asked for the batch of a value (`of_a_value`).

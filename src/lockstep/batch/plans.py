@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from lockstep.batch.share import BatchShare, filler_rows, share_bounds
+from lockstep.batch.share import BatchShare, share_bounds
 from lockstep.batch.tags import purge
 
 __all__ = [
@@ -54,14 +54,23 @@ class Division:
     world_size: int
 
     def rows(self, rank: int) -> int:
-        """Size of the batch that a rank gets: its samples, or the rows of its filler."""
-        begin, end = share_bounds(self.num_samples, rank, self.world_size)
-        return end - begin or filler_rows(self.batch_size, rank, self.world_size)
+        """Size of the batch that a rank gets: its samples, or the rows of its filler.
 
-    def share(self, rank: int) -> BatchShare:
+        A filler has 1 row, or 2 where a full batch gives the rank 1 sample: so its size is never that of a full batch's
+        share, and tells the two apart.
+
+        >>> Division(5, 8, 8).rows(7), Division(5, 16, 8).rows(7)
+        (2, 1)
+        """
+        begin, end = share_bounds(self.num_samples, rank, self.world_size)
+        first, last = share_bounds(self.batch_size, rank, self.world_size)
+        return end - begin or (2 if last - first == 1 else 1)
+
+    def share(self, rank: int, evaluation: bool = False, source: object = None) -> BatchShare:
         """What a rank holds of it."""
         begin, end = share_bounds(self.num_samples, rank, self.world_size)
-        return BatchShare(end - begin, self.num_samples, self.world_size)
+        own = self.rows(rank)
+        return BatchShare(end - begin, self.num_samples, self.world_size, "", evaluation, own, source)
 
     @property
     def is_even(self) -> bool:

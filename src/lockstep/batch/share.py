@@ -1,10 +1,10 @@
-"""A share: how many samples of one global batch a rank holds; and the filler that a rank gets which holds none."""
+"""A share: how many samples of one global batch a rank holds; one that holds none gets a filler."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["BatchShare", "filler_rows", "share_bounds"]
+__all__ = ["BatchShare", "share_bounds"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class BatchShare:
     def weight(self) -> float:
         """This rank's share relative to an even one: 1.0 when the batch divides evenly.
 
-        The mean over ranks of `weight * mean over the rank's samples` is the mean over
-        the global batch.
+        The mean over ranks of `weight * mean over the rank's samples` is the mean over the global batch.
         """
         return self.local_samples * self.world_size / self.global_samples
 
@@ -44,9 +43,9 @@ class BatchShare:
         """The same for those who keep it beyond the batch: it does not keep the loader in use."""
         return self if self.source is None else self._with(source=None)
 
-    def named(self, name: str) -> BatchShare:
+    def named(self, name: str, fingerprint: int) -> BatchShare:
         """The same of another batch."""
-        return self._with(name=name)
+        return self._with(name=name, fingerprint=fingerprint)
 
     def _with(self, **changes: object) -> BatchShare:
         twin = object.__new__(BatchShare)  # `replace` takes ten times as long, and every step comes here
@@ -71,15 +70,3 @@ def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
     size, larger_shares = divmod(num_samples, world_size)
     begin = rank * size + min(rank, larger_shares)
     return begin, begin + size + (rank < larger_shares)
-
-
-def filler_rows(batch_size: int, rank: int, world_size: int) -> int:
-    """How many rows a filler has on this rank: 1, or 2 where a full batch gives it 1 sample.
-
-    So the size of a filler is never that of a full batch's share, and tells the two apart.
-
-    >>> filler_rows(8, 0, 4), filler_rows(4, 0, 4)
-    (1, 2)
-    """
-    begin, end = share_bounds(batch_size, rank, world_size)
-    return 2 if end - begin == 1 else 1

@@ -1,10 +1,9 @@
 """Which batch a tensor came with.
 
-[Note: tags] A tag is kept beside the tensor, under its storage: views share it (`x[:, 1:]`, `x.view(…)`,
-`x.detach()`), and it is gone when the memory is. A weak reference to a storage keeps the address from being given to
-another one, so a tag never says a wrong thing about a new tensor. Memory that comes again with another share (a dataset
-that hands out views of one large tensor, a buffer that a collate function fills anew) tells nothing, and counts
-as untagged.
+[Note: tags] A tag is kept beside the tensor, under its storage: views share it (`x[:, 1:]`, `x.view(…)`, `x.detach()`),
+and it is gone when the memory is. A weak reference to a storage keeps the address from being given to another one, so a
+tag never says a wrong thing about a new tensor. Memory that comes again with another share (a dataset that hands out
+views of one large tensor, a buffer that a collate function fills anew) tells nothing, and counts as untagged.
 
 [Note: holes] A weak reference keeps a hundred bytes of a storage whose memory is gone. These often lie at the edge of
 what a batch before had, so that the next batch does not fit in there, and the heap grows by a batch each time: by 270
@@ -87,8 +86,7 @@ def tag_batch(batch: Any, share: BatchShare, iteration: int = 0) -> None:
 def purge(at_most: float = math.inf) -> None:
     """Forget the tags of tensors that are gone, and with them the loaders of which nothing else is left. Local.
 
-    Args:
-        at_most: do nothing if there are more tags than that: it takes a while for each.
+    Does nothing if there are more tags than `at_most`: it takes a while for each.
     """
     global _purge_at
     if not 0 < len(_tags) <= at_most:

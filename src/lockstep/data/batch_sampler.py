@@ -8,109 +8,60 @@ generators only while it runs. And the fingerprint of a batch is one of all indi
 the ranks notice with the gradients if their samplers did not make the same batches (`parallel/rank_agreement.py`), and
 a run that is resumed if its sampler does not make those that were consumed.
 
-An evaluation has an end, and its data are compared once, when its metrics are: there all batches are made first.
+An evaluation has an end, and its data are compared once, when its metrics are: the loader makes all its batches first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep import batch
-from lockstep.batch import BatchShare, Division, share_bounds
-from lockstep.data.order import Fetch, num_earlier, seed_keys
-from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, preserve_global_rngs, seed_global_rngs
+from lockstep.data.order import GlobalBatch, num_earlier, seed_keys
+from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, preserve_global_rngs, states_after
 from lockstep.errors import DataError
 
-__all__ = ["GlobalBatch", "GlobalBatches", "RankBatches", "RngStreams"]
+__all__ = ["GlobalBatches"]
 
 _MARK_BYTES = 6
 _END = object()
 
 
-class RngStreams:
-    """Streams of torch's (CPU), numpy's and Python's generators, in the place of the process-wide ones while they run.
-
-    Args:
-        seed: 0 … 2**64-1.
-        thread: the one that trains; see `preserve_global_rngs`.
-    """
-
-    def __init__(self, seed: int, thread: int) -> None:
-        self._thread = thread
-        with preserve_global_rngs():
-            seed_global_rngs(seed)
-            self._states = [rng.state() for rng in GLOBAL_RNGS]
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """What is drawn inside is drawn from here, and the process-wide streams stay where they are. Local."""
-        with preserve_global_rngs(self._thread):
-            for rng, state in zip(GLOBAL_RNGS, self._states, strict=True):
-                rng.restore(state)
-            try:
-                yield
-            finally:
-                self._states = [rng.state() for rng in GLOBAL_RNGS]
-
-
-class GlobalBatch(NamedTuple):
-    """One batch, as the batch sampler made it.
-
-    Attributes:
-        indices: of its samples, over all ranks; at least one.
-        keys: what seeds them; see `order.seed_keys`.
-        first: samples of the epoch before it.
-        mark: a number below 2**48 for all indices of the epoch up to its end, batch by batch.
-    """
-
-    indices: list[int]
-    keys: list[int]
-    first: int
-    mark: int
-
-    @property
-    def last(self) -> int:
-        """Samples of the epoch up to its end."""
-        return self.first + len(self.indices)
-
-
 class GlobalBatches(Iterator[GlobalBatch]):
-    """The batches of one epoch, the same on every rank.
-
-    Args:
-        sampler: the user's batch sampler.
-        seed: the loader's.
-        epoch: number of the epoch.
-        num_samples: in the dataset.
-        thread: that made the loader.
-    """
+    """The batches of one epoch of a user's batch sampler, the same on every rank; the loader was made by `thread`."""
 
     def __init__(self, sampler: Any, seed: int, epoch: int, num_samples: int, thread: int) -> None:
         self.sampler = sampler
         self._epoch = epoch
-        self._streams = RngStreams(derive_seed(b"sampler", seed, epoch), thread)
+        self._thread = thread
+        with preserve_global_rngs():
+            self._states = states_after(derive_seed(b"sampler", seed, epoch))  # of the streams of its own
         self._batches: Iterator[Any] | None = None
         self._hash = hashlib.blake2b(str(seed).encode(), digest_size=_MARK_BYTES)
         self._num_samples = num_samples
         self._times: npt.NDArray[np.int32] | None = None  # how often each index has come
-        self.number = 0  # of batches made
+        self.number = self._num_skipped = 0  # of batches made
         self.consumed = 0  # samples in them
-        self.mark = 0
+        self.mark = 0  # a number below 2**48 for all indices of the epoch so far, batch by batch
+
+    def __len__(self) -> int:
+        """Number of batches from where the epoch begins or is resumed; TypeError where the sampler has no length."""
+        return len(self.sampler) - self._num_skipped
 
     def __next__(self) -> GlobalBatch:
-        with self._streams.running():
-            if self._batches is None:
-                self._batches = iter(self.sampler)
-            made = next(self._batches, _END)
+        with preserve_global_rngs(self._thread):
+            for rng, state in zip(GLOBAL_RNGS, self._states, strict=True):
+                rng.restore(state)
+            try:
+                if self._batches is None:
+                    self._batches = iter(self.sampler)
+                made = next(self._batches, _END)
+            finally:
+                self._states = [rng.state() for rng in GLOBAL_RNGS]
         if made is _END:
             if self.number > 0:
                 raise StopIteration
@@ -124,20 +75,17 @@ class GlobalBatches(Iterator[GlobalBatch]):
         self.consumed += len(indices)
         self._hash.update(np.array([len(indices), *indices], dtype=np.int64).tobytes())
         self.mark = int.from_bytes(self._hash.digest(), "big")
-        return GlobalBatch(indices, self._keys_of(indices), first, self.mark)
+        return GlobalBatch(indices, self._keys_of(indices), 0, len(indices), first, self.mark)
 
     def skip(self, consumed: int, mark: int) -> None:
-        """Go to where so many samples have been consumed, as a resumed epoch does. Local.
-
-        Args:
-            consumed: samples of the epoch.
-            mark: of the last batch before that place.
+        """Go to where so many samples are consumed, after the batch with that mark, as a resumed epoch does. Local.
 
         Raises:
             DataError: the batch sampler does not make the batches that it made before.
         """
         while self.consumed < consumed and next(self, None) is not None:
             pass
+        self._num_skipped = self.number
         if consumed and (self.consumed, self.mark) != (consumed, mark):
             raise DataError(
                 f"batch_sampler {self._name} makes other batches in epoch {self._epoch} than when the loader's state "
@@ -177,92 +125,3 @@ class GlobalBatches(Iterator[GlobalBatch]):
         self._times[places] = times + 1  # of an index that is there twice the last counts, and that is the larger one
         keys: list[int] = seed_keys(places, times).tolist()
         return keys
-
-
-@dataclass(eq=False)
-class RankBatches:
-    """The batches of one rank in one epoch, cut from those of a batch sampler: what `order.Schedule` is for an order.
-
-    Attributes:
-        batches: of the epoch, from where it begins or is resumed.
-        seed: the loader's.
-        epoch: number of the epoch.
-        rank: this rank.
-        world_size: number of ranks.
-        evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
-        source: of the loader; its shares keep it alive.
-        data_fingerprint: a number for the samples; see `fingerprints.py`.
-        mark: of the batches before the first, see `iteration.EpochProgress`.
-    """
-
-    batches: GlobalBatches
-    seed: int
-    epoch: int
-    rank: int
-    world_size: int
-    evaluation: bool
-    source: batch.LoaderToken
-    data_fingerprint: int
-
-    def __post_init__(self) -> None:
-        self.mark, self._num_skipped = self.batches.mark, self.batches.number
-        self._batches: Iterable[GlobalBatch] = list(self.batches) if self.evaluation else self.batches
-        self._sizes: set[int] = set()  # of batches yielded
-        self._number = 0  # of batches of this rank
-        self._made: deque[tuple[int, GlobalBatch]] = deque()  # and not yet yielded
-
-    @property
-    def fingerprint(self) -> int:
-        """Of the data of an evaluation, with their order; else of the samples alone: their order is not known yet."""
-        of_order = self.batches.mark if self.evaluation else 0
-        return self.data_fingerprint ^ of_order if self.world_size > 1 else 0
-
-    def __len__(self) -> int:
-        """Number of batches that this rank yields, by the length of the batch sampler; TypeError where it has none."""
-        if self.evaluation:
-            return sum(begin < end for begin, end in map(self._bounds, self._batches))
-        return len(self.batches.sampler) - self._num_skipped
-
-    def __iter__(self) -> Iterator[Fetch]:
-        for made in self._batches:
-            begin, end = self._bounds(made)
-            if begin == end and self.evaluation:
-                continue
-            self._made.append((self._number, made))
-            self._number += 1
-            # A filler has two rows, of the first sample. Shares of one row stand before it then, and ranks that have
-            # to tell a batch by its sizes (`batch/plans.py`) take those for no other batch: elsewhere none grows.
-            part = slice(begin, end) if begin < end else slice(0, 1)
-            copies = 1 if begin < end else self._division(made).rows(self.rank)
-            yield Fetch(self.seed, self.epoch, made.indices[part] * copies, made.keys[part] * copies)
-
-    def take(self, number: int) -> tuple[BatchShare, int, int]:
-        """What this rank holds of its batch `number`, which is yielded now; samples consumed with it, and their mark.
-
-        Asked for growing numbers.
-        """
-        while self._made[0][0] < number:
-            self._made.popleft()
-        _, made = self._made.popleft()
-        begin, end = self._bounds(made)
-        division = self._division(made)
-        if not self.evaluation and division.num_samples not in self._sizes:
-            self._sizes.add(division.num_samples)
-            batch.register(self.source, self.rank, {division})
-        fingerprint = self.fingerprint ^ (made.mark if self.world_size > 1 and not self.evaluation else 0)
-        name = f"samples {made.first} to {made.last - 1} of epoch {self.epoch}"
-        share = BatchShare(
-            *(end - begin, division.num_samples, self.world_size, name, self.evaluation),
-            *(division.rows(self.rank), self.source, fingerprint),
-        )
-        return share, made.last, made.mark
-
-    def divisions(self) -> set[Division]:
-        """Those that are known as the epoch begins: none. Each is told with the first batch that is split so."""
-        return set()
-
-    def _bounds(self, made: GlobalBatch) -> tuple[int, int]:
-        return share_bounds(len(made.indices), self.rank, self.world_size)
-
-    def _division(self, made: GlobalBatch) -> Division:
-        return Division(len(made.indices), self.world_size, self.world_size)

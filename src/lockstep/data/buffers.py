@@ -103,9 +103,7 @@ class _Buffer:
 
     def let_go(self, reference: StorageWeakRef, num_forks: int) -> None:
         """The tensor is gone. See [Note: used again] and [Note: swapped]."""
-        is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
-        if is_swapped:
-            _swapped.append((self.segment, reference))
+        is_swapped = _keep_if_swapped(self.segment, reference)
         self.is_lost |= is_swapped or num_forks != _num_forks
         self.is_held = False
 
@@ -135,6 +133,13 @@ def _count_forks() -> None:
 _swapped: list[tuple[Segment, StorageWeakRef]] = []
 
 
+def _keep_if_swapped(segment: Segment, reference: StorageWeakRef) -> bool:
+    is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
+    if is_swapped:
+        _swapped.append((segment, reference))
+    return is_swapped
+
+
 def _drop_swapped() -> None:
     for each in list(_swapped):  # one by one: others may be added meanwhile
         if each[1].expired():  # type: ignore[no-untyped-call]
@@ -143,12 +148,7 @@ def _drop_swapped() -> None:
 
 
 class BufferPool:
-    """The buffers of one worker process.
-
-    Args:
-        control: handle of the control segment.
-        worker: number of this worker.
-        num_workers: of the loader.
+    """The buffers of one worker process. `control` is the handle of the control segment.
 
     Raises:
         SharedMemoryError: the memory of the training process cannot be opened from here.
@@ -169,10 +169,7 @@ class BufferPool:
         self._lock = threading.Lock()  # a dataset may collate in threads of its own
 
     def new(self, size_bytes: int) -> torch.Tensor | None:
-        """Memory for a tensor, in a buffer that is free or new. Local.
-
-        Args:
-            size_bytes: at least 1.
+        """Memory of at least one byte for a tensor, in a buffer that is free or new. Local.
 
         Returns:
             A uint8 tensor, shape (size_bytes,), with any content; None if there are too many buffers, or no memory.
@@ -267,9 +264,6 @@ class BufferPool:
 class BufferReader:
     """What the training process reads of the buffers of one loader's workers.
 
-    Args:
-        num_workers: of the loader.
-
     Attributes:
         control: handle of the control segment, for the workers.
 
@@ -316,9 +310,7 @@ class BufferReader:
         """See [Note: used again] and [Note: swapped]."""
         if os.getpid() != pid:
             return
-        is_swapped = not reference.expired()  # type: ignore[no-untyped-call]
-        if is_swapped:
-            _swapped.append((segment, reference))
+        is_swapped = _keep_if_swapped(segment, reference)
         fence()
         if num_forks == _num_forks and not is_swapped:
             self._words[place.word] = _FREE

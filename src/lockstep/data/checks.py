@@ -1,7 +1,6 @@
 """What `DataLoader` says when it is asked for the impossible; and which rank it is for.
 
-Each check returns the value it accepts, or raises `DataError` with what was given, what was
-expected and what to do.
+Each check returns the value it accepts, or raises `DataError` with what was given, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -122,14 +121,7 @@ def check_dataset(dataset: Any) -> int:
 
 
 def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
-    """A sampler that gives the global order of an epoch.
-
-    Args:
-        sampler: the user's.
-        shuffle: whether the loader was asked to shuffle.
-        world_size: as the loader was given it. A loader of 1 splits nothing, so its sampler may
-            give a rank's own part.
-    """
+    """A sampler that gives the global order of an epoch; for a loader of `world_size` 1 it may give a rank's part."""
     if sampler is None:
         return
     name = type(sampler).__name__
@@ -162,13 +154,7 @@ def _num_ranks_of(sampler: object) -> int:
 
 
 def check_batch_sampler(batch_sampler: Any, is_cut_already: bool, world_size: object) -> None:
-    """A batch sampler that makes global batches.
-
-    Args:
-        batch_sampler: the user's.
-        is_cut_already: the loader was also given batch_size, shuffle, sampler or drop_last.
-        world_size: as in `check_sampler`.
-    """
+    """A batch sampler that makes global batches, and no batch_size, shuffle, sampler or drop_last beside it."""
     if batch_sampler is None:
         return
     name = type(batch_sampler).__name__
@@ -222,12 +208,7 @@ def is_fixed(what: str, name: str, value: object) -> DataError:
 
 
 def check_same_order(mark: int, now: int, sampler: object, epoch: int) -> None:
-    """A resumed epoch has the order that it had when the state was taken.
-
-    Args:
-        mark: of that order; 0 where it is not known.
-        now: of the order that the sampler gives.
-    """
+    """The order of a resumed epoch, of mark `now`, is that of its state, whose `mark` is 0 where it is not known."""
     if mark not in (0, now):
         raise DataError(
             f"sampler {type(sampler).__name__} gives epoch {epoch} another order than when the loader's state was "

@@ -54,8 +54,6 @@ class DeviceIterator(Iterator[Any]):
     An exception of a batch fetched ahead comes in that batch's turn.
 
     Args:
-        batches: collated, on the CPU.
-        device: where they go.
         prefetch: batches that are fetched and copied ahead; 0 copies each when it is asked for. Only a GPU
             copies beside the loop: on other devices nothing is fetched ahead.
     """

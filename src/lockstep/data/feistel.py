@@ -28,14 +28,9 @@ Numbers = npt.NDArray[np.uint64]
 
 
 class ComputedOrder:
-    """A permutation of 0 … num_samples-1 that is a function of (seed, epoch), and takes no memory.
+    """A permutation of 0 … num_samples-1, at least one, that is a function of (seed, epoch), and takes no memory.
 
     Slices, of step 1, give int64 arrays as those of a stored permutation do. Not for several threads at once.
-
-    Args:
-        num_samples: at least 1.
-        seed: of the loader.
-        epoch: number of the epoch.
 
     >>> sorted(ComputedOrder(5, seed=0, epoch=0)[:].tolist())
     [0, 1, 2, 3, 4]

@@ -86,16 +86,13 @@ def _numbers(array: Any) -> Iterator[str]:
     yield f"{array.dtype} {tuple(array.shape)}"
     is_on_host = not isinstance(array, torch.Tensor) or (array.device.type == "cpu" and array.layout is torch.strided)
     if is_on_host and array.ndim and len(array):
-        flat = array.reshape(-1) if array.ndim > 1 and _is_dense(array) else array
+        # What would have to be copied to be flat is told by its shape alone.
+        is_dense = array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
+        flat = array.reshape(-1) if is_dense else array
         if flat.ndim == 1:
             yield from (
                 _roughly(flat[position].item()) for position in _positions(len(flat)) if hasattr(flat[position], "item")
             )
-
-
-def _is_dense(array: Any) -> bool:
-    """Whether it can be flattened without a copy."""
-    return bool(array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous)
 
 
 def _roughly(number: object) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import io
 import itertools
 import os
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -30,7 +31,7 @@ from lockstep.errors import DataError, SharedMemoryError
 from lockstep.torch_private.loader import stack_into
 from lockstep.tree import tensors_in
 
-__all__ = ["Handover", "PackingSource", "starting_workers"]
+__all__ = ["PackingSource", "starting_workers"]
 
 _SHARED_MEMORY = "/dev/shm"
 _BY_VALUE_BYTES = 16 * 1024
@@ -51,13 +52,11 @@ _count = itertools.count(1).__next__
 class _Packed:
     """A pickled batch, which comes out of the queue as the batch itself."""
 
-    def __init__(self, content: bytes, reader: int = 0, retired: Sequence[str] = ()) -> None:
-        self._content = content
-        self._reader = reader
-        self._retired = list(retired)
+    def __init__(self, content: bytes, reader: int, retired: list[str]) -> None:
+        self._arguments = content, reader, retired
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
-        return _unpack, (self._content, self._reader, self._retired)
+        return _unpack, self._arguments
 
 
 def _unpack(content: bytes, reader: int, retired: list[str]) -> Any:
@@ -77,21 +76,13 @@ def _storage_of_bytes(content: bytes) -> torch.UntypedStorage:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
 
 
-class _TensorPickler(ForkingPickler):
-    """Pickles as torch's queues do, and does not lose that a tensor is the lazy conjugate or negative of its memory."""
+class _BatchPickler(ForkingPickler):
+    """Pickles as torch's queues do, and hands over the memory of tensors in buffers, or by value if it is small.
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
-            return identity, (value.resolve_conj().resolve_neg(),)
-        return NotImplemented
-
-
-class _BatchPickler(_TensorPickler):
-    """Pickles a batch, and hands over the memory of its tensors in buffers, or by value if it is small.
+    Does not lose that a tensor is the lazy conjugate or negative of its memory.
 
     Args:
-        file: gets the pickled batch.
-        pool: of buffers.
+        pool: of buffers; None where there are none, and all goes in torch's way.
         reader: number of their reader in the training process.
         storages: addresses of the memory to copy into buffers. What lies in one already is handed over there; the rest
             goes in torch's way.
@@ -100,7 +91,7 @@ class _BatchPickler(_TensorPickler):
         places: those in buffers.
     """
 
-    def __init__(self, file: io.BytesIO, pool: BufferPool, reader: int, storages: Collection[int]) -> None:
+    def __init__(self, file: io.BytesIO, pool: BufferPool | None, reader: int, storages: Collection[int]) -> None:
         super().__init__(file)
         self._pool = pool
         self._reader = reader
@@ -108,8 +99,10 @@ class _BatchPickler(_TensorPickler):
         self.places: list[Place] = []
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.UntypedStorage or value.device.type != "cpu":
-            return super().reducer_override(value)
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
+            return identity, (value.resolve_conj().resolve_neg(),)
+        if self._pool is None or type(value) is not torch.UntypedStorage or value.device.type != "cpu":
+            return NotImplemented
         place = self._pool.send(value)
         if place is None and value.data_ptr() in self._storages:
             size_bytes = value.nbytes()
@@ -125,38 +118,6 @@ class _BatchPickler(_TensorPickler):
         return _storage_in_buffer, (self._reader, *place)
 
 
-class Handover:
-    """How the workers of one iterator hand over their batches: made by the training process, which tells them of it.
-
-    Args:
-        num_workers: of the loader.
-
-    Attributes:
-        reader: number of the reader of buffers in the training process; 0 if there are none.
-        control: handle of the control segment.
-        num_workers: of the loader.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self.reader, self.control = 0, ""
-        with contextlib.suppress(SharedMemoryError):  # then torch's way may still work
-            if are_buffers_possible():
-                reader = BufferReader(num_workers)
-                self.reader, self.control = _count(), reader.control
-                _readers[self.reader] = reader
-
-    def cancel(self) -> None:
-        """No worker has come to be. Local."""
-        if self.reader:
-            _close(self.reader, os.getpid())
-
-    def end_with(self, iterator: object) -> None:
-        """Let go of the buffers when the iterator that reads from the workers is gone."""
-        if self.reader:
-            weakref.finalize(iterator, _close, self.reader, os.getpid()).atexit = False
-
-
 def _close(reader: int, pid: int) -> None:
     if os.getpid() == pid:
         _readers.pop(reader).close()
@@ -165,16 +126,20 @@ def _close(reader: int, pid: int) -> None:
 class PackingSource:
     """Fetches batches in a worker process, and packs them.
 
-    Args:
-        source: makes the batches.
-        handover: what the worker needs for buffers.
+    Made by the training process, which lets go of the buffers when its own copy is gone, and so torch's iterator, which
+    holds it.
     """
 
-    def __init__(self, source: SampleSource | TensorSource, handover: Handover) -> None:
+    def __init__(self, source: SampleSource | TensorSource, num_workers: int) -> None:
         self._source = source
-        self._handover = handover
-        self._pool: BufferPool | None = None
-        self._begun = False
+        self._num_workers = num_workers
+        self._reader, self._control = 0, ""  # number of the reader, and handle of the control segment, if there are any
+        with contextlib.suppress(SharedMemoryError):  # then torch's way may still work
+            if are_buffers_possible():
+                reader = BufferReader(num_workers)
+                self._reader, self._control = _count(), reader.control
+                _readers[self._reader] = reader
+                weakref.finalize(self, _close, self._reader, os.getpid()).atexit = False
 
     @property
     def dataset(self) -> Any:
@@ -187,9 +152,8 @@ class PackingSource:
         Raises:
             DataError: the batch cannot be sent: /dev/shm is full, or something in it cannot be pickled.
         """
-        if not self._begun:
-            self._begin()
         try:
+            self._pool  # noqa: B018  from now on the default collate function stacks there
             batch = self._source.__getitems__(fetch)
         except RuntimeError as error:  # torch's collate function makes tensors in shared memory to begin with
             if _is_full(error):
@@ -205,27 +169,27 @@ class PackingSource:
                 f"({error}); return tensors or plain data from the dataset and collate_fn, or pass num_workers=0"
             ) from None
 
-    def _begin(self) -> None:
-        """Take part in the buffers, in a worker that fetches for the first time."""
-        self._begun = True
-        worker, given = get_worker_info(), self._handover
-        if given.reader and worker is not None:
-            with contextlib.suppress(SharedMemoryError):  # it cannot be opened from here: torch's way
-                self._pool = BufferPool(given.control, worker.id, given.num_workers)
-                stack_into(self._pool.new, _BY_VALUE_BYTES)
+    @functools.cached_property
+    def _pool(self) -> BufferPool | None:
+        """The buffers of the worker that this is in; None where it goes in torch's way."""
+        worker = get_worker_info()
+        if self._reader and worker is not None:
+            with contextlib.suppress(SharedMemoryError):  # it cannot be opened from here
+                pool = BufferPool(self._control, worker.id, self._num_workers)
+                stack_into(pool.new, _BY_VALUE_BYTES)
+                return pool
+        return None
 
     def _pack(self, batch: Any) -> _Packed:
-        content = io.BytesIO()
-        if self._pool is None:
-            _TensorPickler(content).dump(batch)
-            return _Packed(content.getvalue())
-        pickler = _BatchPickler(content, self._pool, self._handover.reader, _mostly_used(batch))
+        content, pool = io.BytesIO(), self._pool
+        pickler = _BatchPickler(content, pool, self._reader, () if pool is None else _mostly_used(batch))
         try:
             pickler.dump(batch)
         except BaseException:
-            self._pool.take_back(pickler.places)
+            if pool is not None:
+                pool.take_back(pickler.places)
             raise
-        return _Packed(content.getvalue(), self._handover.reader, self._pool.retired())
+        return _Packed(content.getvalue(), self._reader, [] if pool is None else pool.retired())
 
 
 def _mostly_used(batch: Any) -> set[int]:
@@ -260,17 +224,19 @@ def starting_workers() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
+        free, _ = _free_and_all_mib()
         raise DataError(
             f"workers cannot start: {error}. {_SHARED_MEMORY}, where the semaphores of their queues lie, has "
-            f"{_free_mib()} MiB free: give the container more (docker run --shm-size=8g), or pass num_workers=0"
+            f"{free} MiB free: give the container more (docker run --shm-size=8g), or pass num_workers=0"
         ) from None
 
 
-def _free_mib() -> str:
+def _free_and_all_mib() -> tuple[str, str]:
     with contextlib.suppress(OSError):
         status = os.statvfs(_SHARED_MEMORY)
-        return f"{status.f_bavail * status.f_frsize / 2**20:,.0f}"
-    return "no"
+        free, size = (f"{blocks * status.f_frsize / 2**20:,.0f}" for blocks in (status.f_bavail, status.f_blocks))
+        return free, size
+    return "no", "no"
 
 
 def _full_memory(error: Exception) -> DataError:
@@ -279,13 +245,9 @@ def _full_memory(error: Exception) -> DataError:
     if left is not None:
         with contextlib.suppress(OSError):
             os.unlink(_SHARED_MEMORY + left[1])
-    try:
-        status = os.statvfs(_SHARED_MEMORY)
-        size = f" ({status.f_blocks * status.f_frsize / 2**20:,.0f} MiB in all)"
-    except OSError:
-        size = ""
+    _, size = _free_and_all_mib()
     return DataError(
-        f"{_SHARED_MEMORY}{size} has no room for the next batch, which workers hand over there: {error}. Lower "
-        "num_workers or prefetch_factor (each worker keeps that many batches), give the container more "
+        f"{_SHARED_MEMORY} ({size} MiB in all) has no room for the next batch, which workers hand over there: {error}. "
+        "Lower num_workers or prefetch_factor (each worker keeps that many batches), give the container more "
         "(docker run --shm-size), or pass num_workers=0"
     )

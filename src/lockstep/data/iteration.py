@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lockstep.batch import BatchShare, Iteration, purge
-from lockstep.data.batch_sampler import RankBatches
+from lockstep.batch.hand import Iteration
+from lockstep.batch.share import BatchShare
+from lockstep.batch.tags import purge
 from lockstep.data.checks import is_fixed
-from lockstep.data.order import Fetch, Schedule
+from lockstep.data.order import Fetch, RankBatches
 from lockstep.drift.watch import EvaluationWatch
 from lockstep.errors import DataError
 
@@ -45,14 +47,8 @@ class EpochProgress:
     is_open: bool = True
     active: int = field(default_factory=_count)
 
-    def advance(self, consumed: int, order_mark: int) -> None:
-        """A batch was yielded."""
-        self.consumed, self.order_mark = consumed, order_mark
-        self.active = _count()
-
-    def finish(self) -> None:
-        """The epoch was walked to its end."""
-        self.finished = True
+    def touch(self) -> None:
+        """This is the one that was walked last."""
         self.active = _count()
 
 
@@ -62,15 +58,10 @@ class RankBatchSampler:
     torch asks for an iterator over it as an iteration begins, also of worker processes that stay
     from one epoch to the next, and by then the loader has put the schedule here. The attributes are those of torch's
     `BatchSampler`, which programs read and by which they tell the epoch: `loader.batch_sampler.sampler.set_epoch(1)`.
-
-    Args:
-        sampler: the user's, or what stands for it where the loader has none.
-        batch_size: samples in a global batch.
-        drop_last: leave out a last batch that is smaller.
     """
 
     def __init__(self, *, sampler: Any, batch_size: int, drop_last: bool) -> None:
-        self.schedule: Schedule | RankBatches | None = None
+        self.schedule: RankBatches | None = None
         self.sampler = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -81,7 +72,7 @@ class RankBatchSampler:
             raise is_fixed(f"batch_sampler.{name}", name, value)
         super().__setattr__(name, value)
 
-    def _current(self) -> Schedule | RankBatches:
+    def _current(self) -> RankBatches:
         if self.schedule is None:
             raise DataError(
                 "loader.batch_sampler holds this rank's batches of the epoch under way, and no epoch has begun: "
@@ -103,27 +94,26 @@ class EpochIterator(Iterator[Any]):
 
     Args:
         batches: an iterator over `schedule`, collated.
-        schedule: this rank's batches.
-        progress: updated with every batch yielded.
-        number: of this iteration; see `batch.register`.
         shared_workers: the sampler of the worker pool that this iteration shares with later
             ones of its loader; None when it has workers of its own, or none.
         has_workers: processes fetch the batches.
         evaluations: told when the last batch of an evaluation is through.
-        is_evaluation: it is one, though gradients were on.
+
+    Attributes:
+        waited_s: seconds that the loop has waited for batches, and for learning that there is none left.
+        first_wait_s: seconds of these for the first.
     """
 
     def __init__(
         self,
         batches: Iterator[Any],
-        schedule: Schedule | RankBatches,
+        schedule: RankBatches,
         progress: EpochProgress,
         number: int,
         *,
         shared_workers: RankBatchSampler | None,
         has_workers: bool,
         evaluations: EvaluationWatch,
-        is_evaluation: bool = False,
     ) -> None:
         self._batches = batches
         self._schedule = schedule
@@ -132,17 +122,14 @@ class EpochIterator(Iterator[Any]):
         self._shared_workers = shared_workers
         self._has_workers = has_workers
         self._evaluations = evaluations
-        self._is_evaluation = is_evaluation
         self._number = 0  # of the batch that comes next
         self._num_samples = 0  # of this rank
+        self.waited_s = self.first_wait_s = 0.0
 
     @property
     def share(self) -> BatchShare | None:
         """What this rank holds of the batch yielded last; None before the first."""
         return self._iteration.latest
-
-    def __iter__(self) -> EpochIterator:
-        return self
 
     def __len__(self) -> int:
         """Number of batches that this iteration yields on this rank, from its first one."""
@@ -156,12 +143,14 @@ class EpochIterator(Iterator[Any]):
                 "or a second loader"
             )
         purge(at_most=_FEW_TAGS)  # before the next batch is made: [Note: holes] in `batch/tags.py`
+        since = time.perf_counter()
         try:
             loaded = next(self._batches)
         except StopIteration:
-            if self.share is not None and (self._is_evaluation or not torch.is_grad_enabled()):
+            if self.share is not None and (self._schedule.evaluation or not torch.is_grad_enabled()):
                 self._evaluations.end(self._num_samples, self._progress.consumed, self.share.world_size)
-            self._progress.finish()
+            self._progress.finished = True
+            self._progress.touch()
             self.close()
             raise
         except BaseException as error:
@@ -170,9 +159,13 @@ class EpochIterator(Iterator[Any]):
             if not self._is_still_to_come(error):
                 self._number += 1
             raise
+        finally:
+            self.waited_s += time.perf_counter() - since
+            self.first_wait_s = self.first_wait_s or self.waited_s
         share, consumed, order_mark = self._schedule.take(self._number)
         self._iteration.publish(share, loaded)
-        self._progress.advance(consumed, order_mark)
+        self._progress.consumed, self._progress.order_mark = consumed, order_mark
+        self._progress.touch()
         self._number += 1
         self._num_samples += share.local_samples
         return loaded

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.utils.data
 
 from lockstep import batch, log
-from lockstep.data.batch_sampler import GlobalBatches, RankBatches
+from lockstep.data.batch_sampler import GlobalBatches
 from lockstep.data.checks import (
     STATE_VERSION,
     check_batch_sampler,
@@ -30,18 +32,20 @@ from lockstep.data.checks import (
 )
 from lockstep.data.device import DeviceIterator, check_device
 from lockstep.data.fingerprints import fingerprint_of_data, fingerprint_of_order
-from lockstep.data.handover import Handover, PackingSource, starting_workers
+from lockstep.data.handover import PackingSource, starting_workers
 from lockstep.data.iteration import EpochIterator, EpochProgress, RankBatchSampler
 from lockstep.data.order import (
+    GlobalBatch,
     Order,
+    OrderedBatches,
     Plan,
-    Schedule,
+    RankBatches,
     computed_order,
     draw_order,
     seed_keys,
     shuffled_order,
 )
-from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs, teller_of_epochs
+from lockstep.data.sampler_epochs import OwnOrder, SamplerEpochs
 from lockstep.data.seeding import derive_seed
 from lockstep.data.source import DrawnFrom, WorkerInit, identity, make_source
 from lockstep.data.worker_signals import held_back
@@ -53,32 +57,33 @@ __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
+# Global batches; how many there are of each size, where that is known; the mark of those before, see `EpochProgress`;
+# and a number for their order, where that is known.
+_Cut: TypeAlias = tuple[Iterable[GlobalBatch], Mapping[int, int] | None, int, int]
+
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A `torch.utils.data.DataLoader` that takes the global batch size and splits it over the ranks.
 
-    **Order.** The order of samples depends on `seed` and epoch only, never on the number of ranks
-    or workers. Each global batch is `batch_size` consecutive samples of it, split contiguously
-    over the ranks into shares at most one apart, larger ones first. Every sample comes once per
-    epoch, those of a last partial batch too. While training every rank yields the same number of
-    batches: a rank that holds nothing of a batch yields one filler sample (the batch's first),
-    which the engine and the metrics weight with zero.
+    **Order.** The order of samples depends on `seed` and epoch only, never on the number of ranks or workers. Each
+    global batch is `batch_size` consecutive samples of it, split contiguously over the ranks into shares at most one
+    apart, larger ones first. Every sample comes once per epoch, those of a last partial batch too. While training every
+    rank yields the same number of batches: a rank that holds nothing of a batch yields one filler sample (the batch's
+    first), which the engine and the metrics weight with zero.
 
     **Epochs** advance by themselves: each new iteration is the next epoch, also after a `break`; only the first one
     after `load_state_dict` continues an epoch. `while loader.next_epoch < EPOCHS:` around the loop over the batches
-    trains as many epochs, whether or not the run was resumed.
-    A loader made anew begins with epoch 0 again, and its order: make it once, before the epochs.
-    An iterator that is merely made (`next(iter(loader))`) has begun one, so ranks must iterate
-    alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
+    trains as many epochs, whether or not the run was resumed. A loader made anew begins with epoch 0 again, and its
+    order: make it once, before the epochs. An iterator that is merely made (`next(iter(loader))`) has begun one, so
+    ranks must iterate alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
 
     **Weights.** The loader tags the memory of what it yields with the batch's share
     (`lockstep.batch`), by which engine, metrics and losses know it, whenever it is used.
 
-    **Randomness per sample.** If `dataset.__getitem__` has a keyword `generator`, it is handed a
-    `torch.Generator` seeded by (seed, epoch, index), also inside torch's `Subset`, `ConcatDataset`
-    and `StackDataset`.
-    Draws from the process-wide generators of torch, numpy and `random` are covered as well, see
-    `seed_global_rng`. Both give the same samples at any number of ranks and workers.
+    **Randomness per sample.** If `dataset.__getitem__` has a keyword `generator`, it is handed a `torch.Generator`
+    seeded by (seed, epoch, index), also inside torch's `Subset`, `ConcatDataset` and `StackDataset`. Draws from the
+    process-wide generators of torch, numpy and `random` are covered as well, see `seed_global_rng`. Both give the same
+    samples at any number of ranks and workers.
 
     Args:
         dataset: map-style: `__getitem__` and `__len__`; at least one sample. `__getitems__` is used
@@ -102,21 +107,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         persistent_workers: as in torch; then a new iteration ends the one before it.
         prefetch_factor: batches that each worker loads ahead; they do not count as consumed.
         pin_memory_device: as in torch.
-        sampler: an order of your own: the indices of one global epoch, with a length. It runs once
-            per epoch with the process-wide generators seeded by (seed, epoch), so stock samplers
-            agree on all ranks; one that draws from elsewhere must be made to. A `set_epoch` of
-            its own is called, unless the script calls it. An index may come several times: each time it is seeded
-            by another number.
-        seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch,
-            index), and before a `collate_fn` of yours, from its first index. It is on because most
-            transforms draw there and would otherwise depend on ranks and workers. It costs some
-            microseconds per sample where samples draw, some tens of microseconds per batch where none does, and nothing
-            for `TensorDataset`, lists and arrays. Generators are compared to see whether samples draw; the first
-            that does is fetched twice. The training process's own streams are not
-            disturbed: they are put back after each batch. A dataset that fetches whole batches
-            (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks:
-            let its `__getitem__` take a `generator` instead. If False, workers start from seeds
-            that depend on (seed, epoch, rank, worker).
+        sampler: an order of your own: the indices of one global epoch, with a length. It runs once per epoch with the
+            process-wide generators seeded by (seed, epoch), so stock samplers agree on all ranks; one that draws from
+            elsewhere must be made to. A `set_epoch` of its own is called, unless the script calls it. An index may come
+            several times: each time it is seeded by another number.
+        seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch, index), and before a
+            `collate_fn` of yours, from its first index. It is on because most transforms draw there and would otherwise
+            depend on ranks and workers. It costs some microseconds per sample where samples draw, some tens of
+            microseconds per batch where none does, and nothing for `TensorDataset`, lists and arrays. Generators are
+            compared to see whether samples draw; the first that does is fetched twice. The training process's own
+            streams are not disturbed: they are put back after each batch. A dataset that fetches whole batches
+            (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks: let its `__getitem__`
+            take a `generator` instead. If False, workers start from seeds that depend on (seed, epoch, rank, worker).
         device: move batches there; None leaves them on the CPU. To a GPU they are copied from pinned memory
             on a stream of its own, beside the loop.
         prefetch: batches copied to a GPU ahead of the loop, which do not count as consumed.
@@ -198,7 +200,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # What `loader.batch_sampler` is: the user's, as with torch, or our own.
         self._shown_batches: Any = self._rank_batches if batch_sampler is None else batch_sampler
         self._is_cut_by_user = batch_sampler is not None
-        self._batch_source = batch.LoaderToken()
+        self._batch_source = batch.plans.LoaderToken()
         super().__init__(
             dataset,
             batch_sampler=cast(Any, self._rank_batches),
@@ -222,7 +224,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if sampler is not None:
             set_guarded(self, "sampler", sampler)
         self._ordered_by_sampler = sampler is not None
-        self._sampler_epochs = SamplerEpochs(told if batch_sampler is None else teller_of_epochs(batch_sampler))
+        makers = (told,) if batch_sampler is None else (batch_sampler, getattr(batch_sampler, "sampler", None))
+        self._sampler_epochs = SamplerEpochs.of(*makers)
         self._thread = threading.get_ident()
         self._drawn_from = DrawnFrom()
         self._next_epoch = 0
@@ -232,7 +235,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
         self._progresses: list[EpochProgress] = []
         self._evaluations = EvaluationWatch()
-        self._data_fingerprint: int | None = None
         if batch_sampler is None:
             self._plan()
 
@@ -255,7 +257,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> EpochIterator:  # type: ignore[override]
         """Begin the next epoch on this rank."""
         check_own_batches(self.batch_sampler, self._shown_batches)
-        told = self._sampler_epochs.told_by_script()
+        told = self._sampler_epochs.told
         if told is not None:
             self._go_to(told)
         epoch, start = self._next_epoch, self._next_start
@@ -264,53 +266,53 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             watch_optimizers(world_size)
         if not any(each.is_open for each in self._progresses):
             self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
-        self._sampler_epochs.tell(epoch)
+        self._sampler_epochs.begin(epoch)
         cut = self._cut_by_user if self._is_cut_by_user else self._cut
-        schedule = cut(epoch, start, rank, world_size)
+        made, sizes, mark, of_order = cut(epoch, start, world_size > 1)
+        rank_batches = RankBatches(
+            *(made, sizes, self.batch_size or world_size, self.seed, epoch, rank, world_size),
+            *(self.evaluation, self._batch_source, self._data_fingerprint ^ of_order if world_size > 1 else 0),
+        )
         if self.evaluation:
-            batch.note_evaluation(schedule.fingerprint, world_size)
+            batch.hand.note_evaluation(rank_batches.fingerprint, world_size)
         self._evaluations.look()
         watch_shutdown()
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))
-        number = batch.register(self._batch_source, rank, schedule.divisions())
-        self._rank_batches.schedule = schedule
+        number = batch.plans.register(self._batch_source, rank, rank_batches.divisions())
+        self._rank_batches.schedule = rank_batches
         batches: Iterator[Any] = super().__iter__()
         if self.device is not None:
             batches = DeviceIterator(batches, self.device, self.prefetch)
         self._next_epoch, self._next_start, self._epoch_after = max(epoch + 1, self._epoch_after), 0, 0
-        progress = EpochProgress(epoch, start, schedule.mark)
+        progress = EpochProgress(epoch, start, mark)
         self._progresses = [each for each in self._progresses if each.is_open] + [progress]
         return EpochIterator(
-            *(batches, schedule, progress, number),
+            *(batches, rank_batches, progress, number),
             shared_workers=self._rank_batches if self.persistent_workers else None,
             has_workers=self.num_workers > 0,
             evaluations=self._evaluations,
-            is_evaluation=self.evaluation,
         )
 
-    def _cut(self, epoch: int, start: int, rank: int, world_size: int) -> Schedule:
-        """This rank's batches of the epoch, from `start` on."""
+    def _cut(self, epoch: int, start: int, is_compared: bool) -> _Cut:
+        """The global batches of the epoch, from `start` on."""
         order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
         mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
         check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
-        is_compared = world_size > 1
-        return Schedule(
-            *(order, self._plan(start), self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
-            fingerprint=self._fingerprint() ^ (mark or fingerprint_of_order(order, self.seed)) if is_compared else 0,
-            keys=seed_keys(cast(Any, order)) if self._ordered_by_sampler else None,
-            mark=mark,
-        )
+        keys = seed_keys(cast(Any, order)) if self._ordered_by_sampler else None
+        plan = self._plan(start)
+        of_order = fingerprint_of_order(order, self.seed) if is_compared and not mark else mark
+        return OrderedBatches(order, plan, keys, mark), plan.sizes(), mark, of_order
 
-    def _cut_by_user(self, epoch: int, start: int, rank: int, world_size: int) -> RankBatches:
+    def _cut_by_user(self, epoch: int, start: int, _: bool) -> _Cut:
         """The same of the batch sampler's batches."""
         batches = GlobalBatches(self._shown_batches, self.seed, epoch, check_dataset(self.dataset), self._thread)
         batches.skip(start, self._resumed_mark)
-        return RankBatches(
-            batches,
-            *(self.seed, epoch, rank, world_size, self.evaluation, self._batch_source),
-            data_fingerprint=self._fingerprint() if world_size > 1 else 0,
-        )
+        mark = batches.mark
+        if not self.evaluation:
+            return batches, None, mark, 0
+        all_of_them = list(batches)
+        return all_of_them, Counter(each.size for each in all_of_them), mark, batches.mark
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration run `epoch`, from its first sample.
@@ -322,7 +324,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             DataError: `epoch` is no integer, or negative.
         """
-        self._sampler_epochs.forget()
+        self._sampler_epochs.told = None
         self._go_to(check_integer("epoch", epoch, 0))
 
     def _go_to(self, epoch: int) -> None:
@@ -337,7 +339,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         It counts iterations that have begun, however they end: so it tells whether all epochs are done, also where a
         loop over batches is left by `break`.
         """
-        told = self._sampler_epochs.told_by_script()
+        told = self._sampler_epochs.told
         return self._next_epoch if told is None else told
 
     @property
@@ -356,12 +358,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in global samples; JSON-serialisable, the same on every rank.
 
-        Taken inside a loop, after the k-th batch was yielded, it leads to batch k+1 of that epoch;
-        so take it when the step on the k-th is done. After a `break` it leads to the batch that
-        would have come next, although iterating on in the same process begins the next epoch.
-        After the end of an epoch it leads to the next one. Batches that workers have loaded ahead
-        do not count. Of several iterations that can continue (an evaluation on the training data, within an epoch)
-        it describes the one that yielded last, and of others what comes after it.
+        Taken inside a loop, after the k-th batch was yielded, it leads to batch k+1 of that epoch; so take it when the
+        step on the k-th is done. After a `break` it leads to the batch that would have come next, although iterating on
+        in the same process begins the next epoch. After the end of an epoch it leads to the next one. Batches that
+        workers have loaded ahead do not count. Of several iterations that can continue (an evaluation on the training
+        data, within an epoch) it describes the one that yielded last, and of others what comes after it.
 
         An evaluation loader whose batches are smaller than the world counts only what this rank
         was given: take the state on rank 0, which holds a part of every batch.
@@ -397,7 +398,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 f"DataLoader: seed={self.seed} is replaced by {numbers['seed']}, with which the state was written"
             )
         self.seed = numbers["seed"]
-        self._sampler_epochs.forget()
+        self._sampler_epochs.told = None
         self._next_epoch, self._next_start = numbers["epoch"], numbers["samples_consumed"]
         # Not `next_epoch`: the next iteration of this loader is the rest of the epoch that the state is of.
         self._epoch_after = check_integer("state['epoch_after']", state.get("epoch_after", 0), 0)
@@ -417,15 +418,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         view.collate_fn = identity
         if self.num_workers == 0:
             return iterator_of(view)
-        handover = Handover(self.num_workers)
-        set_guarded(view, "dataset", PackingSource(source, handover))
-        try:
-            with held_back(), starting_workers():
-                iterator = iterator_of(view)
-        except BaseException:
-            handover.cancel()
-            raise
-        handover.end_with(iterator)
+        set_guarded(view, "dataset", PackingSource(source, self.num_workers))
+        with held_back(), starting_workers():
+            iterator = iterator_of(view)
         end_workers_with(iterator)
         return iterator
 
@@ -453,10 +448,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return range(length)
         return (shuffled_order if self.permutation == "stored" else computed_order)(length, self.seed, epoch)
 
-    def _fingerprint(self) -> int:
-        if self._data_fingerprint is None:  # once, before anything is fetched: a dataset may change as it is used
-            self._data_fingerprint = fingerprint_of_data(self.dataset)
-        return self._data_fingerprint
+    @functools.cached_property
+    def _data_fingerprint(self) -> int:
+        """Taken before anything is fetched: a dataset may change as it is used."""
+        return fingerprint_of_data(self.dataset)
 
     def _plan(self, start: int = 0) -> Plan:
         """The batches of an epoch; read anew each time, as the dataset may have grown."""

@@ -7,35 +7,38 @@ consecutive positions in it, and a rank's share is a run of the batch:
     rank 0     7 2     | 0 8     | 5            world_size 2
     rank 1         9 4 |     1 6 |   3
 
-So putting the ranks' shares side by side gives back the batch, and putting the batches after
-each other gives back the order, at any number of ranks. The order itself is an array of integers (a
-`range` when nothing is shuffled, or computed where it is asked for), never a list: Python integers exist for
-one batch at a time.
+So putting the ranks' shares side by side gives back the batch, and putting the batches after each other gives back the
+order, at any number of ranks. The order itself is an array of integers (a `range` when nothing is shuffled, or computed
+where it is asked for), never a list: Python integers exist for one batch at a time.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.batch import BatchShare, Division, filler_rows, share_bounds
+from lockstep import batch
+from lockstep.batch.plans import Division, LoaderToken
+from lockstep.batch.share import BatchShare, share_bounds
 from lockstep.data.feistel import ComputedOrder
 from lockstep.data.seeding import derive_seed, make_generator, preserve_global_rngs, seed_global_rngs
 from lockstep.errors import DataError
 
 __all__ = [
     "Fetch",
+    "GlobalBatch",
     "Order",
+    "OrderedBatches",
     "Plan",
-    "Schedule",
+    "RankBatches",
     "computed_order",
     "draw_order",
     "num_earlier",
@@ -70,8 +73,13 @@ class Plan:
 
     def __len__(self) -> int:
         """Number of global batches from `start` on."""
-        rest = max(self.num_samples - self.start, 0)
-        return rest // self.batch_size if self.drop_last else -(-rest // self.batch_size)
+        return sum(self.sizes().values())
+
+    def sizes(self) -> dict[int, int]:
+        """How many of them there are of each size."""
+        full, rest = divmod(max(self.num_samples - self.start, 0), self.batch_size)
+        numbers = {self.batch_size: full, rest: int(rest > 0 and not self.drop_last)}
+        return {size: number for size, number in numbers.items() if number}
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Begin and end, as positions in the order, of batch `number` (0 is the one at `start`)."""
@@ -116,9 +124,8 @@ def _drawn(sampler: Any) -> npt.NDArray[np.int64]:
 def draw_order(sampler: Any, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Run a user's sampler once, from the same random state on every rank.
 
-    The process-wide generators are seeded with (seed, epoch) while it runs and put back
-    afterwards, so a `RandomSampler` or `WeightedRandomSampler` without a generator of its own
-    draws alike on all ranks.
+    The process-wide generators are seeded with (seed, epoch) while it runs and put back afterwards, so a
+    `RandomSampler` or `WeightedRandomSampler` without a generator of its own draws alike on all ranks.
 
     Returns:
         int64 [len(sampler)].
@@ -187,87 +194,134 @@ class Fetch(NamedTuple):
     keys: list[int]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The batches of one rank in one epoch.
+class GlobalBatch(NamedTuple):
+    """One batch of an epoch, of all ranks together.
 
-    Iterating gives a `Fetch` per batch. Batch `number` of it is always global batch `number` of
-    the plan: when evaluating, only the last batches of a rank can be missing, because a rank
-    without a share of a full batch has no share of a smaller one.
+    Attributes:
+        order: the indices of its samples, from `begin` on.
+        keys: what seeds these, as `seed_keys` has it, from there on.
+        begin: of the batch, in both.
+        size: its number of samples; at least one.
+        first: samples of the epoch before it.
+        mark: of the order, or of all batches up to its end; see `iteration.EpochProgress`.
+    """
+
+    order: Order | list[int]
+    keys: Order | list[int]
+    begin: int
+    size: int
+    first: int
+    mark: int = 0
+
+
+@dataclass(frozen=True)
+class OrderedBatches:
+    """The global batches of an epoch whose order is known: runs of it.
 
     Attributes:
         order: the indices of the epoch, the same on every rank.
-        plan: the global batches.
+        plan: where the batches begin and end.
+        keys: what seeds the samples, in the same order; None for the indices.
+        mark: of the order.
+    """
+
+    order: Order
+    plan: Plan
+    keys: npt.NDArray[np.int64] | None = None
+    mark: int = 0
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        keys = self.order if self.keys is None else self.keys
+        for number in range(len(self.plan)):
+            first, last = self.plan.bounds(number)
+            yield GlobalBatch(self.order, keys, first, last - first, first, self.mark)
+
+
+@dataclass(eq=False)
+class RankBatches:
+    """The batches of one rank in one epoch: its parts of the global ones. Iterating gives a `Fetch` per batch.
+
+    Attributes:
+        batches: the global ones, from where the epoch begins or is resumed.
+        sizes: how many of these are of each size; None if they are made as they come.
+        batch_size: samples in a full one. Of batches of any sizes the number of ranks: a filler has two rows then.
         seed: the loader's.
         epoch: number of the epoch.
         rank: this rank.
         world_size: number of ranks.
         evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
         source: of the loader; its shares keep it alive.
-        fingerprint: a number for the samples and their order; see `fingerprints.py`.
-        keys: what seeds the samples, in the same order; None for the indices.
-        mark: of the order, see `iteration.EpochProgress`.
+        fingerprint: a number for the samples and, where it is known, their order; see `fingerprints.py`.
     """
 
-    order: Order
-    plan: Plan
+    batches: Iterable[GlobalBatch]
+    sizes: Mapping[int, int] | None
+    batch_size: int
     seed: int
     epoch: int
     rank: int
     world_size: int
     evaluation: bool = False
-    source: object = None
+    source: LoaderToken | None = None
     fingerprint: int = 0
-    keys: npt.NDArray[np.int64] | None = None
-    mark: int = 0
+    _shares: dict[int, BatchShare] = field(default_factory=dict, init=False)  # of batches yielded, by size
+    _made: deque[tuple[int, GlobalBatch]] = field(default_factory=deque, init=False)  # and not yet yielded
 
     def __len__(self) -> int:
-        """Number of batches that this rank yields."""
-        total = len(self.plan)
-        if not self.evaluation or total == 0 or self.share(total - 1).local_samples > 0:
-            return total
-        return total - 1 if self.share(0).local_samples > 0 else 0
+        """Number of batches that this rank yields; TypeError where a batch sampler has no length."""
+        if self.sizes is None:
+            return len(cast("Sized", self.batches))
+        return sum(
+            number
+            for size, number in self.sizes.items()
+            if not self.evaluation or operator.lt(*share_bounds(size, self.rank, self.world_size))
+        )
 
     def __iter__(self) -> Iterator[Fetch]:
-        for number in range(len(self)):
-            first, last = self.plan.bounds(number)
-            begin, end = share_bounds(last - first, self.rank, self.world_size)
-            # A filler: the step needs a forward and backward pass on every rank. Its weight is 0.
-            copies = 1 if begin < end else filler_rows(self.plan.batch_size, self.rank, self.world_size)
+        number = 0
+        for made in self.batches:
+            begin, end = share_bounds(made.size, self.rank, self.world_size)
+            copies = 1
             if begin == end:
-                begin, end = 0, 1
-            indices = _picked(self.order, first + begin, first + end) * copies
-            keys = indices if self.keys is None else _picked(self.keys, first + begin, first + end) * copies
+                if self.evaluation:
+                    continue
+                # A filler: the step needs a forward and backward pass on every rank. Its weight is 0.
+                begin, end, copies = 0, 1, self._division(made.size).rows(self.rank)
+            self._made.append((number, made))
+            number += 1
+            indices = _picked(made.order, made.begin + begin, made.begin + end) * copies
+            is_same = made.keys is made.order
+            keys = indices if is_same else _picked(made.keys, made.begin + begin, made.begin + end) * copies
             yield Fetch(self.seed, self.epoch, indices, keys)
 
-    def share(self, number: int) -> BatchShare:
-        """What this rank holds of batch `number`."""
-        first, last = self.plan.bounds(number)
-        is_full = last - first == self.plan.batch_size
-        share = self._full_share if is_full else self._share_of(last - first)
+    def take(self, number: int) -> tuple[BatchShare, int, int]:
+        """What this rank holds of its batch `number`, which is yielded now; samples consumed with it, and their mark.
+
+        Local. Asked for growing numbers.
+        """
+        while self._made[0][0] < number:
+            self._made.popleft()
+        _, made = self._made.popleft()
+        share, fingerprint = self._shares.get(made.size), self.fingerprint
+        if share is None:
+            division = self._division(made.size)
+            share = self._shares[made.size] = division.share(self.rank, self.evaluation, self.source)
+            if self.sizes is None and self.source is not None:
+                batch.plans.register(self.source, self.rank, {division})
+        if self.sizes is None and self.world_size > 1:
+            fingerprint ^= made.mark
+        last = made.first + made.size
         # Named by its position in the epoch: a resumed epoch counts its batches anew.
-        return share.named(f"samples {first} to {last - 1} of epoch {self.epoch}")
-
-    @cached_property
-    def _full_share(self) -> BatchShare:
-        return self._share_of(self.plan.batch_size)
-
-    def _share_of(self, size: int) -> BatchShare:
-        begin, end = share_bounds(size, self.rank, self.world_size)
-        rows = end - begin or filler_rows(self.plan.batch_size, self.rank, self.world_size)
-        return BatchShare(end - begin, size, self.world_size, "", self.evaluation, rows, self.source, self.fingerprint)
+        return share.named(f"samples {made.first} to {last - 1} of epoch {self.epoch}", fingerprint), last, made.mark
 
     def divisions(self) -> set[Division]:
-        """How the batches are split; those of an evaluation are not for training, and not told."""
-        numbers = {0, len(self.plan) - 1} if len(self.plan) and not self.evaluation else set()
-        sizes = {last - first for first, last in map(self.plan.bounds, numbers)}
-        return {Division(size, self.plan.batch_size, self.world_size) for size in sizes}
+        """How the batches are split, as far as it is known ahead; those of an evaluation are not for training."""
+        return set() if self.evaluation else {self._division(size) for size in self.sizes or ()}
 
-    def take(self, number: int) -> tuple[BatchShare, int, int]:
-        """Batch `number` is yielded now: the share, the samples of the epoch used up by then, and the mark. Local."""
-        return self.share(number), self.plan.bounds(number)[1], self.mark
+    def _division(self, size: int) -> Division:
+        return Division(size, self.batch_size, self.world_size)
 
 
-def _picked(order: Order, begin: int, end: int) -> list[int]:
+def _picked(order: Order | list[int], begin: int, end: int) -> list[int]:
     picked = order[begin:end]
-    return list(picked) if isinstance(picked, range) else picked.tolist()
+    return picked.tolist() if isinstance(picked, np.ndarray) else list(picked)

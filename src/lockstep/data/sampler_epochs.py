@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from lockstep.data.checks import check_integer
 from lockstep.errors import DataError
 
-__all__ = ["OwnOrder", "SamplerEpochs", "teller_of_epochs"]
+__all__ = ["OwnOrder", "SamplerEpochs"]
 
 
 class OwnOrder(Sampler[int]):
@@ -39,58 +39,44 @@ class OwnOrder(Sampler[int]):
         )
 
 
-class _SetEpoch:
-    """The method of a sampler, which notes with what it was called; a class of its own, so that it can be copied.
+class SamplerEpochs:
+    """Stands for the `set_epoch` of one sampler; a class, so that the sampler can be copied.
 
     Args:
-        tell: the method as it was, which makes no note.
+        tell: the method as it was, which makes no note; None for a sampler that has no epochs.
+
+    Attributes:
+        told: the epoch that the script has told the sampler since the last one began; None if it has not.
     """
 
-    def __init__(self, tell: Callable[..., Any]) -> None:
-        self.tell = tell
+    def __init__(self, tell: Callable[..., Any] | None) -> None:
+        self._tell = tell
         self.told: int | None = None
+
+    @classmethod
+    def of(cls, *samplers: Any) -> SamplerEpochs:
+        """Those of the first that has any, of which from now on is noted what it is told. Local."""
+        for sampler in samplers:
+            known = getattr(sampler, "set_epoch", None)
+            if isinstance(known, cls):
+                return known
+            if callable(known):
+                epochs = cls(known)
+                with contextlib.suppress(AttributeError, TypeError):  # it takes no attributes: then the loader tells it
+                    sampler.set_epoch = epochs
+                return epochs
+        return cls(None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the sampler's own."""
         epoch: Any = next(iter((*args, *kwargs.values())), None)
         is_number = isinstance(epoch, int | np.integer) and not isinstance(epoch, bool)
         self.told = int(epoch) if is_number and epoch >= 0 else None
-        return self.tell(*args, **kwargs)
+        assert self._tell is not None
+        return self._tell(*args, **kwargs)
 
-
-def teller_of_epochs(batch_sampler: Any) -> Any:
-    """Who is told the epoch of a batch sampler: itself; else its sampler, as torch's `BatchSampler` has one."""
-    if callable(getattr(batch_sampler, "set_epoch", None)):
-        return batch_sampler
-    return getattr(batch_sampler, "sampler", None)
-
-
-class SamplerEpochs:
-    """The epochs of one sampler.
-
-    Args:
-        sampler: the user's; may have no epochs.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self._set_epoch: _SetEpoch | None = None
-        known = getattr(sampler, "set_epoch", None)
-        if callable(known):
-            self._set_epoch = known if isinstance(known, _SetEpoch) else _SetEpoch(known)
-            with contextlib.suppress(AttributeError, TypeError):  # it takes no attributes: then the loader tells it
-                sampler.set_epoch = self._set_epoch
-
-    def told_by_script(self) -> int | None:
-        """The epoch that the script has told the sampler since the last `tell` or `forget`; None if it has not."""
-        return None if self._set_epoch is None else self._set_epoch.told
-
-    def forget(self) -> None:
-        """The loader was told an epoch, which counts now. Local."""
-        if self._set_epoch is not None:
-            self._set_epoch.told = None
-
-    def tell(self, epoch: int) -> None:
+    def begin(self, epoch: int) -> None:
         """An epoch begins: tell the sampler, unless the script just has. Local."""
-        if self._set_epoch is not None and self._set_epoch.told is None:
-            self._set_epoch.tell(epoch)
-        self.forget()
+        if self._tell is not None and self.told is None:
+            self._tell(epoch)
+        self.told = None

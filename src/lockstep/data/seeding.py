@@ -3,9 +3,8 @@
 See `lockstep.seeding.derive_seed`. Its `purpose` keeps the streams of one (seed, epoch) apart: the shuffle of
 an epoch and its augmentations never draw the same numbers.
 
-torch's CPU generator and numpy's legacy one are both a Mersenne Twister that keeps 32 bits of
-its seed, so they get different halves of the hash: with the same half, a dataset that draws
-from both would see two copies of one stream.
+torch's CPU generator and numpy's legacy one are both a Mersenne Twister that keeps 32 bits of its seed, so they get
+different halves of the hash: with the same half, a dataset that draws from both would see two copies of one stream.
 
 CUDA's is the one of the current device, and only in a process that uses CUDA already: touching it
 would initialise the device in every worker.
@@ -70,11 +69,11 @@ class _Torch(GlobalRng):
         torch.default_generator.set_state(state)
 
     def is_at(self, state: torch.Tensor) -> bool:
-        return _bytes_of(torch.default_generator.get_state()) == _bytes_of(state)
+        return _same_bytes(torch.default_generator.get_state(), state)
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.numpy().tobytes() == other.numpy().tobytes()  # in a third of the time of `torch.equal`
 
 
 class _Python(GlobalRng):
@@ -89,16 +88,14 @@ class _Python(GlobalRng):
         random.seed(value)
 
     def state(self) -> tuple[Any, ...]:
-        if not _is_pythons_as_known():
-            return random.getstate()
-        generator = _python_generator()
-        return _python_memory(generator), generator.gauss_next
+        generator = _known_python()
+        return random.getstate() if generator is None else (_python_memory(generator), generator.gauss_next)
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        if not _is_pythons_as_known():
+        generator = _known_python()
+        if generator is None:
             random.setstate(state)
             return
-        generator = _python_generator()
         memory, generator.gauss_next = state
         ctypes.memmove(id(generator) + object.__basicsize__, memory, _STATE_BYTES)
 
@@ -106,24 +103,21 @@ class _Python(GlobalRng):
         return self.state() == state
 
 
-def _python_generator() -> Any:
-    """What the functions of `random` draw from."""
-    return getattr(random.getstate, "__self__", None)
-
-
 def _python_memory(generator: random.Random) -> bytes:
     return ctypes.string_at(id(generator) + object.__basicsize__, _STATE_BYTES)
 
 
 @cache
-def _is_pythons_as_known() -> bool:
-    """Whether this is CPython, and keeps the position and the numbers after it, behind the header of the object."""
-    if sys.implementation.name != "cpython" or type(_python_generator()) is not random.Random:
-        return False
+def _known_python() -> Any:
+    """What `random` draws from, if this is CPython, and keeps position and numbers behind the header of the object."""
+    generator = getattr(random.getstate, "__self__", None)
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
     example = random.Random(1)
     example.getrandbits(5 * 32)
     *numbers, position = example.getstate()[1]
-    return _python_memory(example) == np.array([position, *numbers], np.uint32).tobytes()
+    is_known = _python_memory(example) == np.array([position, *numbers], np.uint32).tobytes()
+    return generator if is_known else None
 
 
 class _Numpy(GlobalRng):
@@ -235,7 +229,7 @@ class _Cuda(GlobalRng):
 
     def is_at(self, state: torch.Tensor | None) -> bool:
         now = self.state()
-        return now is state or (now is not None and state is not None and _bytes_of(now) == _bytes_of(state))
+        return now is state or (now is not None and state is not None and _same_bytes(now, state))
 
 
 def _cudas_generator() -> torch.Generator | None:

@@ -200,7 +200,6 @@ class SampleSource:
     Args:
         dataset: the user's. One with a `__getitems__` of its own (and no `generator`) fetches its batch in one go, and
             is seeded once, by the key of the first sample.
-        collate_fn: the user's, or torch's.
         drawn_from: what this process knows of both; None seeds no process-wide generator.
         thread: that made the loader.
     """
@@ -271,8 +270,7 @@ class SampleSource:
 class TensorSource:
     """A `TensorDataset` under the default collate: whole batches by one gather per tensor.
 
-    The same values as picking rows one by one and stacking them, without the Python object per
-    row.
+    The same values as picking rows one by one and stacking them, without the Python object per row.
     """
 
     def __init__(self, dataset: TensorDataset) -> None:

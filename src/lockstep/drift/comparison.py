@@ -88,10 +88,6 @@ class _Model:
     is_there: bool
     projection: Projection | None
 
-    def said(self) -> list[object]:
-        """What other ranks are told."""
-        return [self.is_there, self.num_writes, self.hash]
-
 
 _past: weakref.WeakKeyDictionary[World, dict[str, _Model]] = weakref.WeakKeyDictionary()
 _errors: weakref.WeakKeyDictionary[World, CollectiveMismatch] = weakref.WeakKeyDictionary()  # of engines of the past
@@ -138,9 +134,6 @@ def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is
 def comparison_of_engines(world: World) -> Callable[[], None] | None:
     """What is to be called when the world is left; None for nothing. See [Note: comparison at the end].
 
-    Args:
-        world: that is about to be left.
-
     Returns:
         A function that raises ModelError if the ranks hold different models in one of their engines.
 
@@ -148,7 +141,10 @@ def comparison_of_engines(world: World) -> Callable[[], None] | None:
         CollectiveMismatch: they averaged gradients of different batches at last, on a GPU that nobody waited for.
     """
     there = {_key_of(each): each for each in engines() if _is_compared(each)}
-    _check_unread(world, there.values())
+    for engine in there.values():
+        engine.check_unread()
+    if world in _errors:
+        raise _errors.pop(world)
     own = _past.pop(world, {}) | {key: _describe(each, is_there=True) for key, each in there.items()}
     if world.world_size == 1 or not own:
         return None
@@ -157,7 +153,9 @@ def comparison_of_engines(world: World) -> Callable[[], None] | None:
 
 def _compare(store: _Meeting, world_size: int, own: Mapping[str, _Model], there: Mapping[str, AveragingModule]) -> None:
     """Raise if the ranks hold different models in one of their engines; names a tensor that differs. Collective."""
-    said = store.exchange("models", {key: each.said() for key, each in own.items()}, _is_said)
+    said = store.exchange(
+        "models", {key: [each.is_there, each.num_writes, each.hash] for key, each in own.items()}, _is_said
+    )
     # All of those that have said something come to the same; one that lacks an engine says nothing of it.
     differing = {key: teams for key in sorted(set().union(*said)) if (teams := _find_differing(key, said))}
     found: dict[str, list[str]] = {}
@@ -182,14 +180,6 @@ def _advice_on(engine: AveragingModule | None) -> str:
     return _ADVICE_ON_CALLS
 
 
-def _check_unread(world: World, there: Iterable[AveragingModule]) -> None:
-    """What the engines have compared on a GPU, those of the past included. Local."""
-    for each in there:
-        each.check_unread()
-    if world in _errors:
-        raise _errors.pop(world)
-
-
 def _is_compared(engine: AveragingModule) -> bool:
     """Whether other ranks of this world have made the same engine."""
     if vars(engine).get("number", -1) < 0 or engine.process_group.size() == 1:
@@ -207,12 +197,7 @@ def _describe(engine: AveragingModule, is_there: bool, projection: Projection | 
 
 
 def _find_differing(key: str, said: Sequence[Summary]) -> list[list[int]]:
-    """The ranks that are compared with each other, and whose hashes differ. See [Note: models of the past].
-
-    Args:
-        key: of an engine.
-        said: by each rank, of its engines.
-    """
+    """The ranks that are compared with each other, and whose hashes differ. See [Note: models of the past]."""
     teams: dict[object, list[int]] = {}
     are_there = all(one[key][0] for one in said if key in one)
     for rank, one in enumerate(said):
@@ -256,11 +241,7 @@ def _find_apart(teams: Sequence[Sequence[int]], by_rank: Sequence[Projection]) -
 
 
 class _Meeting:
-    """What the ranks of a world tell each other when they leave it. Who does not come is not waited for again.
-
-    Args:
-        world: that is about to be left.
-    """
+    """What the ranks of a world tell each other when they leave it. Who does not come is not waited for again."""
 
     def __init__(self, world: World) -> None:
         self._rank, self._world_size = world.rank, world.world_size
@@ -304,11 +285,7 @@ class _Meeting:
 
 
 def _read_summary(text: str, is_known: Callable[[Any], bool]) -> Summary:
-    """What a rank said, if it has the form that `_compare` gives it.
-
-    Raises:
-        ValueError: it has another.
-    """
+    """What a rank said, if it has the form that `_compare` gives it; ValueError if it has another."""
     try:
         summary = json.loads(text)
     except RecursionError:

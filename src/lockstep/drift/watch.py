@@ -76,13 +76,7 @@ class EvaluationWatch:
         self._communication: object = None
 
     def end(self, num_local: int, num_total: int, world_size: int) -> None:
-        """The loader was walked to its end.
-
-        Args:
-            num_local: samples that this rank has got.
-            num_total: samples that all ranks have got together.
-            world_size: ranks that share the samples.
-        """
+        """The loader was walked to its end: of `num_total` samples this rank has got `num_local`."""
         group = dist.group.WORLD
         if group is None or group.size() != world_size or world_size == 1 or group.rank() != 0:
             return

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.errors import InputError, InputTypeError
 from lockstep.tree import tensors_in
 
@@ -144,7 +144,7 @@ class Metric(ABC):
         Args:
             world_size: of the group that compares; data that others share are not certain.
         """
-        latest = batch.latest_evaluation()
+        latest = batch.hand.latest_evaluation()
         is_certain = self._data == {latest} and latest[1] == world_size
         return latest[0] if is_certain else 0
 
@@ -220,7 +220,7 @@ class _Asked:
         self.is_asked = False
         self.rows: int | None = None
         self._shares: list[BatchShare] = []  # that the arguments tell
-        self._iteration: weakref.ref[batch.Iteration] | None = None
+        self._iteration: weakref.ref[batch.hand.Iteration] | None = None
         self._num_updates = 0  # in that iteration, before this one
 
     @property
@@ -233,29 +233,29 @@ class _Asked:
         self.is_asked = True
         tensors = tensors_in(arguments)
         self.rows = next((tensor.size(0) for tensor in tensors if tensor.dim() > 0), None)
-        tags = [tag for tag in map(batch.find_tag, tensors) if tag is not None]
+        tags = [tag for tag in map(batch.tags.find_tag, tensors) if tag is not None]
         self._shares = [tags[0].share] if tags else []
-        if not tags and batch.marks_tell_shares():
-            forwards = [forward for tensor in tensors for forward in batch.find_marks(tensor)]
+        if not tags and batch.graph.marks_tell_shares():
+            forwards = [forward for tensor in tensors for forward in batch.graph.find_marks(tensor)]
             shares = [forward.feed.share for forward in forwards if forward.feed.share is not None]
             self._shares = list({share.local_samples: share for share in shares}.values())
 
     def end(self) -> None:
         """Note that `update` has returned."""
         self._shares = []
-        iteration = batch.latest_iteration()
+        iteration = batch.hand.latest_iteration()
         if iteration is None:
             return
         if self._iteration is None or self._iteration() is not iteration:
             self._iteration, self._num_updates = weakref.ref(iteration), 0
         self._num_updates += 1
 
-    def _updates_in(self, iteration: batch.Iteration) -> int:
+    def _updates_in(self, iteration: batch.hand.Iteration) -> int:
         return self._num_updates if self._iteration is not None and self._iteration() is iteration else 0
 
     def candidates(self) -> list[BatchShare]:
-        """Shares that the batch may have; see `batch.in_hand`."""
-        return self._shares or batch.in_hand(self._updates_in)
+        """Shares that the batch may have; see `batch.hand.in_hand`."""
+        return self._shares or batch.hand.in_hand(self._updates_in)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # of this process, and this moment

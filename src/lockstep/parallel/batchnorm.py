@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from lockstep import batch
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.errors import InputError, InputTypeError, ModelError
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.forward_pass import ForwardPass
@@ -97,8 +97,10 @@ class SyncBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`. Collective in training mode."""
         given: object = input
-        if isinstance(given, Proxy):  # torch.fx traces the model
-            return _record_call(self, given)
+        if isinstance(given, Proxy):  # torch.fx traces the model: one call, as of torch's layers. It looks into others
+            tracer: Any = given.tracer
+            traced: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(self), (given,), {})
+            return traced
         self._check_input(input)
         factor = self._count_batch()
         group = self._group_to_sync()
@@ -201,11 +203,12 @@ def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
     Converted layers, and those in evaluation mode, are the same on any number of ranks.
 
     Args:
-        module: the model.
         is_told: several ranks train it, and this one speaks for all.
     """
-    layers = [name for name, layer in module.named_modules() if is_told and _sees_one_rank(layer)]
-    if layers:
+    are_converted = (SyncBatchNorm, nn.SyncBatchNorm)
+    norms = [(name, each) for name, each in module.named_modules() if isinstance(each, BatchNorm) and each.training]
+    layers = [name for name, each in norms if not isinstance(each, are_converted)]
+    if layers and is_told:
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         warn_once(
             _logger,
@@ -216,15 +219,11 @@ def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
         )
 
 
-def _sees_one_rank(layer: nn.Module) -> bool:
-    return isinstance(layer, BatchNorm) and layer.training and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
-
-
 def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
     where = f"layer {name!r} ({type(layer).__name__})"
     if any(is_lazy(each) for each in (layer.weight, layer.running_mean) if each is not None):
         raise ModelError(f"{where} is lazy and has no shape yet: run one forward pass before converting")
-    if type(layer).forward not in _KNOWN_FORWARDS:
+    if type(layer).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise ModelError(
             f"{where} has a forward pass of its own, which lockstep.SyncBatchNorm would not run. Replace it by hand, "
             "or leave it out: convert the submodules that do not contain it"
@@ -245,16 +244,6 @@ def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup
     if hasattr(layer, "qconfig"):
         converted.qconfig = layer.qconfig
     return converted
-
-
-_KNOWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
-def _record_call(layer: nn.Module, input: Proxy) -> Tensor:
-    """One call of the layer in the graph, as of each layer of torch: tracers look into those of others."""
-    tracer: Any = input.tracer
-    output: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
-    return output
 
 
 @dataclass(frozen=True)
@@ -288,11 +277,11 @@ def _rows_of(values: Tensor) -> _Rows:
         InputError: they come from forward passes of which this rank holds different shares; or the layer is in no
             engine, and the loop may be at a filler or not.
     """
-    share = batch.active_share(in_backward=current_graph_task_id() != -1)
-    around = cast("ForwardPass | None", batch.active_forward())
+    share = batch.hand.active_share(in_backward=current_graph_task_id() != -1)
+    around = cast("ForwardPass | None", batch.hand.active_forward())
     if share is not None or around is not None:
         return _Rows(share is None or share.local_samples > 0, around, is_inside=True)
-    forwards = cast("list[ForwardPass]", batch.find_marks(values) if batch.marks_tell_shares() else [])
+    forwards = cast("list[ForwardPass]", batch.graph.find_marks(values) if batch.graph.marks_tell_shares() else [])
     if len({forward.settle() for forward in forwards}) > 1:
         raise InputError(
             "SyncBatchNorm: its input comes from forward passes on two batches, of which this rank holds different "
@@ -300,8 +289,8 @@ def _rows_of(values: Tensor) -> _Rows:
         )
     if forwards:
         return _Rows(not forwards[0].is_filler, forwards[0])
-    tag = batch.find_tag(values)
-    found = [tag.share] if tag is not None else batch.in_hand(lambda iteration: iteration.num_batches - 1)
+    tag = batch.tags.find_tag(values)
+    found = [tag.share] if tag is not None else batch.hand.in_hand(lambda iteration: iteration.num_batches - 1)
     fillers = [share for share in found if share.local_samples == 0]
     if fillers and len(fillers) < len(found):
         raise InputError(
@@ -438,18 +427,14 @@ def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, varianc
     return torch.stack([of_shift, of_scale]).to(mean.dtype)
 
 
-_ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words
-
-
 def explain_forward_error(error: Exception, world_size: int, share: BatchShare | None) -> None:
     """Raise an error with a remedy in place of what the model raised, where that is torch's for too few values. Local.
 
     Args:
         error: what the forward pass raised.
-        world_size: ranks of the engine.
         share: what this rank holds of the batch; None where nobody knows.
     """
-    if world_size == 1 or _ONE_VALUE not in str(error):
+    if world_size == 1 or "Expected more than 1 value per channel when training" not in str(error):  # torch's words
         return
     held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
     raise InputError(

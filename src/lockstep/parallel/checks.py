@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -112,12 +113,7 @@ def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
 
 
 def find_sparse(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -> frozenset[int]:
-    """Parameters of layers whose gradients are sparse, by their positions. As torch's engine finds them.
-
-    Args:
-        module: the model.
-        named: the parameters that are to be averaged.
-    """
+    """Parameters of layers whose gradients are sparse, by their positions in `named`. As torch's engine finds them."""
     positions = {id(parameter): position for position, parameter in enumerate(named.values())}
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     layers = [each for each in module.modules() if isinstance(each, kinds) and each.sparse]
@@ -125,12 +121,7 @@ def find_sparse(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -
 
 
 def check_renormalised(module: torch.nn.Module, world_size: int) -> None:
-    """Refuse embeddings whose forward pass scales the rows that this rank looks up: ranks would come apart.
-
-    Args:
-        module: the model.
-        world_size: number of ranks.
-    """
+    """Refuse embeddings whose forward pass scales the rows that this rank looks up: ranks would come apart."""
     for name, submodule in module.named_modules() if world_size > 1 else ():
         if isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.max_norm is not None:
             raise ModelError(
@@ -155,17 +146,10 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> float:
 def named_tensors(
     module: torch.nn.Module, ignored: frozenset[str], with_buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Parameters of a module, and its buffers, by name: what ranks hold alike. Local.
-
-    Args:
-        module: the model.
-        ignored: names that the user has told the engine to leave alone.
-        with_buffers: whether buffers are among it.
-    """
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
-    if with_buffers:
-        tensors.update(module.named_buffers())
-    return {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    """Parameters of a module, and its buffers, by name: what ranks hold alike. Local."""
+    buffers: Iterable[tuple[str, torch.Tensor]] = module.named_buffers() if with_buffers else ()
+    tensors = itertools.chain(module.named_parameters(), buffers)
+    return {name: tensor for name, tensor in tensors if name not in ignored}
 
 
 def find_alike(module: torch.nn.Module, ignored: frozenset[str], with_buffers: bool) -> dict[str, torch.Tensor]:
@@ -173,24 +157,23 @@ def find_alike(module: torch.nn.Module, ignored: frozenset[str], with_buffers: b
 
     Not parameters that are marked as a rank's own, or sharded; nor statistics of normalization, which forward passes
     without a backward pass write, too.
-
-    Args:
-        module: the model.
-        ignored: names that the user has told the engine to leave alone.
-        with_buffers: whether buffers are among it.
     """
-    alike: dict[str, torch.Tensor] = {name: each for name, each in module.named_parameters() if not _is_part(each)}
-    if with_buffers:
-        saved, norms = module.state_dict().keys(), [each for each in module.modules() if isinstance(each, _NORMS)]
-        statistics = {id(each) for layer in norms for each in layer.buffers(False)}
-        buffers = module.named_buffers()
-        alike.update((name, each) for name, each in buffers if name in saved and id(each) not in statistics)
-    return {name: each for name, each in alike.items() if name not in ignored}
+    saved = module.state_dict().keys() if with_buffers else ()
+    norms = [each for each in module.modules() if isinstance(each, _NORMS)]
+    statistics = {id(each) for layer in norms for each in layer.buffers(False)}
+    parameters = dict(module.named_parameters())
 
+    def is_left_out(name: str, tensor: torch.Tensor) -> bool:
+        if name not in parameters:
+            return name not in saved or id(tensor) in statistics
+        is_marked = any(getattr(tensor, mark, None) is value for mark, value in _MARKS_OF_PARTS.items())
+        return is_marked or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
-def _is_part(parameter: torch.Tensor) -> bool:
-    is_marked = any(getattr(parameter, name, None) is value for name, value in _MARKS_OF_PARTS.items())
-    return is_marked or type(parameter) not in (torch.Tensor, torch.nn.Parameter)
+    return {
+        name: tensor
+        for name, tensor in named_tensors(module, ignored, with_buffers).items()
+        if not is_left_out(name, tensor)
+    }
 
 
 def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:
@@ -242,22 +225,14 @@ _REFUSED = {
 
 
 def check_refused(**given: object) -> None:
-    """Refuse what cannot be had, with what to write instead.
-
-    Raises:
-        InputError: names the argument.
-    """
+    """Refuse what cannot be had, with what to write instead, by an InputError that names the argument."""
     for name, value in given.items():
         if value is not None:
             raise InputError(f"DistributedDataParallel: {name} is not supported: {_REFUSED[name]}")
 
 
 def choose_broadcast_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Whether all ranks get the buffers of the first; the second is the new name of the first.
-
-    Raises:
-        InputError: the two contradict each other.
-    """
+    """Whether all ranks get the buffers of the first rank, by the old or the new name; InputError if these differ."""
     if None not in (broadcast_buffers, forward_sync_buffers) and broadcast_buffers != forward_sync_buffers:
         raise InputError(
             f"broadcast_buffers={broadcast_buffers} and forward_sync_buffers={forward_sync_buffers} are two names for "

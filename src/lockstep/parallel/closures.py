@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,20 +37,21 @@ __all__ = ["with_mean_of_closure"]
 _UNKNOWN = -1.0  # a weight
 
 
+@dataclass(eq=False)
 class _MeanOfClosure:
     """A closure that returns the mean of all ranks' losses. Calls of it are collective if it calls an engine.
 
     Attributes:
+        closure: the user's.
         engines: those that average what is stepped: the group of each, by its backward pass.
     """
 
-    def __init__(self, closure: Callable[[], Any]) -> None:
-        self._closure = closure
-        self.engines: dict[BackwardPass, dist.ProcessGroup] = {}
+    closure: Callable[[], Any]
+    engines: dict[BackwardPass, dist.ProcessGroup] = field(default_factory=dict)
 
     def __call__(self) -> Any:
         before = {backward: backward.num_begun for backward in self.engines}
-        loss = self._closure()
+        loss = self.closure()
         groups = [group for backward, group in self.engines.items() if backward.num_begun != before[backward]]
         if not groups:
             return loss
@@ -109,7 +111,7 @@ def _mean_over_ranks(loss: Any, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _weight_of(loss: torch.Tensor, group: dist.ProcessGroup) -> float:
     """This rank's weight in the forward passes that a loss comes from. Collective where that was not settled."""
-    if loss.grad_fn is None or not batch.find_marks(loss):
+    if loss.grad_fn is None or not batch.graph.find_marks(loss):
         return _UNKNOWN
     with suppress(InputError):  # of several batches with different weights
         return find_origin("LBFGS", loss, group, asks_the_loop=False).weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class GradBucket:
 
     Args:
         index: of the bucket, in the order in which buckets are reduced.
-        buffer: flat tensor with all gradients of the bucket, unscaled.
+        buffer: flat tensor with all gradients of the bucket, unscaled; a hook may reduce it in place.
         gradients: views of the buffer, one per parameter.
         parameters: the parameters, in the same order.
         is_last: whether no bucket follows in this backward pass.
@@ -42,46 +43,35 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Position of the bucket among all buckets."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The flat tensor of all gradients; a hook may reduce it in place."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """One view of the buffer for each parameter."""
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters whose gradients the bucket holds."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of the backward pass."""
         return self._is_last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace the flat tensor by another of the same size."""
         self._buffer = tensor
 
 
 CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
+@dataclass(eq=False)
 class HookedBuckets:
-    """The buckets that one hook reduces in a backward pass. Local.
+    """The buckets that one hook, with its state, reduces in a backward pass. Local."""
 
-    Args:
-        state: for the hook.
-        hook: returns a future of the reduced flat tensor.
-        num_buckets: of a backward pass.
-    """
-
-    def __init__(self, state: Any, hook: CommHook, num_buckets: int) -> None:
-        self._state, self._hook = state, hook
-        self._num_buckets = num_buckets
-        self._futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = []
+    state: Any
+    hook: CommHook
+    num_buckets: int
+    _futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = field(default_factory=list, init=False)
 
     def begin(
         self,
@@ -90,13 +80,9 @@ class HookedBuckets:
         gradients: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
     ) -> None:
-        """Hand the hook a bucket, see `GradBucket`.
-
-        Raises:
-            ModelError: it returns no future.
-        """
-        is_last = bucket == self._num_buckets - 1
-        future = self._hook(self._state, GradBucket(bucket, buffer, gradients, parameters, is_last))
+        """Hand the hook a bucket, see `GradBucket`; ModelError if it returns no future."""
+        is_last = bucket == self.num_buckets - 1
+        future = self.hook(self.state, GradBucket(bucket, buffer, gradients, parameters, is_last))
         if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
             raise ModelError(
                 f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "

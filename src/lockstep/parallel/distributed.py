@@ -322,7 +322,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             InputError: how many samples it holds cannot be told from its inputs.
         """
         forward, inputs, kwargs = self._pre_forward(inputs, kwargs)
-        with profiler_range("lockstep.DistributedDataParallel.forward"), batch.active(forward.feed.share, forward):
+        with profiler_range("lockstep.DistributedDataParallel.forward"), batch.hand.active(forward.feed.share, forward):
             try:
                 output = self.module(*inputs, **kwargs)
             except (RuntimeError, ValueError) as error:
@@ -374,7 +374,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         else:
             share = self._feeding.look((inputs, kwargs), self.training)
             feed = PLAIN if share is None else Feed(share=share)
-        batch.note_forward(feed.share)
+        batch.hand.note_forward(feed.share)
         return feed
 
     def _agree_on_step(self, inputs: Any, kwargs: Any, syncs: bool) -> bool:
@@ -400,7 +400,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         """
         joins = join_config_of(self).enable
         share = share_said(count, self.process_group, collective_device(self.process_group, self.device), joins)
-        with batch.hold(share):
+        with batch.hand.hold(share):
             yield
 
     # ---- backward: what `BackwardPass` asks ------------------------------------------------------

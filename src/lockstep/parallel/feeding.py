@@ -43,7 +43,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep import batch
-from lockstep.batch import BatchShare, Division, Tag
+from lockstep.batch.plans import Division
+from lockstep.batch.share import BatchShare
+from lockstep.batch.tags import Tag
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.rank_agreement import all_reduce_number
 from lockstep.parallel.rows import rows_in, show_inputs
@@ -134,7 +136,7 @@ class Feeding:
         self._world_size = group.size()
         self._rank = group.rank()
         self._parts = Parts()
-        self._since = _since_wrapped.setdefault(module, batch.since_now())
+        self._since = _since_wrapped.setdefault(module, batch.hand.since_now())
         self._plain_shape: torch.Size | None = None  # of the last input while no loader was known, and what it was
         self._plain_feed = PLAIN
 
@@ -145,7 +147,7 @@ class Feeding:
             inputs: positional and keyword arguments of the model.
             trains: the model is in training mode.
         """
-        held = batch.held()
+        held = batch.hand.held()
         if held is not None:
             return held
         tags = _tags_of(inputs)
@@ -155,7 +157,7 @@ class Feeding:
 
     def count_rows(self, inputs: Any) -> int:
         """How many rows a forward pass within `join` holds on this rank; 1 where inputs have none. Local."""
-        held = batch.held()
+        held = batch.hand.held()
         if held is not None:
             return held.local_samples
         tags = _tags_of(inputs)
@@ -201,14 +203,14 @@ class Feeding:
         return self._of_inputs(inputs, trains, syncs)
 
     def _of_inputs(self, inputs: Any, trains: bool, syncs: bool) -> Feed:
-        held = batch.held()
+        held = batch.hand.held()
         if held is not None:
             return self._of_share(held, syncs)
         tags = _tags_of(inputs)
         if tags:
             return self._of_tags(tags, trains, syncs)
         rows = rows_in(inputs)
-        if not batch.must_ask(self._rank, self._world_size, self._since):
+        if not batch.plans.must_ask(self._rank, self._world_size, self._since):
             feed = self._by_size(rows, trains, lambda: show_inputs(inputs))
             return feed if _is_sure(feed.share, trains) else Feed(question=lambda: feed)
         shown = show_inputs(inputs)  # now: the question must not keep the inputs
@@ -251,7 +253,7 @@ class Feeding:
             InputError: nothing, or several things, as far as ranks weigh them differently.
         """
         for is_last in (False, True):
-            divisions = batch.divisions(self._rank, self._world_size, self._since)
+            divisions = batch.plans.divisions(self._rank, self._world_size, self._since)
             matches = self._matches(rows, trains)
             if rows_of_ranks is not None:
                 matches = [each for each in matches if each.rows_of_ranks == rows_of_ranks]
@@ -263,7 +265,7 @@ class Feeding:
             if is_last:
                 raise InputError(self._explain(rows, show(), divisions))
             gc.collect()  # no step comes here: an error would be next. Loaders in a reference cycle may be gone
-            batch.purge()
+            batch.tags.purge()
         # Nothing says how many samples: right if all ranks have the same.
         return Feed(claim=f"{'no' if rows is None else rows} rows on each rank")
 
@@ -305,7 +307,7 @@ class Feeding:
             return Feed(share=share, question=lambda: self._cut(feed, piece))
         if piece is not None:
             feed = self._cut(feed, piece)
-        if feed.question is None and share.rows and batch.must_ask(self._rank, self._world_size, self._since):
+        if feed.question is None and share.rows and batch.plans.must_ask(self._rank, self._world_size, self._since):
             return self._ask(share.rows, lambda _: feed, feed.share)  # another rank may have lost the tag
         return feed
 
@@ -315,9 +317,11 @@ class Feeding:
 
     def _matches(self, rows: int | None, trains: bool) -> list[Division]:
         """The divisions with so many rows on this rank, one of each number of samples. See [Note: one size]."""
-        divisions = batch.divisions(self._rank, self._world_size, self._since)
+        divisions = batch.plans.divisions(self._rank, self._world_size, self._since)
         found = [
-            each for each in divisions if each.rows(self._rank) == rows and batch.was_yielded(each, trains, self._since)
+            each
+            for each in divisions
+            if each.rows(self._rank) == rows and batch.plans.was_yielded(each, trains, self._since)
         ]
         return list({each.num_samples: each for each in found}.values())
 
@@ -342,7 +346,7 @@ class Feeding:
 
 def _what_to_write(rows: int | None) -> str:
     """The cure, as far as it shows in the batches that the loop has taken last. Local."""
-    latest = [each.rows or each.local_samples for each in batch.latest_of_each()]
+    latest = [each.rows or each.local_samples for each in batch.hand.latest_of_each()]
     if rows and len(latest) > 1 and sum(latest) == rows:
         return (
             "Those are the batches of several loaders, laid in a row. Call the model on each of them, in a forward "
@@ -375,7 +379,7 @@ def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
     """Tensors of the inputs that came with a batch."""
     args, kwargs = inputs
     tensors = tensors_in(inputs if kwargs else args)
-    return [(tensor, tag) for tensor in tensors if (tag := batch.find_tag(tensor)) is not None]
+    return [(tensor, tag) for tensor in tensors if (tag := batch.tags.find_tag(tensor)) is not None]
 
 
 def describe_share(share: BatchShare) -> str:

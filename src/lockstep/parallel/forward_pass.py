@@ -171,9 +171,9 @@ class ForwardPass:
         anchor = tensor if base is None or base.grad_fn is None else base
         anchor.register_hook(functools.partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
         tells_share = self.feed.share is not None or self.feed.question is not None
-        node = batch.mark(tensor, self, tells_share)
+        node = batch.graph.mark(tensor, self, tells_share)
         if anchor is not tensor:
-            batch.mark(anchor, self, tells_share)
+            batch.graph.mark(anchor, self, tells_share)
         return node
 
     @left_out(with_what_it_calls=True)

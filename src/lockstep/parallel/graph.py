@@ -89,7 +89,6 @@ class AccumulationHook:
     of those. It is kept alive here, because autograd makes a new one when nobody holds it.
 
     Args:
-        parameter: that one.
         function: called with what torch's node hooks are.
         is_before: call it before the gradient is accumulated, with what is about to be; it may return something else.
 
@@ -127,7 +126,8 @@ def runs_backward_by(nodes: Iterable[Node]) -> bool:
     """
     try:
         return any(map(will_engine_execute_node, nodes))
-    except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
+    except (RuntimeError, AttributeError):
+        # What torch says of a leaf that autograd.grad was asked for; and under torch.func, which has no leaves.
         return False
 
 
@@ -136,16 +136,7 @@ def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
 
     False under `torch.autograd.grad`, and where all that the pass reaches are other models and inputs.
     """
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        try:
-            if will_engine_execute_node(get_gradient_edge(parameter).node):
-                return True
-        except (RuntimeError, AttributeError):
-            # What torch says of a leaf that autograd.grad was asked for; and under torch.func, which has no leaves.
-            return False
-    return False
+    return runs_backward_by(get_gradient_edge(each).node for each in parameters if each.requires_grad)
 
 
 class _Mean(torch.autograd.Function):

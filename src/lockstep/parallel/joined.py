@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.errors import InputError
 from lockstep.parallel.checks import named_tensors
 from lockstep.parallel.rank_agreement import all_reduce_number, broadcast_tensors
@@ -53,10 +53,6 @@ class JoinableEngine(Protocol):
 
 class Steps:
     """Steps of an engine within `Join`, beside the gradients themselves.
-
-    Args:
-        group: the engine's.
-        device: of the collectives.
 
     Attributes:
         divides_by_all: divide gradients by all ranks, and not by those that still train.
@@ -105,12 +101,7 @@ class Steps:
 
 
 class JoinedRank(JoinHook):
-    """Stands in for a rank that has run out of batches.
-
-    Args:
-        engine: the engine whose collectives it answers.
-        ignored: names of parameters and buffers that the engine leaves alone.
-    """
+    """Stands in for a rank that has run out of batches, and answers the collectives of its engine."""
 
     def __init__(self, engine: JoinableEngine, ignored: frozenset[str]) -> None:
         super().__init__()
@@ -138,12 +129,7 @@ class JoinedRank(JoinHook):
 
 
 class RepeatableJoin(Join):
-    """The context of one engine, which may be entered again.
-
-    Args:
-        engine: that one.
-        args, kwargs: see `Join`.
-    """
+    """The context of one engine, which may be entered again."""
 
     def __init__(self, engine: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__([engine], *args, **kwargs)

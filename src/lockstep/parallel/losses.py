@@ -32,11 +32,10 @@ then, and that of one process the mean over ranks of w·g_r, by which l_r' is mu
 pass, by an all_reduce of two numbers. So where one rank's total has a graph, the value has one on every rank.
 
 [Note: gradients of what was gathered] Rank r holds n_r of n samples, and computes a loss from the gathered features:
-the same on every rank, or the mean over its own samples against those of all. Either way the loss of one process is
-the sum of n_r/n times the losses of the ranks. So the gradient of the gathered features is the sum over ranks of
-theirs, each times the rank's weight w_r = n_r·W/n, divided by W; and since an engine multiplies what comes to its
-outputs by its own weight and takes the mean over W ranks, a rank hands the sum, divided by its own weight, to its own
-features.
+the same on every rank, or the mean over its own samples against those of all. Either way the loss of one process is the
+sum of n_r/n times the losses of the ranks. So the gradient of the gathered features is the sum over ranks of theirs,
+each times the rank's weight w_r = n_r·W/n, divided by W; and since an engine multiplies what comes to its outputs by
+its own weight and takes the mean over W ranks, a rank hands the sum, divided by its own weight, to its own features.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ from lockstep import batch
 from lockstep.agreement import collective_device
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.forward_pass import ForwardPass
+from lockstep.parallel.rank_agreement import gather
 
 __all__ = ["Origin", "all_gather", "find_origin", "global_loss", "mean", "sum"]
 
@@ -152,7 +152,7 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     """
     _check_scalar("global_loss", loss)
     origin = find_origin("global_loss", loss, process_group)
-    if "_GatherRowsBackward" in batch.names_behind(loss):  # torch's name of our node
+    if "_GatherRowsBackward" in batch.graph.names_behind(loss):  # torch's name of our node
         raise InputError(
             "global_loss: this loss was computed from what lockstep.all_gather has gathered, which gives the gradients "
             "of one process by itself: leave global_loss out"
@@ -189,12 +189,7 @@ class Origin:
         return 0.0 if self.is_filler or not self.weight else self.world_size / self.weight
 
     def add_up(self, total: Tensor, count: Tensor) -> Tensor:
-        """The sums over ranks of both, and how many totals have a graph, float64 [3]. Collective.
-
-        Args:
-            total: of this rank.
-            count: of this rank.
-        """
+        """The sums over ranks of both, and how many totals have a graph, float64 [3]. Collective."""
         device = self.device(total)
         has_graph = torch.is_grad_enabled() and total.requires_grad
         own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
@@ -242,11 +237,11 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         process_group: instead of the engine's.
         asks_the_loop: without a graph, a filler may be in hand.
     """
-    forwards = cast("list[ForwardPass]", batch.find_marks(loss))
+    forwards = cast("list[ForwardPass]", batch.graph.find_marks(loss))
     if not forwards:
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         is_filler = asks_the_loop and _is_filler(name, loss)
-        share = None if loss.requires_grad else batch.latest_forward()  # the others' totals may come from it
+        share = None if loss.requires_grad else batch.hand.latest_forward()  # the others' totals may come from it
         if share is None or group is None or share.world_size != group.size():
             return Origin(group, 1.0, is_filler)
         return Origin(group, share.weight, is_filler)
@@ -261,11 +256,11 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
 
 def _is_filler(name: str, loss: Tensor) -> bool:
     """Whether a tensor counts nothing that comes from no forward pass of ours. Local."""
-    tag = batch.find_tag(loss)
-    share = tag.share if tag is not None else batch.active_share(in_backward=False)
+    tag = batch.tags.find_tag(loss)
+    share = tag.share if tag is not None else batch.hand.active_share(in_backward=False)
     if share is not None:
         return share.local_samples == 0
-    found = batch.of_a_value()
+    found = batch.hand.of_a_value()
     fillers = [share for share in found if share.local_samples == 0]
     if fillers and len(fillers) < len(found):
         raise InputError(
@@ -374,10 +369,7 @@ class _GatherRows(torch.autograd.Function):
             ctx.begin, ctx.end = 0, len(own)
             return own.clone()
         own = own.to(origin.device(features))
-        sizes = torch.zeros(group.size(), dtype=torch.int64, device=own.device)
-        sizes[group.rank()] = len(own)
-        dist.all_reduce(sizes, group=group)
-        rows = sizes.tolist()
+        rows = gather(torch.full((), len(own), device=own.device), group).tolist()
         ctx.begin = builtins.sum(rows[: group.rank()])
         ctx.end = ctx.begin + len(own)
         padded = own.new_zeros(max(rows), *own.shape[1:])

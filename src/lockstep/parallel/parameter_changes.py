@@ -46,7 +46,6 @@ class ParameterChanges:
     """Looks for parameters of one model that require a gradient and that no engine averages.
 
     Args:
-        module: the model.
         own: `id` of the parameters that are averaged.
         ignored: names that the user has told the engine to leave alone.
     """

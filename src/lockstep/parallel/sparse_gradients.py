@@ -41,13 +41,12 @@ class SparseGradients:
 
     Args:
         parameters: of layers with `sparse=True`; the same on all ranks.
-        group: who averages.
-        backward: of the engine.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: Listener) -> None:
         self._parameters = list(parameters)
         self._group = group
+        self._device = parameters[0].device if parameters else torch.device("cpu")
         self._world_size = group.size()
         function = functools.partial(_without_zeros_of_fillers, weakref.ref(backward))
         hooks = [AccumulationHook(parameter, function, is_before=True) for parameter in parameters]
@@ -86,21 +85,13 @@ class SparseGradients:
         sparse = []
         for index, of_ranks in enumerate(zip(*by_rank, strict=True)):
             if _DENSE in of_ranks:
-                self.put(index, self._mean_of_dense(index, own[index]))
+                gradient = own[index]
+                mean = torch.zeros_like(self._parameters[index]) if gradient is None else gradient.to_dense().clone()
+                dist.all_reduce(mean.div_(self._world_size), group=self._group)
+                self.put(index, mean)
             elif max(of_ranks) > _NO_GRADIENT:
                 sparse.append(index)
         self._average_entries(sparse, own, by_rank)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._parameters[0].device
-
-    def _mean_of_dense(self, index: int, own: torch.Tensor | None) -> torch.Tensor:
-        parameter = self._parameters[index]
-        mean = torch.zeros_like(parameter) if own is None else own.to_dense().clone()
-        mean.div_(self._world_size)
-        dist.all_reduce(mean, group=self._group)
-        return mean
 
     def _average_entries(
         self, indices: Sequence[int], own: Sequence[torch.Tensor | None], by_rank: Sequence[Sequence[int]]

@@ -68,7 +68,7 @@ class SymmetricTransport:
         engine: of a group whose ranks share memory.
 
     Attributes:
-        stand_ins: none here; see `Transport`.
+        stand_ins: what `.grad` becomes with `finish`, by parameter, where it is no view of a bucket: none here.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], engine: Engine) -> None:
@@ -129,11 +129,14 @@ class SymmetricTransport:
         return self._parts[bucket][self._rank]
 
     def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of `like`'s shape at an offset of a bucket."""
+        """A tensor of `like`'s shape and strides at an offset of a bucket; see `view_like`."""
         return view_like(self._parts[bucket][self._rank][offset : offset + like.numel()], like)
 
     def renew(self, bucket: int) -> None:
-        """The same shared memory at another address: what lies at the old one is private from now on."""
+        """Move to another address: views made before keep the old one, and its content. Local; nothing is under way.
+
+        Only where `can_renew`. Views of the new memory are to be made anew.
+        """
         part = self._parts[bucket][self._rank]
         self._parts[bucket][self._rank] = leave(part.view(torch.uint8)).view(part.dtype)
         self._rows.pop(bucket, None)
@@ -145,7 +148,16 @@ class SymmetricTransport:
         views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
-        """Copy what others will reduce; keep what this rank reduces. See [Note: traffic]."""
+        """Copy what others will reduce; keep what this rank reduces. Local. See [Note: traffic].
+
+        Args:
+            offsets: of the views, in elements of the bucket.
+            views: of the memory of the bucket.
+            gradients: what autograd computed, in the shapes of the views.
+
+        Returns:
+            Which of them were not copied, or not as a whole: the transport holds on to those until `finish`.
+        """
         keepable = self._keepable[bucket]
         if not keepable:
             copy_all(views, gradients)
@@ -181,7 +193,7 @@ class SymmetricTransport:
         return keepable
 
     def publish(self, bucket: int) -> None:
-        """Let the peers know."""
+        """This rank's gradients of a bucket are complete: let the peers know. Local."""
         if bucket < self._num_flags:
             fence()
             self._words[self._own_word + bucket] = self._pass
@@ -213,7 +225,18 @@ class SymmetricTransport:
         self._kept[bucket].clear()
 
     def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words]:
-        """Reduce what is published, wait for the others, and reduce the rest. Collective."""
+        """Return when all buckets hold the mean over ranks. Collective; every bucket was published.
+
+        Args:
+            buffers: overwritten by those of the group's first rank.
+            words: what this rank says of this step.
+
+        Returns:
+            The words of all ranks; `GroupTransport` does not send them, and returns None.
+
+        Raises:
+            CollectiveMismatch: the ranks do not agree.
+        """
         mail = self._mail
         if buffers:
             if mail is None or not mail.fits(buffers):
@@ -253,7 +276,7 @@ class SymmetricTransport:
         return by_rank
 
     def restart(self) -> None:
-        """See [Note: failed passes]."""
+        """Forget what was filled and published: there will be no `finish`. Local. See [Note: failed passes]."""
         for kept in self._kept:
             kept.clear()
         self._published.clear()
@@ -285,13 +308,7 @@ _BUFFERS = (
 
 
 class _BufferMail:
-    """Memory through which the first rank's buffers reach the others. Collective to make.
-
-    Args:
-        engine: of a group whose ranks share memory.
-        rank: this rank in the group.
-        buffers: those of this step.
-    """
+    """Memory through which the first rank's buffers reach the others. Collective to make."""
 
     def __init__(self, engine: Engine, rank: int, buffers: Sequence[torch.Tensor]) -> None:
         self._is_source = rank == 0

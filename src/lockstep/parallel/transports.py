@@ -1,7 +1,7 @@
 """How a full bucket is averaged over ranks: in shared memory on one host, or by any c10d group.
 
-A transport owns the memory of the buckets. The reducer fills a bucket, calls `publish`, continues with
-the backward pass, and calls `finish` at its end.
+A transport owns the memory of the buckets. The reducer fills a bucket, calls `publish`, continues with the backward
+pass, and calls `finish` at its end. What its methods promise is said where `SymmetricTransport` has them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,80 +26,14 @@ from lockstep.parallel.symmetric import SymmetricTransport
 
 __all__ = ["GroupTransport", "Transport", "make_transport"]
 
-_CPU = torch.device("cpu")
-
-
-class Transport(Protocol):
-    """What the reducer needs of a transport."""
-
-    @property
-    def can_renew(self) -> bool:
-        """Whether `renew` works."""
-
-    @property
-    def stand_ins(self) -> Mapping[int, torch.Tensor]:
-        """What `.grad` becomes with `finish`, by parameter, where it is no view of a bucket."""
-
-    def buffer(self, bucket: int) -> torch.Tensor:
-        """The flat tensor of a bucket."""
-
-    def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of `like`'s shape and strides at an offset of a bucket; see `view_like`."""
-
-    def renew(self, bucket: int) -> None:
-        """Move to new memory: views made before keep the old one, and its content. Local; nothing is under way.
-
-        Only where `can_renew`. Views of the new memory are to be made anew.
-        """
-
-    def fill(
-        self,
-        bucket: int,
-        offsets: Sequence[int],
-        views: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-    ) -> Sequence[int]:
-        """Move gradients to their views of a bucket. Local.
-
-        Args:
-            offsets: of the views, in elements of the bucket.
-            views: of the memory of the bucket.
-            gradients: what autograd computed, in the shapes of the views.
-
-        Returns:
-            Which of them were not copied, or not as a whole: the transport holds on to those until `finish`.
-        """
-
-    def publish(self, bucket: int) -> None:
-        """This rank's gradients of a bucket are complete. Local."""
-
-    def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words] | None:
-        """Return when all buckets hold the mean over ranks. Collective; every bucket was published.
-
-        Args:
-            buffers: overwritten by those of the group's first rank.
-            words: what this rank says of this step.
-
-        Returns:
-            The words of all ranks; None if they are not sent.
-
-        Raises:
-            CollectiveMismatch: the ranks do not agree.
-        """
-
-    def restart(self) -> None:
-        """Forget what was filled and published: its backward pass failed, and there will be no `finish`. Local."""
-
 
 class GroupTransport:
     """One asynchronous all_reduce for each bucket, by any process group; those of sharded parameters go to owners.
 
     Args:
         plans: which parameters lie in each bucket, and where.
-        group: the ranks that average.
         agreement: what is compared with each averaging.
-        device: of the parameters.
-        stand_ins: of sharded parameters, by index; they share no bucket with others.
+        stand_ins: of sharded parameters, by index; they share no bucket with others. `.grad` becomes these.
     """
 
     def __init__(
@@ -153,7 +87,6 @@ class GroupTransport:
         return torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
 
     def buffer(self, bucket: int) -> torch.Tensor:
-        """The flat tensor of a bucket."""
         return self._buffers[bucket]
 
     def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -163,7 +96,6 @@ class GroupTransport:
         return view_like(self._buffers[bucket][offset : offset + like.numel()], like)
 
     def renew(self, bucket: int) -> None:
-        """A new buffer."""
         self._buffers[bucket] = torch.zeros_like(self._buffers[bucket])
 
     def fill(
@@ -183,7 +115,6 @@ class GroupTransport:
         return range(len(views))
 
     def publish(self, bucket: int) -> None:
-        """Start the reductions that are due."""
         self._ready.add(bucket)
         while self._next in self._ready:
             buffer = self._buffers[self._next]
@@ -204,9 +135,7 @@ class GroupTransport:
         for work in self._works:
             work.wait()
         clock.add(time.perf_counter() - start)
-        self._works.clear()
-        self._ready.clear()
-        self._next = 0
+        self._begin_anew()
         if compare is not None:
             compare()
         if buffers:
@@ -218,9 +147,15 @@ class GroupTransport:
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 work.wait()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._works.clear()
         self._ready.clear()
         self._next = 0
+
+
+Transport: TypeAlias = SymmetricTransport | GroupTransport
 
 
 def _symmetric_engine(group: dist.ProcessGroup) -> Engine | None:
@@ -233,15 +168,13 @@ def make_transport(
     plans: Sequence[BucketPlan],
     group: dist.ProcessGroup,
     agreement: RankAgreement,
-    device: torch.device = _CPU,
-    stand_ins: Mapping[int, ShardedGradient] | None = None,
+    device: torch.device,
+    stand_ins: Mapping[int, ShardedGradient],
 ) -> Transport:
     """The transport for these buckets over that group. Collective.
 
     Args:
         plans: which parameters lie in each bucket, and where; may be none.
-        group: the ranks that average.
-        agreement: what is compared with each averaging.
         device: of the parameters; counts where there are no buckets.
         stand_ins: of sharded parameters, by index; only where ranks share memory, or `find_way` finds one.
     """
@@ -250,4 +183,4 @@ def make_transport(
     on_cpu = all(each.type == "cpu" for each in devices)
     if engine is not None and engine.team.shares_memory and on_cpu and group.size() > 1:
         return ShardedTransport(plans, engine, stand_ins) if stand_ins else SymmetricTransport(plans, engine)
-    return GroupTransport(plans, group, agreement, devices[0], stand_ins or {})
+    return GroupTransport(plans, group, agreement, devices[0], stand_ins)

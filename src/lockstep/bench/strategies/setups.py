@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.bench.strategies.task import Task
 from lockstep.recipes.imagenet.strategies import prepare
 from lockstep.world import World

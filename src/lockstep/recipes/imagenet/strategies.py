@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep import batch, seeding
-from lockstep.batch import BatchShare
+from lockstep.batch.share import BatchShare
 from lockstep.comm.backend import engine_of
 from lockstep.errors import InputError, SetupError, SharedMemoryError
 from lockstep.parallel.rank_agreement import broadcast_tensors
@@ -82,7 +82,7 @@ class _Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # As Lockstep's engines do: batch normalization over ranks leaves out the filler of a rank without a sample.
-        with batch.active(batch.current()):
+        with batch.hand.active(batch.hand.current()):
             return self._called(*args, **kwargs)
 
     def train(self, mode: bool = True) -> nn.Module:

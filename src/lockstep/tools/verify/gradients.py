@@ -169,7 +169,7 @@ class GradientWatch:
                     "losses": losses,
                     "local": local,
                     "batch": len(recorder.step["batches"]) - 1,
-                    "weighed": all(_OF_MEANS in batch.names_behind(one) for one in each),
+                    "weighed": all(_OF_MEANS in batch.graph.names_behind(one) for one in each),
                 }
             )
             recorder.step["after"] = {
