@@ -98,6 +98,9 @@ def change() -> tuple[float, float, list[str]]:
                     parameter.grad.zero_()
                 if position == 2:
                     parameter.grad.add_(parameter.detach(), alpha=0.1)
+                    parameter.grad.mul_(torch.linspace(0.0, 1.0, parameter.shape[1], dtype=torch.float64))
+                    parameter.grad.mul_(torch.linspace(0.0, 1.0, len(parameter), dtype=torch.float64)[:, None])
+                    parameter.grad.div_(torch.tensor([[3.0]]))
                 if position == 3:
                     parameter.grad.copy_(torch.ones_like(parameter))
             if seed == 1:

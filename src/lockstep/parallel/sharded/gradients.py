@@ -117,8 +117,20 @@ def whole_gradients(gradients: Sequence[ShardedGradient]) -> list[torch.Tensor]:
 def find_stand_ins(
     parameters: Sequence[torch.Tensor], known: Mapping[int, ShardedGradient]
 ) -> dict[int, ShardedGradient]:
-    """Those of these parameters, by index; `known` has them by `id` of the parameter."""
-    return {index: known[id(each)] for index, each in enumerate(parameters) if id(each) in known}
+    """Those of these parameters, by index; `known` has them by `id` of the parameter. Local.
+
+    Raises:
+        ModelError: a parameter was converted since, and its gradient has another dtype now.
+    """
+    found = {index: known[id(each)] for index, each in enumerate(parameters) if id(each) in known}
+    for index, each in found.items():
+        if each.dtype != parameters[index].dtype:
+            raise ModelError(
+                f"parameters were converted from {each.dtype} to {parameters[index].dtype} after "
+                "ZeroRedundancyOptimizer was made (model.half(), model.double(), model.to(dtype)), which has shares "
+                "and state of the former. Convert the model first, then wrap it, then make the optimizer"
+            )
+    return found
 
 
 def refuse_others(
@@ -166,8 +178,9 @@ def _own(share: Share, value: Any) -> Any:
         if value.share.bounds != share.bounds:
             _refuse("an operation with the gradient of another parameter")
         return value.share.mean()
-    is_whole = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == share.parameter.shape
-    return share.own(value) if is_whole else value
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    return value.reshape(()) if value.numel() == 1 else share.own(value.expand(share.parameter.shape))
 
 
 def _add(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
