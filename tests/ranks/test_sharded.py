@@ -272,6 +272,64 @@ def test_classes_of_users(backend: str, kind: type[Sign], elementwise: bool | No
     assert (sum(count for _, count in found) == 6) is (elementwise is None)
 
 
+class Counting(torch.optim.Optimizer):
+    """A user's class that counts its steps, in itself and in groups, keeps gradients, and decays what has none."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            for each in group["params"]:
+                if each.grad is None:
+                    each.mul_(0.99)
+                    continue
+                earlier = self.state[each].get("earlier", each.grad)
+                self.state[each]["earlier"] = each.grad
+                each.sub_((2 * each.grad - earlier) / self.num_steps, alpha=group["lr"] / group["num_steps"])
+
+
+def train_counting(elementwise: bool | None) -> tuple[float, int]:
+    """More elements than a piece of torch's optimizers has, and parameters that a step leaves out."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        layers = nn.ModuleDict({"a": nn.Linear(1200, 1200), "b": nn.Linear(1200, 1), "c": nn.Linear(1200, 1)})
+        models.append(DistributedDataParallel(Chosen(layers.double()), find_unused_parameters=True))
+    sharded = ZeroRedundancyOptimizer(models[0].parameters(), Counting, elementwise=elementwise, lr=0.1)
+    plain = Counting(models[1].parameters(), lr=0.1)
+    inputs = torch.randn(2, 1200, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in range(4):
+        for model, optimizer in zip(models, (sharded, plain), strict=True):
+            optimizer.zero_grad()
+            model(inputs, "bc"[step % 2]).square().mean().backward()
+            optimizer.step()
+    return distance(*models), sharded.state_dict()["param_groups"][0]["num_steps"]
+
+
+class Chosen(nn.Module):
+    """Of two last layers a step takes one."""
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: Tensor, last: str) -> Tensor:
+        return self.layers[last](self.layers["a"](inputs))  # type: ignore[no-any-return]
+
+
+@backends
+@pytest.mark.parametrize("elementwise", [None, True])
+def test_classes_of_users_step_once(backend: str, elementwise: bool | None) -> None:
+    for far, num_steps in run_ranks(train_counting, 3, elementwise, backend=backend):
+        assert far <= 1e-12
+        assert num_steps == 4
+
+
 def share_memory() -> tuple[int, bool, bool, bool]:
     """Parameters are once per host, and as good as any others for copies and files."""
 
