@@ -180,6 +180,20 @@ def test_parameters_are_written_by_all_ranks_or_none() -> None:
         assert "changing_parameters" in errors[0]
 
 
+def write_a_row() -> str:
+    """Of many: no value that is looked at is among them."""
+    sharded, optimizer, _, _ = pair("sgd")
+    backward(sharded, 0)
+    with torch.no_grad():
+        sharded.module[2].weight[7, 1:].mul_(0.5)
+    return str(error_of(optimizer.step))
+
+
+def test_a_row_that_is_written_to_is_an_error() -> None:
+    for text in run_ranks(write_a_row, 2):
+        assert text.startswith("1 parameter(s), such as 2.weight, were written to outside of")
+
+
 def replace() -> str:
     sharded, optimizer, _, _ = pair("sgd")
     sharded.module[2].weight.data = sharded.module[2].weight.data.clone()

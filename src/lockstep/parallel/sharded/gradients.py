@@ -93,6 +93,17 @@ class ShardedGradient(torch.Tensor):
     def __reduce_ex__(self, _: Any) -> NoReturn:
         _refuse("pickle")
 
+    def numpy(self, **_: Any) -> NoReturn:
+        """Has all elements on one rank; refused."""
+        _refuse("numpy")
+
+    def tolist(self) -> NoReturn:
+        """Has all elements on one rank; refused."""
+        _refuse("tolist")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("numpy")
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -253,6 +264,7 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(("detach", "alias"), _itself),
     **dict.fromkeys(("mul_", "div_", "sub_", "addcmul_", "neg_", "sign_", "nan_to_num_"), _change),
     **dict.fromkeys(("clamp_", "clamp_min_", "clamp_max_", "copy_", "zero_", "fill_"), _change),
+    **dict.fromkeys(("abs_", "pow_", "sqrt_", "tanh_", "round_", "lerp_", "masked_fill_", "addcdiv_"), _change),
     "add_": _add,
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
     "_foreach_norm": _norms,
