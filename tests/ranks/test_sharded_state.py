@@ -320,12 +320,14 @@ def begin_anew() -> tuple[float, list[str]]:
     weight = sharded.module[2].weight
     errors = [
         error_of(lambda: optimizer.state[weight]),
-        error_of(lambda: weight in optimizer.state),
+        error_of(optimizer.state.get, weight),
         error_of(optimizer.state.update, {weight: {}}),
         error_of(setattr, optimizer, "state", {weight: {}}),
     ]
     assert all(isinstance(error, ModelError) for error in errors)
     assert len(optimizer.state) == len(optimizer.optim.state)
+    assert weight in optimizer.state
+    assert plain.module[2].weight not in optimizer.state
     return distance(sharded, plain), [str(error) for error in errors]
 
 

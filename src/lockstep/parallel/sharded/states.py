@@ -186,10 +186,16 @@ class PieceStates(MutableMapping[torch.Tensor, Any]):
 
     def __delitem__(self, key: torch.Tensor) -> None:
         """Of a parameter of the model, or of a piece."""
-        for piece in self._pieces:
-            if key is piece.share.parameter or key is piece.parameter:
-                self._state.pop(piece.parameter, None)
+        for piece in self._pieces_of(key):
+            self._state.pop(piece, None)
         self._note("without the state of a parameter")
+
+    def _pieces_of(self, key: object) -> list[torch.Tensor]:
+        return [each.parameter for each in self._pieces if key is each.share.parameter or key is each.parameter]
+
+    def __contains__(self, key: object) -> bool:
+        """Whether this rank has a state of a parameter of the model, or of a piece."""
+        return any(piece in self._state for piece in self._pieces_of(key))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The pieces that have a state."""
