@@ -66,8 +66,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     Raises:
         InputError: no parameters, or the class cannot be sharded (`LBFGS`, `SparseAdam`), or a gradient is sparse.
         ModelMismatch: on every rank; classes, groups, options or parameters differ between ranks.
-        ModelError: from `step`, if a parameter has a gradient that was not averaged, or was written to elsewhere.
-        CollectiveMismatch: from `step`, if ranks step by other options, or come without a gradient that others have.
+        ModelError: from `step`, if a parameter has a gradient that was not averaged, was written to elsewhere, lies
+            otherwise in memory than when this was made, or was put into a group by hand.
+        CollectiveMismatch: from `step`, if ranks step by other options or states, or come without a gradient that
+            others have.
     """
 
     def __init__(
