@@ -223,6 +223,38 @@ def test_several_optimizers_and_engines(backend: str) -> None:
     assert max(run_ranks(train_two_optimizers, 2, backend=backend)) <= 1e-12
 
 
+def train_in_phases() -> float:
+    """The model is wrapped anew, with a layer unfrozen and one replaced, while the first phase's engine is there."""
+    found = []
+    for is_sharded in (True, False):
+        module = net()
+        module[2].requires_grad_(False)
+        model: Any = None
+        optimizer: Any = None
+        for phase in range(2):
+            if phase:
+                module[2].requires_grad_(True)
+                torch.manual_seed(2)
+                module[4] = nn.Linear(300, 7).double()
+            model = DistributedDataParallel(module)
+            own = [each for each in module.parameters() if each.requires_grad]
+            if is_sharded:
+                optimizer = ZeroRedundancyOptimizer(own, torch.optim.AdamW, lr=0.01)
+            else:
+                optimizer = torch.optim.AdamW(own, lr=0.01)
+            for seed in range(2):
+                optimizer.zero_grad()
+                backward(model, seed)
+                optimizer.step()
+        found.append(module)
+    return distance(*found)
+
+
+@backends
+def test_a_model_that_is_wrapped_anew(backend: str) -> None:
+    assert max(run_ranks(train_in_phases, 2, backend=backend)) <= 1e-12
+
+
 class Sign(torch.optim.Optimizer):
     """A user's class: of each element by itself."""
 

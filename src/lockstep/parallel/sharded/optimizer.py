@@ -366,7 +366,7 @@ def _choose_group(parameters: Sequence[torch.Tensor], given: dist.ProcessGroup |
     if given is not None:
         return check_group(given)
     own = {id(each) for each in parameters}
-    for engine in engines():
+    for engine in reversed(engines()):  # the newest, as in `find_models`
         if any(id(each) in own for each in engine.module.parameters()):
             return engine.process_group  # type: ignore[no-any-return]
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
