@@ -223,6 +223,38 @@ def test_several_optimizers_and_engines(backend: str) -> None:
     assert max(run_ranks(train_two_optimizers, 2, backend=backend)) <= 1e-12
 
 
+def train_in_phases() -> float:
+    """The model is wrapped anew, with a layer unfrozen and one replaced, while the first phase's engine is there."""
+    found = []
+    for is_sharded in (True, False):
+        module = net()
+        module[2].requires_grad_(False)
+        model: Any = None
+        optimizer: Any = None
+        for phase in range(2):
+            if phase:
+                module[2].requires_grad_(True)
+                torch.manual_seed(2)
+                module[4] = nn.Linear(300, 7).double()
+            model = DistributedDataParallel(module)
+            own = [each for each in module.parameters() if each.requires_grad]
+            if is_sharded:
+                optimizer = ZeroRedundancyOptimizer(own, torch.optim.AdamW, lr=0.01)
+            else:
+                optimizer = torch.optim.AdamW(own, lr=0.01)
+            for seed in range(2):
+                optimizer.zero_grad()
+                backward(model, seed)
+                optimizer.step()
+        found.append(module)
+    return distance(*found)
+
+
+@backends
+def test_a_model_that_is_wrapped_anew(backend: str) -> None:
+    assert max(run_ranks(train_in_phases, 2, backend=backend)) <= 1e-12
+
+
 class Sign(torch.optim.Optimizer):
     """A user's class: of each element by itself."""
 
@@ -270,6 +302,64 @@ def test_classes_of_users(backend: str, kind: type[Sign], elementwise: bool | No
     assert max(far for far, _ in found) <= 1e-12
     # Whole parameters are on one rank or the other; of what is cut both have a part.
     assert (sum(count for _, count in found) == 6) is (elementwise is None)
+
+
+class Counting(torch.optim.Optimizer):
+    """A user's class that counts its steps, in itself and in groups, keeps gradients, and decays what has none."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            for each in group["params"]:
+                if each.grad is None:
+                    each.mul_(0.99)
+                    continue
+                earlier = self.state[each].get("earlier", each.grad)
+                self.state[each]["earlier"] = each.grad
+                each.sub_((2 * each.grad - earlier) / self.num_steps, alpha=group["lr"] / group["num_steps"])
+
+
+def train_counting(elementwise: bool | None) -> tuple[float, int]:
+    """More elements than a piece of torch's optimizers has, and parameters that a step leaves out."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        layers = nn.ModuleDict({"a": nn.Linear(1200, 1200), "b": nn.Linear(1200, 1), "c": nn.Linear(1200, 1)})
+        models.append(DistributedDataParallel(Chosen(layers.double()), find_unused_parameters=True))
+    sharded = ZeroRedundancyOptimizer(models[0].parameters(), Counting, elementwise=elementwise, lr=0.1)
+    plain = Counting(models[1].parameters(), lr=0.1)
+    inputs = torch.randn(2, 1200, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in range(4):
+        for model, optimizer in zip(models, (sharded, plain), strict=True):
+            optimizer.zero_grad()
+            model(inputs, "bc"[step % 2]).square().mean().backward()
+            optimizer.step()
+    return distance(*models), sharded.state_dict()["param_groups"][0]["num_steps"]
+
+
+class Chosen(nn.Module):
+    """Of two last layers a step takes one."""
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: Tensor, last: str) -> Tensor:
+        return self.layers[last](self.layers["a"](inputs))  # type: ignore[no-any-return]
+
+
+@backends
+@pytest.mark.parametrize("elementwise", [None, True])
+def test_classes_of_users_step_once(backend: str, elementwise: bool | None) -> None:
+    for far, num_steps in run_ranks(train_counting, 3, elementwise, backend=backend):
+        assert far <= 1e-12
+        assert num_steps == 4
 
 
 def share_memory() -> tuple[int, bool, bool, bool]:

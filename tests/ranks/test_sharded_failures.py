@@ -108,6 +108,29 @@ def test_ranks_take_the_same_step(run: Callable[[], None], words: str) -> None:
         assert "ZeroRedundancyOptimizer(SGD).step(gradients of" in str(error)
 
 
+def other_rate_without_shared_memory(is_sharded: bool) -> tuple[str, bool]:
+    """Between ranks each of which has the parameters; before anybody has stepped by it."""
+    module = net()
+    engine: Any = DistributedDataParallel if is_sharded else nn.parallel.DistributedDataParallel
+    model = engine(module)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    before = [each.detach().clone() for each in module.parameters()]
+    backward(model, 0)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+    error = error_of(optimizer.step)
+    assert isinstance(error, CollectiveMismatch)
+    return str(error), all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("backend", "is_sharded"), [("gloo", True), ("gloo", False), ("lockstep", False)])
+def test_ranks_that_share_no_memory_take_the_same_step(backend: str, is_sharded: bool) -> None:
+    for text, is_as_it_was in run_ranks(other_rate_without_shared_memory, 2, is_sharded, backend=backend):
+        assert text.startswith("the ranks take different steps: rank 0 ZeroRedundancyOptimizer(SGD).step(")
+        assert "lr=0.1," in text
+        assert "lr=0.2," in text
+        assert is_as_it_was
+
+
 class Deadly(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -196,6 +219,32 @@ def test_no_memory_for_parameters_or_for_gradients(spare_kib: int, shm_folder: C
     assert os.listdir(path) == ["filler"]
 
 
+def convert_and_edit() -> list[str]:
+    """A model that is converted when the optimizer is made, and groups that get other parameters by hand."""
+    model, optimizer = made()
+    model.float()
+    errors = [error_of(nn.functional.cross_entropy(model(torch.randn(5, 1, 8, 8)), torch.arange(5)).backward)]
+    del optimizer
+    model, optimizer = made()
+    parameters = optimizer.param_groups[0]["params"]
+    backward(model, 0)
+    optimizer.param_groups[0]["params"] = parameters[2:]
+    errors.append(error_of(optimizer.step))
+    optimizer.param_groups[0]["params"] = parameters
+    optimizer.param_groups.append({"params": [], "lr": 0.1})
+    errors.append(error_of(optimizer.step))
+    assert all(isinstance(error, ModelError) for error in errors)
+    return [str(error) for error in errors]
+
+
+@backends
+def test_models_and_groups_stay_as_they_were_given(backend: str) -> None:
+    for converted, *edited in run_ranks(convert_and_edit, 2, backend=backend):
+        assert converted.startswith("parameters were converted from torch.float64 to torch.float32 after")
+        for text in edited:
+            assert text.startswith("optimizer.param_groups has other parameters than ZeroRedundancyOptimizer was given")
+
+
 def use_wrongly() -> list[tuple[type, str]]:
     """On every rank alike."""
     model, optimizer = made()
@@ -229,7 +278,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(backend: str) -> None:
         (ModelError, "a communication hook would see gradients that ZeroRedundancyOptimizer has sharded"),
         (ModelError, "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has not"),
         (InputError, "weight has sparse gradients, which cannot be sharded"),
-        (InputError, "parameters number 0 and number 2 are two views of one memory"),
+        (InputError, "parameters 0.weight and 1.weight are two views of one memory"),
     ]
     for errors in run_ranks(use_wrongly, 2, backend=backend):
         for (kind, text), (expected_kind, words) in zip(errors, expected[: 7 + (backend == "lockstep")], strict=True):

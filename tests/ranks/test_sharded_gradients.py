@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,15 +99,22 @@ def change() -> tuple[float, float, list[str]]:
                     parameter.grad.zero_()
                 if position == 2:
                     parameter.grad.add_(parameter.detach(), alpha=0.1)
+                    parameter.grad.mul_(torch.linspace(0.0, 1.0, parameter.shape[1], dtype=torch.float64))
+                    parameter.grad.mul_(torch.linspace(0.0, 1.0, len(parameter), dtype=torch.float64)[:, None])
+                    parameter.grad.div_(torch.tensor([[3.0]]))
                 if position == 3:
                     parameter.grad.copy_(torch.ones_like(parameter))
+                    parameter.grad.masked_fill_(parameter > 0, 0.5).lerp_(parameter.detach(), 0.1)
+                if position == 4:
+                    parameter.grad.tanh_().pow_(2).sqrt_().abs_()
             if seed == 1:
                 torch._foreach_mul_([each.grad for each in model.parameters()], 2.0)
             optimizer.step()
     full = optimizers[0].full_gradients()
     apart = max(float((a - b.grad).abs().max()) for a, b in zip(full, plain.parameters(), strict=True))
     weight = ours.module[2].weight
-    errors = [error_of(read) for read in (weight.grad.sum, weight.grad.clone, lambda: weight.grad + 1)]
+    reads = [weight.grad.sum, weight.grad.clone, lambda: weight.grad + 1, weight.grad.numpy, weight.grad.tolist]
+    errors = [error_of(read) for read in (*reads, lambda: np.asarray(weight.grad))]
     assert "ShardedGradient" in repr(weight.grad)
     assert all(isinstance(error, ModelError) for error in errors)
     return distance(ours, plain), apart, [str(error) for error in errors]
@@ -118,6 +126,6 @@ def test_gradients_can_be_changed_and_not_read(backend: str, world_size: int) ->
     for far, apart, errors in run_ranks(change, world_size, backend=backend):
         assert far <= 1e-12
         assert apart <= 1e-13
-        for name, error in zip(("sum", "clone", "add"), errors, strict=True):
+        for name, error in zip(("sum", "clone", "add", "numpy", "tolist", "numpy"), errors, strict=True):
             assert error.startswith(f"{name} of a gradient of which each rank has a share")
             assert "optimizer.full_gradients()" in error

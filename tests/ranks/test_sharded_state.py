@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def exchange_states(kind: str) -> None:
     ours, theirs = optimizer.state_dict(), plain_optimizer.state_dict()
     compare(ours, theirs)
     ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs)
-    assert not optimizer.state
+    assert all(each in optimizer.optim.state for each in optimizer.state)  # nothing is kept of what was whole
     # A schedule that somebody changed, and other numbers: all of it comes with the state.
     theirs["param_groups"][0]["lr"] = ours["param_groups"][0]["lr"] = 0.003
     optimizer.load_state_dict(theirs)
@@ -120,6 +121,22 @@ def test_consolidate_state_dict(backend: str) -> None:
     assert run_ranks(consolidate, 2, backend=backend) == [(True, True)] * 2
 
 
+def collect_on_one_rank(name: str) -> None:
+    sharded, optimizer, _, _ = pair("adam")
+    backward(sharded, 0)
+    optimizer.step()
+    if dist.get_rank() == 0:
+        getattr(optimizer, name)()
+    backward(sharded, 1)
+
+
+@pytest.mark.parametrize("name", ["state_dict", "consolidate_state_dict"])
+def test_a_state_is_collected_by_all_ranks(name: str) -> None:
+    for error in run_ranks(collect_on_one_rank, 2, name, expect_errors=True):
+        assert isinstance(error, CollectiveMismatch)
+        assert "state_dict() or consolidate_state_dict(), which every rank calls" in str(error)
+
+
 # ---- who writes parameters -------------------------------------------------------------------------------
 
 
@@ -139,6 +156,10 @@ def write() -> tuple[list[str], float]:
                     parameter.data.mul_(0.5).add_(0.01)
             for parameter in plain.parameters():
                 parameter.data.mul_(0.5).add_(0.01)
+            with optimizer.changing_parameters():
+                weight = sharded.module[2].weight
+                weight.data = weight.data.t().contiguous().t() * 0.5
+            plain.module[2].weight.data.mul_(0.5)
         if step == 2:
             sharded.module.load_state_dict(saved)
             plain.module.load_state_dict(saved)
@@ -155,8 +176,22 @@ def write() -> tuple[list[str], float]:
 def test_parameters_are_written_by_all_ranks_or_none() -> None:
     for errors, far in run_ranks(write, 2):
         assert far <= 1e-10
-        assert errors[0].startswith("1 parameter(s), such as number 5, were written to outside of")
+        assert errors[0].startswith("1 parameter(s), such as 4.bias, were written to outside of")
         assert "changing_parameters" in errors[0]
+
+
+def write_a_row() -> str:
+    """Of many: no value that is looked at is among them."""
+    sharded, optimizer, _, _ = pair("sgd")
+    backward(sharded, 0)
+    with torch.no_grad():
+        sharded.module[2].weight[7, 1:].mul_(0.5)
+    return str(error_of(optimizer.step))
+
+
+def test_a_row_that_is_written_to_is_an_error() -> None:
+    for text in run_ranks(write_a_row, 2):
+        assert text.startswith("1 parameter(s), such as 2.weight, were written to outside of")
 
 
 def replace() -> str:
@@ -164,6 +199,43 @@ def replace() -> str:
     sharded.module[2].weight.data = sharded.module[2].weight.data.clone()
     backward(sharded, 0)
     return str(error_of(optimizer.step))
+
+
+def turn(at: int) -> str:
+    """Another memory format, before any state is there or after it."""
+    sharded, optimizer, _, _ = pair("adam")
+    for step in range(2):
+        if step == at:
+            weight = sharded.module[2].weight
+            weight.data = weight.data.t().contiguous().t()
+        optimizer.zero_grad()
+        backward(sharded, step)
+        if step == at:
+            return str(error_of(optimizer.step))
+        optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_elements_that_lie_otherwise_are_an_error(world_size: int, at: int) -> None:
+    for text in run_ranks(turn, world_size, at, backend="gloo"):
+        assert text.startswith("a parameter of ZeroRedundancyOptimizer had shape [300, 144] and strides [144, 1] when")
+
+
+def reshape_inside() -> str:
+    sharded, optimizer, _, _ = pair("sgd")
+
+    def write() -> None:
+        with optimizer.changing_parameters():
+            sharded.module[4].bias.data = sharded.module[4].bias.data[:3]
+
+    return str(error_of(write))
+
+
+def test_what_is_changed_keeps_its_shape() -> None:
+    for text in run_ranks(reshape_inside, 2):
+        assert text.startswith("a parameter of shape [7] and torch.float64 was given one of shape [3]")
 
 
 def load_others() -> str:
@@ -177,7 +249,7 @@ def load_others() -> str:
 
 def test_other_memory_and_other_states_are_errors() -> None:
     for text in run_ranks(replace, 2):
-        assert text.startswith("parameter number 2 has other memory than ZeroRedundancyOptimizer gave it")
+        assert text.startswith("parameter 2.weight has other memory than ZeroRedundancyOptimizer gave it")
     for text in run_ranks(load_others, 2):
         assert "load_state_dict into parameters that the ranks share" in text
 
@@ -223,3 +295,73 @@ def load_a_copy() -> float:
 
 def test_copies_load_alone() -> None:
     assert run_ranks(load_a_copy, 2) == [0.0, 0.0]
+
+
+# ---- `optimizer.state` -----------------------------------------------------------------------------------
+
+
+def begin_anew() -> tuple[float, list[str]]:
+    """What scripts do with `optimizer.state`."""
+    sharded, optimizer, plain, plain_optimizer = pair("adam")
+    for step in range(5):
+        for model, each in ((sharded, optimizer), (plain, plain_optimizer)):
+            each.zero_grad()
+            backward(model, step)
+            each.step()
+            if step == 0:
+                each.state = collections.defaultdict(dict)
+            if step == 1:
+                each.state.clear()
+            if step == 2:
+                each.state.pop(model.module[2].weight, None)
+            if step == 3:
+                for state in each.state.values():  # as those do who move it to another device
+                    state.update({key: value.to(value.device) for key, value in state.items()})
+    weight = sharded.module[2].weight
+    errors = [
+        error_of(lambda: optimizer.state[weight]),
+        error_of(optimizer.state.get, weight),
+        error_of(optimizer.state.update, {weight: {}}),
+        error_of(setattr, optimizer, "state", {weight: {}}),
+    ]
+    assert all(isinstance(error, ModelError) for error in errors)
+    assert len(optimizer.state) == len(optimizer.optim.state)
+    assert weight in optimizer.state
+    assert plain.module[2].weight not in optimizer.state
+    return distance(sharded, plain), [str(error) for error in errors]
+
+
+@backends
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_is_begun_anew_and_not_looked_for(backend: str, world_size: int) -> None:
+    for far, errors in run_ranks(begin_anew, world_size, backend=backend):
+        assert far <= 1e-11  # Adam's first steps divide by small numbers
+        for error in errors[:3]:
+            assert error.startswith("optimizer.state[parameter]: of the state of ZeroRedundancyOptimizer each rank has")
+        assert "load_state_dict" in errors[3]
+
+
+def change_on_one_rank(change: str) -> None:
+    sharded, optimizer, _, _ = pair("adam")
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(sharded, step)
+        state = copy.deepcopy(optimizer.state_dict())
+        if step == 1 and change == "another":
+            state["state"][2]["exp_avg"][0, 0] += dist.get_rank()
+        if step == 1 and (change == "another" or (change == "load" and dist.get_rank() == 0)):
+            optimizer.load_state_dict(state)
+        if step == 1 and change == "clear" and dist.get_rank() == 0:
+            optimizer.state.clear()
+        optimizer.step()
+
+
+@backends
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("load", "after load_state_dict of 6 states"), ("another", "load_state_dict of 6"), ("clear", "without state")],
+)
+def test_states_are_changed_by_all_ranks_alike(backend: str, change: str, words: str) -> None:
+    for error in run_ranks(change_on_one_rank, 2, change, backend=backend, expect_errors=True):
+        assert isinstance(error, CollectiveMismatch)
+        assert words in str(error)

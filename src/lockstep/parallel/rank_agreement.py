@@ -60,6 +60,7 @@ __all__ = [
     "describe_batches",
     "fingerprint_of",
     "gather",
+    "gather_texts",
 ]
 
 _GROUP_BYTES = 32 << 20  # of tensors that begin in one call of broadcast, as many small ones do
@@ -509,7 +510,7 @@ def check_same_model(
     summaries = gather(own, group)
     if bool((summaries[:, 0] == summaries[0, 0]).all()):
         return
-    texts = _gather_texts(text, summaries[:, 1].tolist(), group, device)
+    texts = gather_texts(text, summaries[:, 1].tolist(), group, device)
     for rank, other in enumerate(texts):
         pairs = zip_longest(texts[0].split("\n"), other.split("\n"), fillvalue="nothing more")
         for here, there in pairs:
@@ -531,7 +532,8 @@ def _describe(tensor: torch.Tensor) -> str:
     return text if laid_out.is_contiguous() else f"{text} with strides {list(laid_out.stride())}"
 
 
-def _gather_texts(text: bytes, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[str]:
+def gather_texts(text: bytes, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """What each rank says, of as many bytes as `lengths` has for it. Collective."""
     padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8, device="cpu")
     if text:
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -25,5 +25,5 @@ hosts, and over MPI, gradients are averaged whole, and the ranks of each host sh
 [Note: shared parameters of a host] The parameters of all ranks of the host are one memory. So nobody may write them
 but `step()`: a write of one rank would be one of all, in the middle of what they compute. `changing_parameters` says
 when a script wants to; `load_state_dict` of the model asks the others by itself. What was written otherwise is found
-in the next step, by some values of each parameter.
+in the next step, by the version of each parameter, which `p.data` does not raise, and by some of its values.
 """

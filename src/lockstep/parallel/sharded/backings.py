@@ -13,15 +13,18 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
+from lockstep.agreement import collective_device
 from lockstep.comm.engine import Engine
-from lockstep.errors import InputError, ModelError, SharedMemoryError
+from lockstep.comm.flight_recorder import fingerprint
+from lockstep.errors import CollectiveMismatch, InputError, ModelError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
+from lockstep.parallel.rank_agreement import gather, gather_texts
 from lockstep.parallel.sharded.engines import shard
 from lockstep.parallel.sharded.exchange import exchange
 from lockstep.parallel.sharded.gradients import ShardedGradient, whole_gradients
 from lockstep.parallel.sharded.inner import ShardPiece
 from lockstep.parallel.sharded.memory import HostMemory, trim
-from lockstep.parallel.sharded.shares import Share, flat_of, share_out
+from lockstep.parallel.sharded.shares import Share, flat_of, layout_of, share_out
 
 __all__ = ["Backing", "HostBacking"]
 
@@ -49,6 +52,7 @@ class Backing:
         self._rank, self._loads = (0, [0]) if group is None else (group.rank(), [0] * group.size())
         self._shares: list[Share] = []
         self._gradients: list[ShardedGradient] = []  # of the same parameters, or none
+        self._num_steps = 0
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
         """Take in parameters. Collective.
@@ -100,7 +104,8 @@ class Backing:
         if gradient.layout != torch.strided:
             raise InputError("ZeroRedundancyOptimizer: a parameter has a sparse gradient; use Embedding(sparse=False)")
         offset = (share.first + piece.start) * parameter.element_size()
-        if piece.parameter.data_ptr() != parameter.data_ptr() + offset:  # moved since, as by model.to()
+        is_elsewhere = piece.parameter.data_ptr() != parameter.data_ptr() + offset  # moved since, as by model.to()
+        if is_elsewhere or layout_of(parameter) != piece.layout:
             piece.move(self._flat(share))
         if isinstance(gradient, ShardedGradient):
             return share.mean_of(piece.start, piece.stop)
@@ -110,10 +115,19 @@ class Backing:
         """Update this rank's shares; all ranks have the new parameters after it. Collective.
 
         Args:
-            description: the same on all ranks, or it is an error where ranks share memory.
+            description: the same on all ranks, or it is an error.
             update: calls `gradient_of`.
+
+        Raises:
+            CollectiveMismatch: on every rank, before anything is stepped; shows what two ranks said.
         """
         self._check()
+        if len(self._loads) > 1:
+            assert self.group is not None
+            self._num_steps += 1
+            device = collective_device(self.group, self._shares[0].parameter.device)
+            if device.type == "cpu" or self._num_steps.bit_count() == 1:  # a host waits for its GPU to compare
+                _compare(description, self.group, device)
         self._update(update)
         self._note()
         if len(self._loads) > 1:
@@ -176,7 +190,7 @@ class HostBacking(Backing):
         super().__init__(owner, group, models, is_cut)
         self._engine, self._holders = engine, holders
         self._memories: list[HostMemory] = []
-        self._expects_writes, self._num_steps = False, 0
+        self._expects_writes = False
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
         """Take in parameters, which move into memory that the ranks of the host share. Collective."""
@@ -221,17 +235,35 @@ class HostBacking(Backing):
         """Of what the ranks write, that of the first counts; the others write to copies."""
         text = "ZeroRedundancyOptimizer.changing_parameters()"
         self._engine.run_steps(text)
-        others = self._shares if self._rank > 0 else []
-        shared = [share.parameter.data for share in others]
-        for share in others:
+        shared = [share.parameter.data for share in self._shares]
+        for share in self._shares if self._rank > 0 else ():
             share.parameter.data = share.parameter.data.clone()
         try:
             yield
         finally:
-            for share, data in zip(others, shared, strict=True):
+            written = [share.parameter.data for share in self._shares]
+            for share, data in zip(self._shares, shared, strict=True):
                 share.parameter.data = data
+        self._put_back(written)
         self._engine.run_steps(text)
         self._note()
+
+    def _put_back(self, written: Sequence[torch.Tensor]) -> None:
+        """Copy what the first rank put elsewhere (`p.data = ...`) to where all ranks read it. Local.
+
+        Raises:
+            ModelError: a parameter was given another shape or dtype.
+        """
+        for share, data in zip(self._shares, written, strict=True):
+            own = share.parameter.data
+            if (data.shape, data.dtype) != (own.shape, own.dtype):
+                raise ModelError(
+                    f"a parameter of shape {list(own.shape)} and {own.dtype} was given one of shape {list(data.shape)} "
+                    f"and {data.dtype} inside of changing_parameters(): reshape and convert the model before it is "
+                    "wrapped, and make the optimizer then"
+                )
+            if self._rank == 0 and data.data_ptr() != own.data_ptr():
+                own.copy_(data)
 
     def _listen(self, module: torch.nn.Module, known: set[int]) -> None:
         """Hear of `load_state_dict` of each part of the model that holds some of these parameters."""
@@ -253,6 +285,23 @@ class HostBacking(Backing):
                 values.append(f"{name} {flat[0].item()} … {flat[-1].item()}")
         self._engine.run_steps(f"load_state_dict into parameters that the ranks share ({', '.join(values)})")
         self._expects_writes = True
+
+
+def _compare(description: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Whether all ranks take the same step, where no memory is shared that tells. Collective."""
+    text = description.encode()
+    own = torch.tensor([fingerprint(text), len(text)], dtype=torch.int64, device=device)
+    summaries = gather(own, group)
+    if bool((summaries[:, 0] == summaries[0, 0]).all()):
+        return
+    texts = gather_texts(text, summaries[:, 1].tolist(), group, device)
+    other = next(rank for rank, each in enumerate(texts) if each != texts[0])
+    ranks = dist.get_process_group_ranks(group)
+    raise CollectiveMismatch(
+        f"the ranks take different steps: rank {ranks[0]} {texts[0]}; rank {ranks[other]} {texts[other]}. Every rank "
+        "must step with the same options, state and gradients: give ReduceLROnPlateau, and whatever else goes by a "
+        "loss, that of all ranks (lockstep.mean(loss * len(y), len(y))), and load states on every rank"
+    )
 
 
 class _LoadHook:

@@ -25,12 +25,15 @@ __all__ = ["find_models", "group_of_host", "shard"]
 def find_models(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[DistributedDataParallel]:
     """The engines whose parameters these are; none if one of them is in no engine that can shard over the group.
 
+    Of several engines over one model the newest: an older one may live on some ranks alone, as the last phase's
+    optimizer and the garbage collector have it.
+
     Raises:
         InputError: an engine leaves one alone, or its gradient is sparse; names it.
     """
     found: list[DistributedDataParallel] = []
     left = {id(each) for each in parameters}
-    for engine in engines():
+    for engine in reversed(engines()):
         named = {id(each): name for name, each in engine.module.named_parameters()} if engine.number >= 0 else {}
         if not isinstance(engine, DistributedDataParallel) or left.isdisjoint(named):
             continue

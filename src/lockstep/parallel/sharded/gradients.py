@@ -93,6 +93,17 @@ class ShardedGradient(torch.Tensor):
     def __reduce_ex__(self, _: Any) -> NoReturn:
         _refuse("pickle")
 
+    def numpy(self, **_: Any) -> NoReturn:
+        """Has all elements on one rank; refused."""
+        _refuse("numpy")
+
+    def tolist(self) -> NoReturn:
+        """Has all elements on one rank; refused."""
+        _refuse("tolist")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("numpy")
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -117,8 +128,20 @@ def whole_gradients(gradients: Sequence[ShardedGradient]) -> list[torch.Tensor]:
 def find_stand_ins(
     parameters: Sequence[torch.Tensor], known: Mapping[int, ShardedGradient]
 ) -> dict[int, ShardedGradient]:
-    """Those of these parameters, by index; `known` has them by `id` of the parameter."""
-    return {index: known[id(each)] for index, each in enumerate(parameters) if id(each) in known}
+    """Those of these parameters, by index; `known` has them by `id` of the parameter. Local.
+
+    Raises:
+        ModelError: a parameter was converted since, and its gradient has another dtype now.
+    """
+    found = {index: known[id(each)] for index, each in enumerate(parameters) if id(each) in known}
+    for index, each in found.items():
+        if each.dtype != parameters[index].dtype:
+            raise ModelError(
+                f"parameters were converted from {each.dtype} to {parameters[index].dtype} after "
+                "ZeroRedundancyOptimizer was made (model.half(), model.double(), model.to(dtype)), which has shares "
+                "and state of the former. Convert the model first, then wrap it, then make the optimizer"
+            )
+    return found
 
 
 def refuse_others(
@@ -166,8 +189,9 @@ def _own(share: Share, value: Any) -> Any:
         if value.share.bounds != share.bounds:
             _refuse("an operation with the gradient of another parameter")
         return value.share.mean()
-    is_whole = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == share.parameter.shape
-    return share.own(value) if is_whole else value
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    return value.reshape(()) if value.numel() == 1 else share.own(value.expand(share.parameter.shape))
 
 
 def _add(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -240,6 +264,7 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(("detach", "alias"), _itself),
     **dict.fromkeys(("mul_", "div_", "sub_", "addcmul_", "neg_", "sign_", "nan_to_num_"), _change),
     **dict.fromkeys(("clamp_", "clamp_min_", "clamp_max_", "copy_", "zero_", "fill_"), _change),
+    **dict.fromkeys(("abs_", "pow_", "sqrt_", "tanh_", "round_", "lerp_", "masked_fill_", "addcdiv_"), _change),
     "add_": _add,
     **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
     "_foreach_norm": _norms,

@@ -5,6 +5,9 @@ would the whole. So each share is cut into pieces, which are the parameters of a
 and a few of them are stepped at a time, right after their gradients have been added up. Which classes are of this
 kind is known of torch's own; of others only the user knows (`elementwise=True`). The rest (LARS, Muon, Shampoo) steps
 whole parameters, each on one rank.
+
+A class of the user's may count its steps, in `self` or in a group, and look at what has no gradient. So it is called
+once in a step, on every rank, with all that the rank has.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from lockstep.errors import InputError, InputTypeError
-from lockstep.parallel.sharded.shares import Share, shaped_like
+from lockstep.errors import InputError, InputTypeError, ModelError
+from lockstep.parallel.sharded.shares import Share, layout_of, shaped_like
+from lockstep.tree import map_tensors
 
 __all__ = ["InnerOptimizer", "ShardPiece", "check_class", "is_elementwise"]
 
@@ -69,23 +73,40 @@ class ShardPiece:
 
     Attributes:
         parameter: shape (stop - start,), or the parameter's own.
+        layout: of the parameter, see `layout_of`; the elements of the state lie as its own do.
     """
 
     def __init__(self, share: Share, flat: torch.Tensor, start: int, stop: int, is_whole: bool) -> None:
         self.share, self.start, self.stop, self.is_whole = share, start, stop, is_whole
         self.parameter = torch.nn.Parameter(self._memory(flat))
+        self.layout = layout_of(share.parameter)
 
     def _memory(self, flat: torch.Tensor) -> torch.Tensor:
         part = flat[self.share.first + self.start : self.share.first + self.stop]
         return shaped_like(part, self.share.parameter) if self.is_whole else part
 
     def move(self, flat: torch.Tensor) -> None:
-        """The parameter has other memory now."""
+        """The parameter has other memory now.
+
+        Raises:
+            ModelError: its elements lie in another order there, or are others.
+        """
+        layout = layout_of(self.share.parameter)
+        if layout != self.layout:
+            (before, strides_before), (now, strides_now) = self.layout, layout
+            raise ModelError(
+                f"a parameter of ZeroRedundancyOptimizer had shape {before} and strides {strides_before} when the "
+                f"optimizer was made, and has {now} and {strides_now} now: its shares and its state lie as it did. "
+                "Reshape the model, and give it its memory format (model.to(memory_format=...)), before it is wrapped, "
+                "and make the optimizer then"
+            )
         self.parameter.data = self._memory(flat)
 
-    def take(self, gradient: torch.Tensor) -> None:
-        """Its gradient, flat, is this."""
-        self.parameter.grad = shaped_like(gradient, self.share.parameter) if self.is_whole else gradient
+    def take(self, gradient: torch.Tensor | None) -> None:
+        """Its gradient, flat, is this; None where it has none."""
+        if gradient is not None and self.is_whole:
+            gradient = shaped_like(gradient, self.share.parameter)
+        self.parameter.grad = gradient
 
 
 class InnerOptimizer:
@@ -104,6 +125,7 @@ class InnerOptimizer:
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any], elementwise: bool) -> None:
         self._class, self._defaults, self._is_elementwise = optimizer_class, dict(defaults), elementwise
+        self._goes_piecewise = elementwise and optimizer_class in _ELEMENTWISE
         self.pieces: list[list[ShardPiece]] = []  # by group
 
     def add_groups(
@@ -130,12 +152,14 @@ class InnerOptimizer:
         self._step = _plain_step(self.optimizer)
 
     def _cut(self, share: Share, flat: torch.Tensor) -> Iterator[ShardPiece]:
-        if not self._is_elementwise or share.parameter.dim() == 0:
-            if share.numel or (share.parameter.numel() == 0 and share.rank == 0):
+        numel = share.parameter.numel()
+        if not self._is_elementwise or share.parameter.dim() == 0 or numel == 0:
+            if share.numel or (numel == 0 and share.rank == 0):
                 yield ShardPiece(share, flat, 0, share.numel, is_whole=True)
             return
-        for start in range(0, share.numel, _PIECE):
-            yield ShardPiece(share, flat, start, min(start + _PIECE, share.numel), is_whole=False)
+        size = _PIECE if self._goes_piecewise else max(share.numel, 1)
+        for start in range(0, share.numel, size):
+            yield ShardPiece(share, flat, start, min(start + size, share.numel), is_whole=False)
 
     def step(self, groups: Sequence[dict[str, Any]], gradient_of: Callable[[ShardPiece], torch.Tensor | None]) -> None:
         """Step all pieces that have a gradient, by the options of the outer groups. Local.
@@ -147,38 +171,60 @@ class InnerOptimizer:
         inner = self.optimizer
         whole = inner.param_groups
         try:
-            if self._is_elementwise:
+            if self._goes_piecewise:
                 for group, pieces in zip(groups, self.pieces, strict=True):
                     for batch in _batches(pieces):
-                        self._step_some([(group, batch)], gradient_of)
-            else:  # at once, as without sharding: it may compute something over its parameters
-                self._step_some(list(zip(groups, self.pieces, strict=True)), gradient_of)
+                        self._step_some(group, batch, gradient_of)
+            else:
+                self._step_at_once(groups, gradient_of)
         finally:
             inner.param_groups = whole
+            for piece in self:
+                piece.parameter.grad = None
 
     def _step_some(
         self,
-        some: Sequence[tuple[dict[str, Any], Sequence[ShardPiece]]],
+        group: dict[str, Any],
+        pieces: Sequence[ShardPiece],
         gradient_of: Callable[[ShardPiece], torch.Tensor | None],
     ) -> None:
-        made = []
-        for group, pieces in some:
-            parameters = []
-            for piece in pieces:
-                gradient = gradient_of(piece)
-                if gradient is not None:
-                    piece.take(gradient)
-                    parameters.append(piece.parameter)
-            made.append({**_options_of(group), "params": parameters})
-        if any(each["params"] for each in made):
-            self.optimizer.param_groups = made
+        parameters = []
+        for piece in pieces:
+            piece.take(gradient_of(piece))
+            if piece.parameter.grad is not None:
+                parameters.append(piece.parameter)
+        if parameters:
+            self.optimizer.param_groups = [{**_options_of(group), "params": parameters}]
             self._step(self.optimizer)
-            for each in made:
-                for parameter in each["params"]:
-                    parameter.grad = None
-        if not self._is_elementwise:
-            for (group, _), each in zip(some, made, strict=True):
-                group.update(_options_of(each))
+
+    def _step_at_once(
+        self, groups: Sequence[dict[str, Any]], gradient_of: Callable[[ShardPiece], torch.Tensor | None]
+    ) -> None:
+        for piece in self:
+            piece.take(gradient_of(piece))
+        made = [
+            {**_options_of(group), "params": [piece.parameter for piece in pieces]}
+            for group, pieces in zip(groups, self.pieces, strict=True)
+        ]
+        self.optimizer.param_groups = made
+        self._step(self.optimizer)
+        for group, each in zip(groups, made, strict=True):
+            group.update(_options_of(each))
+        for piece in self:
+            self._unshare(piece)
+
+    def _unshare(self, piece: ShardPiece) -> None:
+        """Copy gradients that the optimizer keeps in its state (`state["previous"] = p.grad`) out of the bucket."""
+        state, gradient = self.optimizer.state.get(piece.parameter), piece.parameter.grad
+        if not state or gradient is None:
+            return
+        memory = gradient.untyped_storage().data_ptr()
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            is_plain = type(tensor) is torch.Tensor
+            return tensor.clone() if is_plain and tensor.untyped_storage().data_ptr() == memory else tensor
+
+        state.update(map_tensors(copy, dict(state)))
 
     def __iter__(self) -> Iterator[ShardPiece]:
         return (piece for pieces in self.pieces for piece in pieces)

@@ -11,6 +11,7 @@ from lockstep.errors import InputError, ModelError
 from lockstep.libc import function
 from lockstep.parallel.buckets import view_like
 from lockstep.parallel.sharded.shares import flat_of
+from lockstep.torch_private.autograd import version_of
 
 __all__ = ["HostMemory", "trim"]
 
@@ -56,7 +57,7 @@ class HostMemory:
         self._bytes = whole
         self._places = torch.tensor(list(_places(starts, parameters)), dtype=torch.int64, device="cpu")
         self._owners = [index for index, each in enumerate(parameters) for _ in range(_num_places(each))]
-        self._left = self._sample()
+        self.note()
 
     def leave(self) -> None:
         """Give each parameter memory of this rank's own again. Local."""
@@ -69,6 +70,7 @@ class HostMemory:
     def note(self) -> None:
         """What the parameters hold now is right. Local, while nobody writes."""
         self._left = self._sample()
+        self._versions = list(map(version_of, self._parameters))
 
     def check(self) -> None:
         """Whether the parameters are what `note` saw, and where they were. Local, while nobody writes.
@@ -84,10 +86,15 @@ class HostMemory:
                     "before the optimizer is made; copy values with p.data.copy_(...) inside of `with "
                     "optimizer.changing_parameters():`"
                 )
-        now = self._sample()
-        if torch.equal(now, self._left):
+        now, versions = self._sample(), list(map(version_of, self._parameters))
+        if torch.equal(now, self._left) and versions == self._versions:
             return
-        changed = sorted({self._owners[place] for place in (now != self._left).nonzero().flatten().tolist()})
+        pairs = enumerate(zip(versions, self._versions, strict=True))
+        changed = sorted(  # values tell of p.data, and of other ranks; versions of whatever this rank wrote to p
+            {self._owners[place] for place in (now != self._left).nonzero().flatten().tolist()}.union(
+                index for index, (version, before) in pairs if version != before
+            )
+        )
         raise ModelError(
             f"{len(changed)} parameter(s), such as {self._names[changed[0]]}, were written to outside of "
             "ZeroRedundancyOptimizer.step(). All ranks of this host share them: a write of one is one of all, while "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from lockstep.parallel.sharded.backings import Backing, HostBacking
 from lockstep.parallel.sharded.engines import find_models, group_of_host
 from lockstep.parallel.sharded.gradients import JOIN_ADVICE
 from lockstep.parallel.sharded.inner import InnerOptimizer, check_class, is_elementwise
-from lockstep.parallel.sharded.states import collect_states, cut_state
+from lockstep.parallel.sharded.states import PieceStates, collect_states, cut_state
 from lockstep.parallel.sharded.transport import find_way
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -66,8 +66,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     Raises:
         InputError: no parameters, or the class cannot be sharded (`LBFGS`, `SparseAdam`), or a gradient is sparse.
         ModelMismatch: on every rank; classes, groups, options or parameters differ between ranks.
-        ModelError: from `step`, if a parameter has a gradient that was not averaged, or was written to elsewhere.
-        CollectiveMismatch: from `step`, if ranks step by other options, or come without a gradient that others have.
+        ModelError: from `step`, if a parameter has a gradient that was not averaged, was written to elsewhere, lies
+            otherwise in memory than when this was made, or was put into a group by hand.
+        CollectiveMismatch: from `step`, if ranks step by other options or states, or come without a gradient that
+            others have.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "call step(): gradients go out during the backward pass anyway"
             )
         self._backing: Backing | None = None
+        self._whole_state: dict[Any, Any] | None = None  # while torch's methods write or read it
+        self._taken_in: list[list[int]] = []  # parameters of each group
+        self._news = ""  # what has been done to the state since the last step
         self._num_steps = 0
         self._collected: tuple[int, int, dict[int, dict[str, Any]] | None] | None = None
         super().__init__(params, dict(defaults))
@@ -109,6 +114,25 @@ class ZeroRedundancyOptimizer(Optimizer):
     def optim(self) -> Optimizer:
         """The optimizer of this rank's share. Its parameters are pieces of the model's."""
         return self._inner.optimizer
+
+    @property
+    def state(self) -> Any:
+        """That of this rank's pieces, see [Note: the state that a script sees]."""
+        if self._whole_state is not None:
+            return self._whole_state
+        return PieceStates(self._inner, self.optim.state, self._note_news)
+
+    @state.setter
+    def state(self, value: Mapping[Any, Any]) -> None:
+        if self._backing is None:  # torch's constructor
+            return
+        if value:
+            raise ModelError("optimizer.state = ...: give ZeroRedundancyOptimizer a whole state by load_state_dict")
+        self.state.clear()
+
+    def _note_news(self, text: str) -> None:
+        self._news += f"{text}; "
+        self._collected = None
 
     # ---- parameters ----------------------------------------------------------------------------------
 
@@ -134,13 +158,15 @@ class ZeroRedundancyOptimizer(Optimizer):
         assert self._backing is not None
         parameters = [each for group in groups for each in group["params"]]
         first = len(self._parameters) - len(parameters)
-        names = [f"number {first + position}" for position in range(len(parameters))]
+        known = _names_in_engines()
+        names = [known.get(id(each), f"number {first + position}") for position, each in enumerate(parameters)]
         for group in groups:
             if "param_names" in group:
                 names = [name for each in groups for name in each["param_names"]]
         self._check_alike(groups, parameters)
         members = iter(self._backing.add(parameters, names))
         self._inner.add_groups(groups, [[next(members) for _ in group["params"]] for group in groups])
+        self._taken_in += [[id(each) for each in group["params"]] for group in groups]
 
     def _check_alike(self, groups: Sequence[dict[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
         for each in parameters:
@@ -184,10 +210,20 @@ class ZeroRedundancyOptimizer(Optimizer):
             with torch.enable_grad():
                 result = closure()
         backing = self._backing
+        self._check_groups()
         self._num_steps += 1
         self._collected = None
         backing.step(self._describe_step(), lambda: self._inner.step(self.param_groups, backing.gradient_of))
+        self._news = ""
         return result
+
+    def _check_groups(self) -> None:
+        if [[id(each) for each in group["params"]] for group in self.param_groups] != self._taken_in:
+            raise ModelError(
+                "optimizer.param_groups has other parameters than ZeroRedundancyOptimizer was given, which it has not "
+                "shared among the ranks. Give it more by add_param_group; to replace or leave out some, make a new "
+                "optimizer (state_dict() has the state of the old one)"
+            )
 
     def _describe_step(self) -> str:
         group = self.process_group
@@ -199,7 +235,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         which = "all"
         if used < len(parameters):
             which = str([number for number, each in enumerate(parameters) if each.grad is not None])
-        return f"ZeroRedundancyOptimizer({self._class.__name__}).step(gradients of {which} parameters; {options})"
+        said = f"{self._news}gradients of {which} parameters; {options}"
+        return f"ZeroRedundancyOptimizer({self._class.__name__}).step({said})"
 
     def full_gradients(self) -> list[torch.Tensor | None]:
         """The mean gradients, whole, of all parameters in the order of the groups; None where there is none.
@@ -256,20 +293,24 @@ class ZeroRedundancyOptimizer(Optimizer):
                     "or on all ranks without consolidate_state_dict()"
                 )
         parameters = self._parameters
-        self.state.update((parameters[number], state) for number, state in (states or {}).items())
+        self._whole_state = {parameters[number]: state for number, state in (states or {}).items()}
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self._whole_state = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the whole state, of this optimizer or of a plain one. Local, the same on all ranks."""
+        """Load the whole state, of this optimizer or of a plain one.
+
+        Local; on all ranks the same, or the next step is an error.
+        """
         try:
-            super().load_state_dict(state_dict)
-            states = dict(self.state)
+            super().load_state_dict(state_dict)  # hands it to `__setstate__`
+            states = self._whole_state or {}
         finally:
-            self.state.clear()
-        self._collected = None
+            self._whole_state = None
+        tensors = [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
+        self._note_news(f"after load_state_dict of {len(states)} states, {digest(tensors)[:8]}")
         for piece in self._inner:
             state = states.get(piece.share.parameter)
             if state is None:
@@ -280,6 +321,11 @@ class ZeroRedundancyOptimizer(Optimizer):
     def join_hook(self, **_: Any) -> NoReturn:
         """Not with torch's `Join`, which calls this."""
         raise ModelError(f"Join: {JOIN_ADVICE}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by `load_state_dict` of torch, with `state` and `param_groups`."""
+        self._whole_state = state["state"]
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
 
     def __getstate__(self) -> NoReturn:
         raise ModelError(
@@ -311,11 +357,16 @@ def _text(value: Any) -> str:
     return str(value) if is_plain else type(value).__name__
 
 
+def _names_in_engines() -> dict[int, str]:
+    """Of parameters, by `id`, as their models call them."""
+    return {id(each): name for engine in engines() for name, each in engine.module.named_parameters()}
+
+
 def _choose_group(parameters: Sequence[torch.Tensor], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if given is not None:
         return check_group(given)
     own = {id(each) for each in parameters}
-    for engine in engines():
+    for engine in reversed(engines()):  # the newest, as in `find_models`
         if any(id(each) in own for each in engine.module.parameters()):
             return engine.process_group  # type: ignore[no-any-return]
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -11,7 +11,7 @@ import torch
 from lockstep.shm.algorithms import reduce_into, share_bounds
 from lockstep.shm.kernels import Kernel
 
-__all__ = ["Share", "flat_of", "shaped_like", "share_out"]
+__all__ = ["Share", "flat_of", "layout_of", "shaped_like", "share_out"]
 
 # Elements, so that shares begin at whole cache lines, for 16-bit numbers too.
 _ALIGNMENT = 64
@@ -63,6 +63,12 @@ def shaped_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """What `flat_of` has made flat, in the shape and strides of `like`."""
     dense = torch.empty_like(like, device="meta")
     return flat.as_strided(like.shape, dense.stride(), flat.storage_offset())
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of a tensor without gaps: where each element lies. Dimensions of one element do not count."""
+    sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return [size for size, _ in sizes], [stride for _, stride in sizes]
 
 
 class Share:

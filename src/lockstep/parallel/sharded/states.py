@@ -3,23 +3,28 @@
 Every rank says what it has of each parameter: what has the shape of a piece is a part of a tensor of the parameter's
 shape; anything else (`step`) is the same for all pieces of a parameter. Values travel as bytes, with a description
 in JSON.
+
+[Note: the state that a script sees] `optimizer.state` is that of this rank's pieces. Nobody finds a parameter of the
+model there, and a script that looks for one would take the state for empty; so that is an error which says where the
+state is. To empty it, or to leave out a parameter, is to begin anew, on every rank.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from lockstep.agreement import collective_device
-from lockstep.errors import CheckpointError
+from lockstep.comm.backend import engine_of
+from lockstep.errors import CheckpointError, ModelError
 from lockstep.parallel.sharded.inner import ShardPiece
 from lockstep.parallel.sharded.shares import flat_of, shaped_like
 
-__all__ = ["collect_states", "cut_state"]
+__all__ = ["PieceStates", "collect_states", "cut_state"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _Entry = dict[str, Any]
@@ -92,7 +97,9 @@ def _gather(
     only: int | None,
 ) -> _States | None:
     """What all ranks have, one after the other, so that no rank holds the parts of all twice. Collective."""
-    device = collective_device(group, own.device)
+    engine, device = engine_of(group), collective_device(group, own.device)
+    if engine is not None and engine.team.shares_memory:  # a rank that is elsewhere is told what it has left out
+        engine.run_steps("ZeroRedundancyOptimizer.state_dict() or consolidate_state_dict(), which every rank calls")
     text = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([text.numel(), own.numel()], dtype=torch.int64, device=device), group=group)
@@ -146,3 +153,72 @@ def cut_state(piece: ShardPiece, state: Mapping[str, Any]) -> dict[str, Any]:
         return piece.share.own(value)[piece.start : piece.stop].clone()
 
     return {key: cut(value) for key, value in state.items()}
+
+
+class PieceStates(MutableMapping[torch.Tensor, Any]):
+    """What `optimizer.state` is: see [Note: the state that a script sees].
+
+    Args:
+        pieces: of this rank.
+        state: of the inner optimizer.
+        note: called with what was done, when a script has taken something away.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterable[ShardPiece],
+        state: MutableMapping[torch.Tensor, Any],
+        note: Callable[[str], None],
+    ) -> None:
+        self._pieces, self._state, self._note = pieces, state, note
+
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        """Of a piece."""
+        if key not in self._state:
+            _refuse_to_look()
+        return self._state[key]
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        """Of a piece that has one."""
+        if key not in self._state:
+            _refuse_to_look()
+        self._state[key] = value
+
+    def __delitem__(self, key: torch.Tensor) -> None:
+        """Of a parameter of the model, or of a piece."""
+        for piece in self._pieces_of(key):
+            self._state.pop(piece, None)
+        self._note("without the state of a parameter")
+
+    def _pieces_of(self, key: object) -> list[torch.Tensor]:
+        return [each.parameter for each in self._pieces if key is each.share.parameter or key is each.parameter]
+
+    def __contains__(self, key: object) -> bool:
+        """Whether this rank has a state of a parameter of the model, or of a piece."""
+        return any(piece in self._state for piece in self._pieces_of(key))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """The pieces that have a state."""
+        return iter(list(self._state))
+
+    def __len__(self) -> int:
+        """Of how many pieces."""
+        return len(self._state)
+
+    def pop(self, key: torch.Tensor, *_: Any) -> Any:
+        """Leave out the state of a parameter. Returns none: this rank has a part of it at most."""
+        del self[key]
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._state.clear()
+        self._note("without state")
+
+
+def _refuse_to_look() -> NoReturn:
+    raise ModelError(
+        "optimizer.state[parameter]: of the state of ZeroRedundancyOptimizer each rank has a share. "
+        "optimizer.state_dict()['state'][number of the parameter] has it whole (collective: on every rank), and "
+        "load_state_dict puts it back; optimizer.state.pop(parameter, None), .clear() and optimizer.state = {} begin "
+        "anew, on every rank"
+    )
