@@ -363,9 +363,9 @@ class BackwardPass(PassState):
             agreement.forget_claims()  # what came before was thrown away
         share = feed.share
         if share is not None and share.world_size == self._world_size:
-            agreement.claim(feed.claim, feed.is_certain, share.name, share.fingerprint)
+            agreement.claim(feed.claim, share.name, share.fingerprint)
         else:
-            agreement.claim(feed.claim, feed.is_certain, "")
+            agreement.claim(feed.claim, "")
 
     def _begin(self, task: int) -> None:
         """A backward pass begins that averages: this task. Local."""

@@ -71,7 +71,6 @@ class Feed:
         weight: of its gradients, relative to an even share.
         share: of the global batch; None where it is of none.
         claim: what all ranks must have understood alike; "" where there is nothing to compare.
-        is_certain: the claim comes from a tag or from the user, not from a size.
         question: finds out the weight where it is not known yet; collective, if it asks the other ranks. Asked in the
             backward pass, which all ranks make: a forward pass waits for nobody, and one rank may make it alone.
     """
@@ -79,7 +78,6 @@ class Feed:
     weight: float = 1.0
     share: BatchShare | None = None
     claim: str = ""
-    is_certain: bool = False
     question: Callable[[], Feed] | None = None
 
     def settled(self) -> Feed:
@@ -271,7 +269,7 @@ class Feeding:
 
     def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
         if share.world_size == self._world_size:
-            return Feed(share.weight, share, f"{share.global_samples} samples", is_certain=True)
+            return Feed(share.weight, share, f"{share.global_samples} samples")
         # A loader splits over other ranks than the engine averages over: the batch of these is what they hold.
         if not may_ask:
             return Feed(share=share)
@@ -279,7 +277,7 @@ class Feeding:
         def follow(of_ranks: torch.Tensor) -> Feed:
             samples = int(of_ranks.sum().item())
             weight = share.local_samples * self._world_size / samples if samples else 0.0
-            return Feed(weight, share, f"{samples} samples of these ranks", is_certain=True)
+            return Feed(weight, share, f"{samples} samples of these ranks")
 
         return self._ask(share.local_samples, follow, share)
 

@@ -5,9 +5,9 @@ A difference is an error.
 Each rank says a few words with every averaging (`Words`): its claim, what it takes the batch to be; which batches of a
 loader its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group
 of one host they lie in shared memory, and what a batch is taken to be is part of the description that the averaging
-compares anyhow: no collective more. Other groups compare by one small all_reduce what a batch is taken
-to be, and the rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived, in one of the
-next steps or when the world is left.
+compares anyhow: no collective more. Other groups compare by one small all_reduce what a batch is taken to be, and the
+rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived, in one of the next steps or
+when the world is left.
 
 All of it compares ranks with each other, so none of it can fire where ranks do the same.
 
@@ -116,14 +116,12 @@ class Words(NamedTuple):
 
     Attributes:
         claim: what it takes the batches to be, for people, and compared; "" for nothing.
-        is_certain: all of that comes from tags, none from a size.
         batches: which ones the gradients come from, see `fingerprint_of`; 0 where they are not known.
         sample: one value of one parameter, in 64 bits; 0 where it is not to be compared.
         signs: 1 if gradients came past the engine, else 0.
     """
 
     claim: str = ""
-    is_certain: bool = True
     batches: int = 0
     sample: int = _UNKNOWN
     signs: int = 0
@@ -181,7 +179,7 @@ class RankAgreement:
         self._on_cpu = [each.device.type == "cpu" and each.numel() > 0 for each in parameters]
         self._group = group
         self._device = device
-        self._claims: dict[str, bool] = {}  # of the backward passes since the last averaging: text -> is it certain
+        self._claims: set[str] = set()  # of the backward passes since the last averaging
         self._batches: set[tuple[str, int]] = set()  # that they are of, and their fingerprints
         self._has_strayed = False
         self._looks_at_strays_left = _LOOKS_AT_STRAYS
@@ -222,22 +220,21 @@ class RankAgreement:
         """Whether gradients have come since the last averaging of which it was said what they are of."""
         return bool(self._claims)
 
-    def claim(self, text: str, is_certain: bool, batch: str, batch_fingerprint: int = 0) -> None:
+    def claim(self, text: str, batch: str, batch_fingerprint: int = 0) -> None:
         """What a forward pass that gradients come from was understood to hold. Local.
 
         Args:
             text: for people, and compared.
-            is_certain: it comes from a tag, not from a size.
             batch: its name; "" if not known.
             batch_fingerprint: of the data that it is of; 0 if not known.
         """
-        self._claims[text] = is_certain
+        self._claims.add(text)
         self._batches.add((batch, batch_fingerprint))
 
     def forget_claims(self) -> None:
         """The gradients that they were of were thrown away. Local."""
         if self._claims:
-            self._claims, self._batches = {}, set()
+            self._claims, self._batches = set(), set()
 
     # ---- the exchange -----------------------------------------------------------------------------
 
@@ -249,7 +246,7 @@ class RankAgreement:
             rest = texts[_MAX_SHOWN:]
             texts[_MAX_SHOWN:] = [f"{len(rest)} more ({fingerprint(str(rest)):x})"]
         batches = 0 if ("", 0) in self._batches else fingerprint_of(self._batches)
-        words = Words(", ".join(texts), all(self._claims.values()), batches, self._sample(), signs)
+        words = Words(", ".join(texts), batches, self._sample(), signs)
         self.forget_claims()
         return words
 
@@ -265,7 +262,7 @@ class RankAgreement:
         if self._is_capturing():
             return None  # A graph repeats one step, and nobody could be told of what it finds.
         self.read_claims(_MOST_UNREAD)
-        # Also what is certain here: another rank may have copied its batch, and then knows it by its size alone.
+        # Also what a tag tells: another rank may have copied its batch, and knows it by its size alone.
         if words.claim != self._claim:
             # Made on the device: a copy from the host would wait for it.
             self._pair = torch.full((2,), fingerprint(words.claim), dtype=torch.int64, device=self._device)

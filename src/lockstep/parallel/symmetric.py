@@ -263,7 +263,7 @@ class SymmetricTransport:
         try:
             self._engine.run_steps(description, between)
         except CollectiveMismatch as error:
-            if words.claim and not words.is_certain:
+            if words.claim and not words.batches:  # known by size
                 error.args = (f"{error.args[0]} {ADVICE}", *error.args[1:])
             self._num_failed, self._failed_collective = 0, self._engine.recorder.number
             raise
