@@ -5,9 +5,16 @@ that is longer on one process. N ranks draw other numbers than one process, whic
 the rows that the ranks drew, in the places where it has their samples. A draw that cannot be put together so (one
 process permutes ten samples, two ranks five each) is its own, and said.
 
-[Note: halves] What rounding does is measured: the one process takes each step once more, with every product and sum
-over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script. What
-is computed before the samples of a step, such as the data, stays as it is: samples are known by their content.
+[Note: sums in reverse] What rounding does is measured: the one process takes each step once more, with every product
+and sum over a batch added up from its end. Whatever moves by that is rounding; whatever moves more is not determined by
+the script. What is computed before the samples of a step, such as the data, stays as it is: samples are known by their
+content.
+
+Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, and whether for a
+filler), and on one process `own_draws` (after how many batches each was), `given` (how many were replaced) and
+`unlike_draws` (name and shape of those that were not, and shapes of the ranks'). Besides, `generated`: what generators
+of the script's own drew, as a hash; and `single`: numbers of 64 bits were rounded to 32, so that what the step computes
+is no more precise.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
@@ -25,8 +33,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.settings import RANKS, REVERSED
 
-__all__ = ["PERMUTATIONS", "OperatorWatch", "join_draws", "watch_numpy_and_random"]
+__all__ = ["PERMUTATIONS", "DrawWatch"]
 
 _ATEN = torch.ops.aten
 _RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate", "expovariate")
@@ -37,32 +47,102 @@ _NO_DRAWS = {"seed", "get_state", "set_state", "spawn", "bit_generator"}
 PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
 # Numbers kept of all draws of a step; more are not given to the one process.
 _MOST_NUMBERS = 1 << 26
+_Draw = dict[str, Any]
 
 
-def join_draws(name: str, own: Tensor, drawn: list[Tensor], order: list[int] | None) -> Tensor | None:
-    """What the one process gets in place of its own draw. See [Note: draws by sample].
+class DrawWatch:
+    """Watches what this process draws. See [Note: draws by sample].
 
     Args:
-        name: of the operator.
-        own: what it has drawn itself.
-        drawn: what each rank drew, in host memory, the ranks in order.
-        order: for each of its samples, which of those of all ranks it is; None for the same order.
-
-    Returns:
-        A tensor like `own`; None where the ranks' numbers do not make one.
+        recorder: of this process.
     """
-    if all(each.shape == own.shape for each in drawn):
-        alike = all(torch.equal(each, drawn[0]) for each in drawn[1:])
-        return drawn[0].to(own.device) if alike else None
-    axis = None if name == "randperm" else _axis_of_samples(own, drawn)
-    if axis is None:
-        return None
-    joined = torch.cat(drawn, axis)
-    if order and own.size(axis) % len(order) == 0:
-        each_has = own.size(axis) // len(order)  # of each sample, such as the heads of attention
-        places = [place * each_has + number for place in order for number in range(each_has)]
-        joined = joined.index_select(axis, torch.tensor(places, device="cpu"))
-    return joined.to(own.device)
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+        self._settings = recorder.settings
+        self._drawn: list[dict[int, list[_Draw]]] = []  # of each rank, by after how many batches, in one step
+        self._drawn_in = -1
+        self._keys: dict[tuple[int, int], list[int]] = {}
+        if self._settings.is_reference and self._settings.keys_file().exists():
+            self._keys = torch.load(self._settings.keys_file(), weights_only=True)
+
+    def install(self) -> None:
+        """Watch from now on."""
+        _watch_numpy_and_random(self._see, self._note_own)
+        _Operators(self._recorder, self._see).__enter__()  # type: ignore[no-untyped-call]
+
+    def _note_own(self, name: str, value: int) -> None:
+        """A generator of the script's own has drawn: it may be of all ranks, of this one, or of a sample."""
+        if self._recorder.is_recording:
+            self._recorder.step["generated"].append((name, value))
+
+    def _see(self, name: str, values: Tensor) -> Tensor | None:
+        """The script has drawn: note it, or return what the ranks drew."""
+        if not self._recorder.is_recording:
+            return None
+        step = self._recorder.step
+        after = len(step["batches"])
+        with self._recorder.aside():
+            if self._settings.role == RANKS:
+                is_filler = bool(after and step["batches"][-1]["filler"])
+                one = {"name": name, "values": values.detach().cpu().clone(), "after": after, "filler": is_filler}
+                step["draws"].append(one)
+                return None
+            # From the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
+            place = step["own_draws"].count(after)
+            step["own_draws"].append(after)
+            drawn = [each[after][place] for each in self._of_ranks() if place < len(each[after])]
+            joined = self._joined(name, values, drawn)
+            if joined is None:
+                shapes = [list(each["values"].shape) for each in drawn]
+                step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
+            else:
+                step["given"] += not torch.equal(joined, values)
+            return joined
+
+    def _of_ranks(self) -> list[dict[int, list[_Draw]]]:
+        number = len(self._recorder.steps)
+        if self._drawn_in != number:
+            files = [self._settings.draws_file(number, rank) for rank in range(self._settings.world_size)]
+            self._drawn, self._drawn_in = [], number
+            for file in files if all(file.exists() for file in files) else ():
+                self._drawn.append(defaultdict(list))
+                for each in torch.load(file, weights_only=True, map_location="cpu"):
+                    self._drawn[-1][each["after"]].append(each)
+        return self._drawn
+
+    def _joined(self, name: str, own: Tensor, drawn: list[_Draw]) -> Tensor | None:
+        """What the one process gets in place of its own draw; None where the ranks' numbers do not make one."""
+        if len(drawn) != self._settings.world_size or any(each["name"] != name for each in drawn):
+            return None
+        parts = [each["values"] for each in drawn if not each["filler"]] or [each["values"] for each in drawn]
+        if all(each.shape == own.shape for each in parts):
+            alike = all(torch.equal(each, parts[0]) for each in parts[1:])
+            return parts[0].to(own.device) if alike else None
+        axis = None if name == "randperm" else _axis_of_samples(own, parts)
+        if axis is None:
+            return None
+        joined, order = torch.cat(parts, axis), self._order_of_ranks()
+        if order and own.size(axis) % len(order) == 0:
+            each_has = own.size(axis) // len(order)  # of each sample, such as the heads of attention
+            places = [place * each_has + number for place in order for number in range(each_has)]
+            joined = joined.index_select(axis, torch.tensor(places, device="cpu"))
+        return joined.to(own.device)
+
+    def _order_of_ranks(self) -> list[int]:
+        """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
+        # That of an earlier step, where several steps are made of one batch.
+        steps = [*self._recorder.steps, self._recorder.step]
+        number = next((number for number in reversed(range(len(steps))) if steps[number]["batches"]), None)
+        if number is None:
+            return []
+        batches = steps[number]["batches"]
+        parts = self._keys.get((number, len(batches) - 1), [])
+        places: dict[int, list[int]] = {}
+        for place, key in enumerate(parts):
+            places.setdefault(key, []).append(place)
+        order = [places[key].pop(0) for key, _ in batches[-1]["keys"] if places.get(key)]
+        return order if len(order) == len(parts) else []
 
 
 def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:
@@ -74,27 +154,24 @@ def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:
     return apart[0] if fits else None
 
 
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+# ---- operators of torch ------------------------------------------------------------------------------
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of this thread.
 
     Args:
-        on_draw: called with the operator's name and what it drew; returns what to take instead, or None.
-        on_single: called when numbers of 64 bits are rounded to 32.
-        cuts: whether to cut a product or sum in two now; see [Note: halves].
+        recorder: of this process.
+        see: called with the operator's name and what it drew; returns what to take instead, or None.
     """
 
     supports_higher_order_operators = True  # such as flex_attention
 
-    def __init__(
-        self,
-        on_draw: Callable[[str, Tensor], Tensor | None],
-        on_single: Callable[[], None],
-        cuts: Callable[[], bool],
-    ) -> None:
+    def __init__(self, recorder: StepRecorder, see: Callable[[str, Tensor], Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_draw = on_draw
-        self._on_single = on_single
-        self._cuts = cuts
+        self._recorder = recorder
+        self._see = see
+        self._reverses = recorder.settings.role == REVERSED
         self._draws: dict[Any, bool] = {}
         self._thread = threading.get_ident()
 
@@ -103,12 +180,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        cut = _CUTS.get(func) if self._cuts() else None
-        result = None if cut is None else cut(*args, **kwargs)
-        if result is None:
-            result = func(*args, **kwargs)
+        reverse = _REVERSED.get(func) if self._reverses and self._recorder.is_computing else None
+        result = func(*args, **kwargs) if reverse is None else reverse(*args, **kwargs)
         if func is _ATEN._to_copy.default and (args[0].dtype, result.dtype) == (torch.float64, torch.float32):
-            self._on_single()
+            self._recorder.step["single"] |= self._recorder.is_recording
         draws = self._draws.get(func)
         if draws is None:
             draws = self._draws[func] = torch.Tag.nondeterministic_seeded in func.tags
@@ -116,41 +191,67 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _noted(self, func: Any, args: Any, result: Any) -> Any:
         if func is _ATEN.native_dropout.default:
-            mask = self._on_draw("native_dropout", result[1])
+            mask = self._see("native_dropout", result[1])
             if mask is None:
                 return result
             return args[0] * mask * (0.0 if args[1] >= 1 else 1 / (1 - args[1])), mask
         if not isinstance(result, Tensor) or result.numel() > _MOST_NUMBERS:
             return result
         name = func._schema.name.removeprefix("aten::").rstrip("_")
-        other = self._on_draw(name, result)
+        other = self._see(name, result)
         return result if other is None else result.copy_(other)
 
 
-def watch_numpy_and_random(
-    on_draw: Callable[[str, Tensor], Tensor | None], on_own_draw: Callable[[str, int], None]
+# [Note: sums in reverse]: in whole numbers, and of one number, that is the same to the last bit.
+
+
+def _sum(tensor: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    reversed_numbers = tensor.flip(dim or list(range(tensor.ndim)))
+    return _ATEN.sum.dim_IntList(reversed_numbers, dim, *args, **kwargs)
+
+
+def _convolution_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> Any:
+    of_inputs, *others = _ATEN.convolution_backward(gradient.flip(0), tensor.flip(0), *rest)
+    return None if of_inputs is None else of_inputs.flip(0), *others
+
+
+_REVERSED: dict[Any, Callable[..., Any]] = {
+    _ATEN.mm.default: lambda a, b: _ATEN.mm(a.flip(1), b.flip(0)),
+    _ATEN.addmm.default: lambda bias, a, b, **factors: _ATEN.addmm(bias, a.flip(1), b.flip(0), **factors),
+    _ATEN.bmm.default: lambda a, b: _ATEN.bmm(a.flip(2), b.flip(1)),
+    _ATEN.sum.dim_IntList: _sum,
+    _ATEN.sum.default: _sum,
+    _ATEN.convolution_backward.default: _convolution_backward,
+}
+
+
+# ---- numpy and random --------------------------------------------------------------------------------
+
+
+def _watch_numpy_and_random(
+    see_draw: Callable[[str, Tensor], Tensor | None], see_own: Callable[[str, int], None]
 ) -> None:
     """See what numpy and `random` draw in this thread, from now on.
 
     Args:
-        on_draw: as that of `OperatorWatch`.
-        on_own_draw: called with a method of a `random.Random` that the script has made, and a hash of what it drew.
+        see_draw: called with a function and what it drew; returns what to take instead, or None.
+        see_own: called with a method of a `random.Random` that the script has made, and a hash of what it drew.
     """
     thread, depth = threading.get_ident(), [0]
 
     def give(place: str, drawn: Any, result: Any) -> Any:
         values = np.asarray(result)
-        other = on_draw(place, torch.from_numpy(values)) if values.dtype.kind in "iuf" else None
+        other = see_draw(place, torch.from_numpy(values)) if values.dtype.kind in "iuf" else None
         if other is None:
             return result
         return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
 
     def pick(place: str, drawn: Any, result: Any) -> Any:
-        on_draw(place, torch.tensor(crc32(repr(drawn).encode()), device="cpu"))
+        see_draw(place, torch.tensor(crc32(repr(drawn).encode()), device="cpu"))
         return result
 
     def note(place: str, drawn: Any, result: Any) -> Any:
-        on_own_draw(place, crc32(repr(drawn).encode()))
+        see_own(place, crc32(repr(drawn).encode()))
         return result
 
     def watch(owner: Any, names: Iterable[str], see: Callable[[str, Any, Any], Any]) -> None:
@@ -187,52 +288,3 @@ def _subclass(kind: Any) -> Any:
     """One whose methods can be replaced, and of which all others are instances, too."""
     meta = type("Kind", (type(kind),), {"__instancecheck__": lambda _, value: isinstance(value, kind)})
     return meta(kind.__name__, (kind,), {})
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor | None:
-    half = a.size(1) // 2
-    return None if half == 0 else _ATEN.mm(a[:, :half], b[:half]) + _ATEN.mm(a[:, half:], b[half:])
-
-
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
-    product = _mm(a, b) if beta == alpha == 1 else None
-    return None if product is None else bias + product
-
-
-def _bmm(a: Tensor, b: Tensor) -> Tensor | None:
-    half = a.size(2) // 2
-    return None if half == 0 else _ATEN.bmm(a[..., :half], b[:, :half]) + _ATEN.bmm(a[..., half:], b[:, half:])
-
-
-def _sum(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor | None:
-    reduced = range(tensor.ndim) if not dim else [each % max(tensor.ndim, 1) for each in dim]
-    place = next((each for each in reduced if tensor.size(each) > 1), None)
-    if place is None or not tensor.is_floating_point():
-        return None
-    parts = torch.tensor_split(tensor, 2, place)
-    first, second = (_ATEN.sum.dim_IntList(each, dim, keepdim, dtype=dtype) for each in parts)
-    total: Tensor = first + second
-    return total
-
-
-def _sum_all(tensor: Tensor, *, dtype: Any = None) -> Tensor | None:
-    return _sum(tensor, list(range(tensor.ndim)), dtype=dtype)
-
-
-def _convolution_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> Any:
-    if gradient.size(0) < 2:
-        return None
-    halves = zip(torch.tensor_split(gradient, 2), torch.tensor_split(tensor, 2), strict=True)
-    first, second = (_ATEN.convolution_backward(*each, *rest) for each in halves)
-    of_inputs = None if first[0] is None else torch.cat([first[0], second[0]])
-    return of_inputs, *(None if a is None else a + b for a, b in zip(first[1:], second[1:], strict=True))
-
-
-_CUTS: dict[Any, Callable[..., Any]] = {
-    _ATEN.mm.default: _mm,
-    _ATEN.addmm.default: _addmm,
-    _ATEN.bmm.default: _bmm,
-    _ATEN.sum.dim_IntList: _sum,
-    _ATEN.sum.default: _sum_all,
-    _ATEN.convolution_backward.default: _convolution_backward,
-}

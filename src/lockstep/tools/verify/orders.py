@@ -10,26 +10,22 @@ so that it is found.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from lockstep.tools.verify.step import Runs
 
 __all__ = ["OF_RANK_0", "Orders", "evaluation_of_first", "order_of_ranks"]
 
 # In the place of a pass: those in which Lockstep's loaders hand out what is rank 0's.
 OF_RANK_0 = -1
 
-Facts = Mapping[str, Any]
 Orders = dict[int, list[list[int]]]
 
 
-def order_of_ranks(ranks: Sequence[Facts]) -> Orders:
-    """For each pass that trains, by its number, the indices of each batch of all ranks; without passes that have none.
-
-    Args:
-        ranks: the facts of each rank.
-    """
+def order_of_ranks(runs: Runs) -> Orders:
+    """For each pass that trains, by its number, the indices of each batch of all ranks; no pass that has none."""
     found = {}
-    for number, passes in enumerate(zip(*(each["passes"] for each in ranks), strict=False)):
+    for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
         joined = _joined([one["asked"] for one in passes]) if passes[0]["trains"] else None
         if joined:
             found[number] = joined
@@ -53,19 +49,15 @@ def _joined(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] | No
     return batches
 
 
-def evaluation_of_first(ranks: Sequence[Facts], one: Facts) -> Orders:
-    """For each pass that evaluates, the batches of rank 0 alone, where one process has others.
-
-    Args:
-        ranks: the facts of each rank.
-        one: those of one process.
-    """
-    pairs = enumerate(zip(ranks[0]["passes"], one["passes"], strict=False))
-    passes = {number: (first, own) for number, (first, own) in pairs if not first["trains"]}
-    found = {
-        number: first["asked"]
-        for number, (first, own) in passes.items()
-        if first["asked"] and None not in first["asked"] and first["asked"] != own["asked"]
-    }
-    loaders = ranks[0]["loaders"]
-    return {**found, OF_RANK_0: [[number for number, (first, _) in passes.items() if loaders[first["loader"]]["own"]]]}
+def evaluation_of_first(runs: Runs) -> Orders:
+    """For each pass that evaluates, the batches of rank 0 alone, where one process has others."""
+    facts = runs.ranks[0]["facts"]
+    found, of_own_loaders = dict[int, list[list[int]]](), list[int]()
+    for number, (first, own) in enumerate(zip(facts["passes"], runs.one["facts"]["passes"], strict=False)):
+        if first["trains"]:
+            continue
+        if first["asked"] and None not in first["asked"] and first["asked"] != own["asked"]:
+            found[number] = first["asked"]
+        if facts["loaders"][first["loader"]]["own"]:
+            of_own_loaders.append(number)
+    return {**found, OF_RANK_0: [of_own_loaders]}

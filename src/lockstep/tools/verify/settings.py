@@ -9,10 +9,10 @@ from pathlib import Path
 from lockstep import env
 from lockstep.tools.shared import read_settings
 
-__all__ = ["HALVES", "ONE", "RANKS", "Verification", "VerifySettings"]
+__all__ = ["ONE", "RANKS", "REVERSED", "Verification", "VerifySettings"]
 
 # The three roles that a run of the script may have.
-RANKS, ONE, HALVES = "ranks", "one", "halves"
+RANKS, ONE, REVERSED = "ranks", "one", "reversed"
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class VerifySettings:
     """One run of the script.
 
     Attributes:
-        role: `RANKS`, the run on N ranks; `ONE`, one process that starts each step from what the ranks had; `HALVES`,
-            the same once more, with every sum over a batch added up in two halves.
+        role: `RANKS`, the run on N ranks; `ONE`, one process that starts each step from what the ranks had; `REVERSED`,
+            the same once more, with every sum over a batch added up from its end.
         world_size: N.
         steps: optimizer steps to record.
         folder: where records and states are written, and the ranks' are found.
