@@ -37,8 +37,10 @@ def _joined(values: Iterable[Any]) -> str:
     return ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value).lower() for value in values)
 
 
-def _names(names: Sequence[str], most: int = 3) -> str:
-    plain = [name.split(":", 1)[-1] or "?" for name in names]
+def _names(step: StepOfJob, names: Iterable[str | int], most: int = 3) -> str:
+    """Of buffers, or of parameters that are known by their places."""
+    known = dict(enumerate(step.one["names"]))
+    plain = [name.split(":", 1)[-1] if isinstance(name, str) else known.get(name) or "?" for name in names]
     more = f" and {len(plain) - most} more" if len(plain) > most else ""
     return ", ".join(plain[:most]) + more
 
@@ -222,17 +224,18 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
         return None
     measured = (
         f"the gradients of {len(between.names)} of {between.count} parameters differ between the ranks when "
-        f"{first['kind']} takes them, by up to {between.worst:.1e} ({_names(between.names)})"
+        f"{first['kind']} takes them, by up to {between.worst:.1e} ({_names(step, between.names)})"
     )
-    others = (each["after"] for each in step.ranks[1:])
-    if first["after"] and not any(measure_values(first["after"], each, step.precision).names for each in others):
+    left, *others = (parameters_of(each, "after") for each in step.ranks)
+    is_left = any(each is not None for each in first["after"])
+    if is_left and not any(measure_values(left, each, step.precision).names for each in others):
         drawn = f"; {describe_draws(step.one['unlike_draws'])}" if step.one["unlike_draws"] else ""
         return step.found("gradients", "changed", f"{measured}, and did not after backward(){drawn}")
     if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)
-    outside = [name for name in between.names if not first["held"][int(name.split(":", 1)[0])]]
+    outside = [name for name in between.names if not first["held"][name]]
     if outside:  # and others, where an engine waits for what the script has put another module for
-        return step.found("gradients", "unwrapped part", measured, names=_names(outside))
+        return step.found("gradients", "unwrapped part", measured, names=_names(step, outside))
     if not any(first["engine_calls"]):
         return step.found("gradients", "inner-model", measured)
     is_part = len(between.names) < between.count or _is_averaged_in_part(step)
@@ -257,7 +260,7 @@ def read_ranks(step: StepOfJob) -> Difference | None:
         if found.names:
             measured = (
                 f"{len(found.names)} of {found.count} parameters of rank {rank} are not those of rank 0 "
-                f"({_names(found.names)}), by up to {found.worst:.1e}"
+                f"({_names(step, found.names)}), by up to {found.worst:.1e}"
             )
             return _ranks_differ(step, measured)
     return None
@@ -312,18 +315,18 @@ def read_parameters(step: StepOfJob) -> Difference | None:
         if wrong:
             measured = (
                 f"{len(wrong)} of {len(step.one['names'])} parameters{f' of rank {rank}' if rank else ''} differ after "
-                f"the step ({_names([*wrong])}), by up to {max(wrong.values()):.1e} of what it moved them"
+                f"the step ({_names(step, wrong)}), by up to {max(wrong.values()):.1e} of what it moved them"
             )
             return step.found("parameters", "optimizer", measured, kind=ranks["kind"])
     return None
 
 
-def _stepped_apart(step: StepOfJob, ranks: Record) -> dict[str, float]:
+def _stepped_apart(step: StepOfJob, ranks: Record) -> dict[int, float]:
     """Parameters of a rank that are not those of one process, and by how much of what the step moved them."""
     own, theirs = (parameters_of(each, "end") for each in (step.one, ranks))
     begin = parameters_of(step.one, "begin")
     again = own if step.again is None else parameters_of(step.again, "end")
-    wrong, unsure = dict[str, float](), _rounded_only(step, ranks)
+    wrong, unsure = dict[int, float](), _rounded_only(step, ranks)
     for name, value in own.items():
         other = theirs.get(name)
         if other is None or other.shape != value.shape or name in unsure:
@@ -336,7 +339,7 @@ def _stepped_apart(step: StepOfJob, ranks: Record) -> dict[str, float]:
     return wrong
 
 
-def _rounded_only(step: StepOfJob, ranks: Record) -> set[str]:
+def _rounded_only(step: StepOfJob, ranks: Record) -> set[int]:
     """Parameters whose gradients are rounding alone, and another one: optimizers that normalize make steps of it."""
     own, theirs = (parameters_of(each, "used") for each in (step.one, ranks))
     sizes = {name: float(each.abs().max()) for name, each in own.items() if each is not None}
@@ -358,5 +361,7 @@ def read_buffers(step: StepOfJob) -> Difference | None:
     found = measure_values(a, b, step.precision, noise)
     if not found.names:
         return None
-    measured = f"{len(found.names)} of {len(own)} buffers differ after the step ({_names(found.names)}), by up to "
+    measured = (
+        f"{len(found.names)} of {len(own)} buffers differ after the step ({_names(step, found.names)}), by up to "
+    )
     return step.found("buffers", "buffers", f"{measured}{found.worst:.1e}")

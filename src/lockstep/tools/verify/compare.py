@@ -39,8 +39,8 @@ _ROUNDINGS = 4.0
 # What may be left of a gradient that a fit explains, however much rounding does.
 MOST_REST = 1e-3
 
-# By name; None for a gradient that is not there.
-Tensors = Mapping[str, Tensor | None]
+# By name, or by place; None for a gradient that is not there.
+Tensors = Mapping[Any, Tensor | None]
 
 
 def limit_of(noise: float, precision: float) -> float:
@@ -72,7 +72,7 @@ def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     return 0.0 if difference <= least or scale == 0.0 else difference / scale
 
 
-def distances(a: Tensors, b: Tensors, least: float = 0.0) -> dict[str, float]:
+def distances(a: Tensors, b: Tensors, least: float = 0.0) -> dict[Any, float]:
     """Relative difference of each tensor; one that only one side has counts as zeros on the other."""
     found = {}
     for name in {**a, **b}:
@@ -95,22 +95,14 @@ class Values:
     """
 
     worst: float = 0.0
-    names: tuple[str, ...] = ()
+    names: tuple[Any, ...] = ()
     count: int = 0
 
 
 def measure_values(
-    a: Tensors, b: Tensors, precision: float, noise: Mapping[str, float] | None = None, least: float = 0.0
+    a: Tensors, b: Tensors, precision: float, noise: Mapping[Any, float] | None = None, least: float = 0.0
 ) -> Values:
-    """Compare tensors by name.
-
-    Args:
-        a: some.
-        b: the same of another process.
-        precision: of the arithmetic.
-        noise: what rounding does to each.
-        least: numbers up to this are none.
-    """
+    """Compare tensors by name: `noise` is what rounding does to each; differences up to `least` are none."""
     found, noise = distances(a, b, least), noise or {}
     wrong = [name for name, value in found.items() if far(value, limit_of(noise.get(name, 0.0), precision))]
     wrong.sort(key=lambda name: -found[name])
@@ -144,13 +136,7 @@ class Fit:
 
 
 def fit_ranks(target: Tensor, parts: Sequence[Tensor], rounding: float = MOST_REST) -> Fit:
-    """Least squares; of ranks that computed the same each gets the same factor.
-
-    Args:
-        target: the gradient, flat.
-        parts: what each rank computed.
-        rounding: what may be left.
-    """
+    """Least squares, of flat gradients; of ranks that computed the same each gets the same factor."""
     size = float(target.norm())
     if not parts or size == 0.0 or not bool(torch.isfinite(target).all()):
         return Fit((), 0.0 if size == 0.0 else float("inf"), rounding)

@@ -11,18 +11,18 @@ the script. What is computed before the samples of a step, such as the data, sta
 content.
 
 Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, and whether for a
-filler), and on one process `own_draws` (after how many batches each was), `given` (how many were replaced) and
-`unlike_draws` (name and shape of those that were not, and shapes of the ranks'). Besides, `generated`: what generators
-of the script's own drew, as a hash; and `single`: numbers of 64 bits were rounded to 32, so that what the step computes
-is no more precise.
+filler; beside it the samples of the step), and on one process `own_draws` (after how many batches each was), `given`
+(how many were replaced) and `unlike_draws` (name and shape of those that were not, and shapes of the ranks'). Besides,
+`generated`: what generators of the script's own drew, as a hash; and `single`: numbers of 64 bits were rounded to 32,
+so that what the step computes is no more precise.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
@@ -60,11 +60,9 @@ class DrawWatch:
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self._settings = recorder.settings
-        self._drawn: list[dict[int, list[_Draw]]] = []  # of each rank, by after how many batches, in one step
-        self._drawn_in = -1
-        self._keys: dict[tuple[int, int], list[int]] = {}
-        if self._settings.is_reference and self._settings.keys_file().exists():
-            self._keys = torch.load(self._settings.keys_file(), weights_only=True)
+        # By number of a step: what each rank left of it; and the samples of all ranks, batch by batch.
+        self._files: dict[int, list[Any]] = {}
+        self._keys: dict[int, list[list[int]]] = {}
 
     def install(self) -> None:
         """Watch from now on."""
@@ -91,7 +89,11 @@ class DrawWatch:
             # From the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
             place = step["own_draws"].count(after)
             step["own_draws"].append(after)
-            drawn = [each[after][place] for each in self._of_ranks() if place < len(each[after])]
+            every = [
+                [draw for draw in rank["draws"] if draw["after"] == after]
+                for rank in self._of_ranks(len(self._recorder.steps))
+            ]
+            drawn = [draws[place] for draws in every if place < len(draws)]
             joined = self._joined(name, values, drawn)
             if joined is None:
                 shapes = [list(each["values"].shape) for each in drawn]
@@ -100,16 +102,16 @@ class DrawWatch:
                 step["given"] += not torch.equal(joined, values)
             return joined
 
-    def _of_ranks(self) -> list[dict[int, list[_Draw]]]:
-        number = len(self._recorder.steps)
-        if self._drawn_in != number:
-            files = [self._settings.draws_file(number, rank) for rank in range(self._settings.world_size)]
-            self._drawn, self._drawn_in = [], number
-            for file in files if all(file.exists() for file in files) else ():
-                self._drawn.append(defaultdict(list))
-                for each in torch.load(file, weights_only=True, map_location="cpu"):
-                    self._drawn[-1][each["after"]].append(each)
-        return self._drawn
+    def _of_ranks(self, number: int) -> list[Any]:
+        """What each rank left of a step."""
+        if number not in self._files:
+            files = [self._settings.file("draws", number, rank) for rank in range(self._settings.world_size)]
+            found = [torch.load(file, weights_only=True, map_location="cpu") for file in files if file.exists()]
+            found = found if len(found) == len(files) else []
+            self._files = {number: found}  # the last one only: these may be large
+            batches = itertools.zip_longest(*(each["keys"] for each in found), fillvalue=[])
+            self._keys[number] = [[key for part in parts for key in part] for parts in batches]
+        return self._files[number]
 
     def _joined(self, name: str, own: Tensor, drawn: list[_Draw]) -> Tensor | None:
         """What the one process gets in place of its own draw; None where the ranks' numbers do not make one."""
@@ -136,8 +138,10 @@ class DrawWatch:
         number = next((number for number in reversed(range(len(steps))) if steps[number]["batches"]), None)
         if number is None:
             return []
-        batches = steps[number]["batches"]
-        parts = self._keys.get((number, len(batches) - 1), [])
+        if number not in self._keys:
+            self._of_ranks(number)
+        batches, theirs = steps[number]["batches"], self._keys[number]
+        parts = theirs[len(batches) - 1] if len(batches) <= len(theirs) else []
         places: dict[int, list[int]] = {}
         for place, key in enumerate(parts):
             places.setdefault(key, []).append(place)

@@ -96,7 +96,7 @@ def _measured(step: StepOfJob) -> str:
 def _given(step: StepOfJob) -> list[float]:
     """How much averaging makes each rank's loss count: by samples in Lockstep's engine, else one of N."""
     weighs = any(each["own"] for each in step.facts["engines"])
-    return [weight if weighs else 1 / len(step.ranks) for weight in step.losses.weights]
+    return step.losses.weights if weighs else [1 / len(step.ranks)] * len(step.losses.weights)
 
 
 def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] | None:

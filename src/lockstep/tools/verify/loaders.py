@@ -26,9 +26,9 @@ import lockstep
 from lockstep.data.iteration import EpochIterator
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
-from lockstep.tools.verify.orders import OF_RANK_0, Orders
 from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder
 from lockstep.tools.verify.rows import is_time_first, sample_keys, samples_first
+from lockstep.tools.verify.settings import OF_RANK_0, Orders
 from lockstep.tree import tensors_in
 
 __all__ = ["LoaderWatch"]
@@ -73,7 +73,7 @@ class LoaderWatch:
         self._trains: set[int] = set()
         self._iterators: dict[int, weakref.ref[Any]] = {}  # by number of the pass
         self._depth = 0
-        orders = recorder.settings.orders_file()
+        orders = recorder.settings.file("orders")
         is_given = recorder.settings.is_reference and orders.exists()
         self._orders: Orders = torch.load(orders, weights_only=True) if is_given else {}
 

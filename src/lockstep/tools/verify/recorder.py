@@ -25,7 +25,7 @@ from torch import nn
 
 from lockstep.frames import is_library_file, library_folders
 from lockstep.tools.verify.settings import RANKS, VerifySettings
-from lockstep.tools.verify.state import dump_state, load_state, others_than
+from lockstep.tools.verify.state import dump_state, load_state, others_than, write_at_once
 
 __all__ = ["FEW_BATCHES", "StepRecorder", "is_of_library", "line_of_script"]
 
@@ -43,7 +43,7 @@ _LONGEST_WAIT = 32
 
 def _empty_step() -> dict[str, Any]:
     parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws", "generated")
-    return {part: [] for part in parts} | {"lines": {}, "after": {}, "rounded": 0.0, "single": False, "given": 0}
+    return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0, "single": False, "given": 0}
 
 
 def line_of_script() -> str:
@@ -143,7 +143,7 @@ class StepRecorder:
             self._exchange_state(0)
 
     def _exchange_state(self, step: int) -> None:
-        path = self.settings.state_file(step)
+        path = self.settings.file("state", step)
         with torch.no_grad(), self.aside():
             if self.settings.is_reference:
                 if step == 0:
@@ -156,7 +156,9 @@ class StepRecorder:
         """After a step of an optimizer."""
         self.steps.append(self.step)
         if self.settings.role == RANKS:
-            torch.save(self.step.pop("draws"), self.settings.draws_file(len(self.steps) - 1, self.rank))
+            keys = [[] if each["filler"] else [key for key, _ in each["keys"]] for each in self.step["batches"]]
+            drawn = {"draws": self.step.pop("draws"), "keys": keys}
+            torch.save(drawn, self.settings.file("draws", len(self.steps) - 1, self.rank))
         self.step = _empty_step()
         self._exchange_state(len(self.steps))
         over = len(self.steps) - self.until
@@ -178,7 +180,7 @@ class StepRecorder:
         """Whether epochs of so many batches are trained to their ends. See [Note: when it ends]."""
         per_batch_s = (time.monotonic() - self._began_at) / max(1, len(self.steps))
         is_short = batches <= FEW_BATCHES and batches * per_batch_s < _EPOCHS_S
-        size = self.settings.state_file(len(self.steps)).stat().st_size if self.rank == 0 else 0
+        size = self.settings.file("state", len(self.steps)).stat().st_size if self.rank == 0 else 0
         goes = self._of_rank_0(1, is_short and size * batches * _MOST_EPOCHS < _MOST_BYTES)
         self.until = sys.maxsize if goes else max(self.until, len(self.steps))
         return bool(goes)
@@ -199,7 +201,7 @@ class StepRecorder:
 
     def _of_rank_0(self, epoch: int, goes_on: bool) -> bool | None:
         """What rank 0 says, for all ranks and for one process; None where it said nothing."""
-        goes, stops = (self.settings.epoch_file(epoch, word) for word in ("goes", "stops"))
+        goes, stops = (self.settings.file("epoch", epoch, word) for word in ("goes", "stops"))
         if self.settings.role == RANKS and self.rank == 0:
             (goes if goes_on else stops).touch()
         limit = time.monotonic() + (_END_S if self.settings.role == RANKS else 0.0)
@@ -234,11 +236,9 @@ class StepRecorder:
         if self._is_written:
             return
         self._is_written = True
-        path = self.settings.record_file(self.rank)
-        draft = path.with_suffix(".tmp")
         with self.aside():
-            torch.save({"steps": self.steps, "facts": self.facts}, draft)
-        os.replace(draft, path)
+            path = self.settings.file("record", self.settings.role, self.rank)
+            write_at_once(path, {"steps": self.steps, "facts": self.facts})
 
     def end(self, why: str = "") -> None:
         """Write, wait for the other ranks to come as far, and end the process with exit code 0.
@@ -248,7 +248,7 @@ class StepRecorder:
         """
         self.facts["end"] = why
         self.write()
-        files = [self.settings.record_file(rank) for rank in range(self.settings.world_size)]
+        files = [self.settings.file("record", RANKS, rank) for rank in range(self.settings.world_size)]
         limit = time.monotonic() + _END_S
         while self.settings.role == RANKS and time.monotonic() < limit and not all(each.exists() for each in files):
             time.sleep(0.01)

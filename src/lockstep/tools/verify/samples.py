@@ -25,7 +25,6 @@ __all__ = [
     "contents",
     "have_same_indices",
     "measure_calls",
-    "measure_samples",
     "rows_of",
 ]
 
@@ -54,9 +53,8 @@ def rows_of(step: Record) -> int:
 # ---- samples -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Samples:
-    """Which samples a step was made of.
+    """Which samples a step was made of, by content, whatever their order.
 
     Attributes:
         one: how many one process had.
@@ -69,14 +67,25 @@ class Samples:
         by_index: the content of their batches is not to be compared, and their indices are the same.
     """
 
-    one: int
-    ranks: tuple[int, ...]
-    missing: int
-    extra: int
-    repeated: int
-    padded: int
-    is_alike: bool
-    by_index: bool = False
+    def __init__(self, ranks: Sequence[Record], one: Record) -> None:
+        exact, own = [_keys(step) for step in ranks], _keys(one)
+        total: Counter[int] = sum(exact, Counter())
+        missing, extra = own - total, total - own
+        # The tensors of such batches hold parts of samples, and do not say where one begins.
+        joins = all(batch["joins"] for batch in batches_of(one, *ranks))
+        self.padded, self.by_index = 0, bool(missing or extra) and joins and have_same_indices(ranks, one)
+        if self.by_index:
+            missing, extra = Counter(), Counter()
+        elif missing or extra:
+            unpadded: Counter[int] = sum((_keys(step, 1) for step in ranks), Counter())
+            rest, more = _keys(one, 1) - unpadded, unpadded - _keys(one, 1)
+            if rest.total() + more.total() < missing.total() + extra.total():
+                self.padded = missing.total() - rest.total()
+                missing, extra, total = rest, more, unpadded
+        self.one, self.ranks = own.total(), [each.total() for each in exact]
+        self.missing, self.extra = missing.total(), extra.total()
+        self.repeated = sum(count for key, count in extra.items() if total[key] > 1)
+        self.is_alike = len(ranks) > 1 and bool(exact[0]) and all(each == exact[0] for each in exact[1:])
 
     @property
     def differ(self) -> bool:
@@ -86,34 +95,6 @@ class Samples:
 
 def _keys(step: Record, which: int = 0) -> Counter[int]:
     return Counter(key[which] for batch in batches_of(step) for key in batch["keys"])
-
-
-def measure_samples(ranks: Sequence[Record], one: Record) -> Samples:
-    """Compare samples by content, whatever their order."""
-    exact, own = [_keys(step) for step in ranks], _keys(one)
-    total: Counter[int] = sum(exact, Counter())
-    missing, extra = own - total, total - own
-    # The tensors of such batches hold parts of samples, and do not say where one begins.
-    joins = all(batch["joins"] for batch in batches_of(one, *ranks))
-    padded, by_index = 0, bool(missing or extra) and joins and have_same_indices(ranks, one)
-    if by_index:
-        missing, extra = Counter(), Counter()
-    elif missing or extra:
-        unpadded: Counter[int] = sum((_keys(step, 1) for step in ranks), Counter())
-        rest, more = _keys(one, 1) - unpadded, unpadded - _keys(one, 1)
-        if rest.total() + more.total() < missing.total() + extra.total():
-            padded = missing.total() - rest.total()
-            missing, extra, total = rest, more, unpadded
-    return Samples(
-        one=own.total(),
-        ranks=tuple(each.total() for each in exact),
-        missing=missing.total(),
-        extra=extra.total(),
-        repeated=sum(count for key, count in extra.items() if total[key] > 1),
-        padded=padded,
-        is_alike=len(ranks) > 1 and bool(exact[0]) and all(each == exact[0] for each in exact[1:]),
-        by_index=by_index,
-    )
 
 
 def have_same_indices(ranks: Sequence[Record], one: Record) -> bool:
@@ -170,11 +151,7 @@ class Calls:
 def measure_calls(ranks: Sequence[Record], one: Record, limit: float, padded: bool = False) -> Calls:
     """Compare forward passes one after the other, rows by what is in them; the first that differs is told.
 
-    Args:
-        ranks: the step on each rank.
-        one: the same of one process.
-        limit: what rounding makes.
-        padded: samples are padded to other lengths, so that inputs differ, and outputs of one shape should not.
+    Of samples that are `padded` to other lengths, inputs differ, and outputs of one shape should not.
     """
     each, told = [calls_of(step) for step in ranks], Calls()
     for number, call in enumerate(calls_of(one)):
@@ -189,14 +166,17 @@ def measure_calls(ranks: Sequence[Record], one: Record, limit: float, padded: bo
 def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bool) -> Calls:
     exact, by_sample, rest = _match(one, ranks)
     near = _near(one, ranks, rest, limit)
-    foreign = max(0, _count_foreign(one, ranks) - len(near))
+    # Rows of ranks of which one process has neither the content nor the sample.
+    known = {*one["keys"], *(one["samples"] or ())}
+    pairs = (pair for call in ranks for pair in zip(call["keys"], call["samples"] or call["keys"], strict=True))
+    foreign = max(0, sum(map(known.isdisjoint, pairs)) - len(near))
     inputs = 0.0 if padded else _rows_differ(one, ranks, "inputs", by_sample)
-    known = [*exact, *near, *(() if far(inputs, limit) else by_sample)]
+    paired = [*exact, *near, *(() if far(inputs, limit) else by_sample)]
     # Outputs for samples that are padded to other lengths may have other lengths, too, which are not compared.
-    alike = [pair for pair in known if not padded or ranks[pair[1]]["widths"] == one["widths"]]
+    alike = [pair for pair in paired if not padded or ranks[pair[1]]["widths"] == one["widths"]]
     outputs = _outputs_differ(one, ranks, alike)
     is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
-    culprit = _culprit(one, ranks, known, limit) if is_unseen or far(outputs, limit) else ("", "")
+    culprit = _culprit(one, ranks, paired, limit) if is_unseen or far(outputs, limit) else ("", "")
     held = [each["parameters"] for each in ranks if each["parameters"].shape == one["parameters"].shape]
     return Calls(
         rows=one["count"],
@@ -229,13 +209,6 @@ def _match(one: Record, ranks: Sequence[Record]) -> tuple[list[_Pair], list[_Pai
         else:
             rest.append(row)
     return exact, by_sample, rest
-
-
-def _count_foreign(one: Record, ranks: Sequence[Record]) -> int:
-    """Rows of ranks of which one process has neither the content nor the sample."""
-    known = {*one["keys"], *(one["samples"] or ())}
-    pairs = (pair for call in ranks for pair in zip(call["keys"], call["samples"] or call["keys"], strict=True))
-    return sum(known.isdisjoint(pair) for pair in pairs)
 
 
 def _near(one: Record, ranks: Sequence[Record], rows: Sequence[int], limit: float) -> list[_Pair]:

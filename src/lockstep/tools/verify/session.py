@@ -1,10 +1,18 @@
-"""The runs of a script for one number of ranks, and what they say together."""
+"""The runs of a script for one number of ranks, and what they say together.
+
+[Note: orders that are given] Some libraries draw the order of an epoch otherwise on one process than on several, as
+Accelerate does, and Trainers that put in a sampler which splits. One process then trains on other samples in each step,
+which is no mistake where the ranks' parts are parts of one order, so that no sample comes twice in an epoch. One
+process is given that order, batch by batch, and what follows can be compared. What fills up the last batch is left out,
+so that it is found.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import tempfile
@@ -18,10 +26,9 @@ from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.supervisor import launch_job
 from lockstep.tools.verify.aftermath import LOGGED
-from lockstep.tools.verify.orders import Orders, evaluation_of_first, order_of_ranks
-from lockstep.tools.verify.samples import Record, batches_of, measure_samples, rows_of
+from lockstep.tools.verify.samples import Record, Samples, batches_of, rows_of
 from lockstep.tools.verify.scratch import folders_of, kept_apart
-from lockstep.tools.verify.settings import ONE, RANKS, REVERSED, Verification, VerifySettings
+from lockstep.tools.verify.settings import OF_RANK_0, ONE, RANKS, REVERSED, Orders, Verification, VerifySettings
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict, first_steps, judge, train_apart
 
@@ -109,13 +116,13 @@ class _Session:
             time_first=self._time_first,
         )
         if orders is not None:
-            torch.save(orders, settings.orders_file())
+            torch.save(orders, settings.file("orders"))
         self._count += 1
         with kept_apart(self._folders, self._folder / f"files-{self._count}") as keeper:
             code = self._launch(dataclasses.replace(settings, keeper=keeper.pid), count)
         self._written.update(keeper.written)
         self._not_kept = keeper.why
-        files = [settings.record_file(rank) for rank in range(count)]
+        files = [settings.file("record", role, rank) for rank in range(count)]
         return code, [torch.load(file, weights_only=True) for file in files if file.exists()]
 
     def _launch(self, settings: VerifySettings, count: int) -> int:
@@ -161,16 +168,6 @@ class _Session:
         layouts = {batch["time_first"] for batch in batches}
         self._time_first = self._time_first or (True in layouts or None)
         return {None, True} <= layouts
-
-    def write_keys(self, ranks: Sequence[Record]) -> None:
-        """The samples of all ranks, batch by batch, for the one process to find the ranks' draws by."""
-        keys: dict[tuple[int, int], list[int]] = {}
-        for each in ranks:
-            for step, content in enumerate(each["steps"]):
-                for number, batch in enumerate(content["batches"]):
-                    if not batch["filler"]:
-                        keys.setdefault((step, number), []).extend(key for key, _ in batch["keys"])
-        torch.save(keys, VerifySettings(RANKS, self.world_size, 0, str(self._folder)).keys_file())
 
     def output(self, role: str, most: int = 30) -> str:
         """The last lines that a run's processes printed."""
@@ -226,7 +223,6 @@ def _compared(session: _Session) -> Verdict:
         return session.ended(RANKS, code, f"{world_size} ranks")
     if session.learns_layout(ranks):
         return _compared(session)
-    session.write_keys(ranks)
     failure = session.failure(RANKS) if code else ""
     code, one, sizes = _run_one(session, ranks)
     if session.learns_layout([*ranks, *one]):
@@ -261,7 +257,7 @@ def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple
     first, facts = first_steps(ranks), ranks[0]["facts"]
     should, factor = sum(map(rows_of, first)), float(len(ranks))
     draws_order = any(facts["loaders"][batch["loader"]]["draws_order"] for batch in batches_of(*first[:1]))
-    if first and not draws_order and measure_samples(first, first[0]).is_alike:
+    if first and not draws_order and Samples(first, first[0]).is_alike:
         # All ranks walk the same samples in the order of the data, as one process does.
         should, factor = rows_of(first[0]), 1.0
     if first and first_steps(one):
@@ -271,7 +267,7 @@ def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple
 
 def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...], failure: str) -> Verdict:
     verdict = judge(runs, failure)
-    orders = order_of_ranks(runs) if verdict.first in _OTHER_ORDER else {}
+    orders = _order_of_ranks(runs) if verdict.first in _OTHER_ORDER else {}
     if orders:
         _, given = session.run(ONE, sizes, orders)
         runs = Runs(runs.ranks, *given) if given else runs
@@ -283,7 +279,7 @@ def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...], failur
         # Of the answer of one process a second run has only to say which printed numbers are none, such as seconds.
         verdict = second if verdict.code != 0 or second.code == 0 else verdict
         if verdict.first[0] == "evaluated":
-            _, moved = session.run(ONE, sizes, {**orders, **evaluation_of_first(runs)})
+            _, moved = session.run(ONE, sizes, {**orders, **_evaluation_of_first(runs)})
             verdict = judge(dataclasses.replace(runs, moved=moved[0] if moved else None), failure)
     if verdict.first == ("samples", "order") and _lacks_batch_size(runs):
         return Verdict(session.world_size, unknown=_NO_SIZE)
@@ -308,3 +304,47 @@ def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequen
         "script computes from that number (a divisor, a mask, a learning rate, noise) is then another: take it from "
         "the batch, len(x)"
     ]
+
+
+# ---- orders ------------------------------------------------------------------------------------------
+
+
+def _order_of_ranks(runs: Runs) -> Orders:
+    """For each pass that trains, by its number, the indices of each batch of all ranks; no pass that has none."""
+    found = {}
+    for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
+        joined = _one_order([one["asked"] for one in passes]) if passes[0]["trains"] else None
+        if joined:
+            found[number] = joined
+    return found
+
+
+def _one_order(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] | None:
+    seen: set[int] = set()
+    batches: list[list[int]] = []
+    last = max(map(len, asked)) - 1
+    for number, parts in enumerate(itertools.zip_longest(*asked, fillvalue=[])):
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        indices = [index for part in known for index in part]
+        new = [index for index in dict.fromkeys(indices) if index not in seen]
+        if len(new) < len(indices) and number < last:
+            return None
+        seen.update(new)
+        batches.append(new)
+    return batches
+
+
+def _evaluation_of_first(runs: Runs) -> Orders:
+    """For each pass that evaluates, the batches of rank 0 alone, where one process has others."""
+    facts = runs.ranks[0]["facts"]
+    found, of_own_loaders = dict[int, list[list[int]]](), list[int]()
+    for number, (first, own) in enumerate(zip(facts["passes"], runs.one["facts"]["passes"], strict=False)):
+        if first["trains"]:
+            continue
+        if first["asked"] and None not in first["asked"] and first["asked"] != own["asked"]:
+            found[number] = first["asked"]
+        if facts["loaders"][first["loader"]]["own"]:
+            of_own_loaders.append(number)
+    return {**found, OF_RANK_0: [of_own_loaders]}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.tools.verify.rows import whole
 
-__all__ = ["dump_state", "load_state", "others_than", "plain_name"]
+__all__ = ["dump_state", "load_state", "others_than", "plain_name", "write_at_once"]
 
 _ROUNDING = 1e-5  # relative
 
@@ -73,9 +73,14 @@ def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequen
         "rng": torch.get_rng_state(),
     }
     if path is not None:
-        draft = path.with_suffix(".tmp")
-        torch.save(content, draft)
-        os.replace(draft, path)
+        write_at_once(path, content)
+
+
+def write_at_once(path: Path, content: Any) -> None:
+    """Write a file that nobody sees half of."""
+    draft = path.with_suffix(".tmp")
+    torch.save(content, draft)
+    os.replace(draft, path)
 
 
 def _copy(target: Tensor, source: Any) -> None:
@@ -91,13 +96,12 @@ def others_than(path: Path, root: nn.Module) -> list[str]:
         return []
     values = torch.load(path, weights_only=True)["roots"][0]
     named = [(plain_name(name), _own_part(each)) for name, each in root.named_parameters()]
-    return [name for name, each in named if name in values and _is_another(each, values[name])]
-
-
-def _is_another(value: Tensor, other: Tensor) -> bool:
-    if value.shape != other.shape or torch.equal(value, other):
-        return False
-    return bool((value - other).abs().max() > _ROUNDING * other.abs().max())
+    pairs = [(name, each, values[name]) for name, each in named if name in values and values[name].numel()]
+    return [
+        name
+        for name, each, other in pairs
+        if each.shape == other.shape and bool((each - other).abs().max() > _ROUNDING * other.abs().max())
+    ]
 
 
 def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from lockstep.tools.verify.compare import (
     MOST_REST,
     TIMES_NOISE,
-    Fit,
     Tensors,
     Values,
     distances,
@@ -25,7 +24,7 @@ from lockstep.tools.verify.compare import (
     noise_of_rounding,
     relative,
 )
-from lockstep.tools.verify.samples import Calls, Record, Samples, calls_of, measure_calls, measure_samples
+from lockstep.tools.verify.samples import Calls, Record, Samples, calls_of, measure_calls
 from lockstep.tools.verify.words import Difference, difference
 
 __all__ = [
@@ -57,40 +56,36 @@ def counted(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
-def parameters_of(step: Record, when: str) -> dict[str, Any]:
-    """What was recorded of each parameter of the optimizer, by its place and name: "begin", "used" or "end"."""
-    return {f"{place}:{name}": value for place, (name, value) in enumerate(zip(step["names"], step[when], strict=True))}
+def parameters_of(step: Record, when: str) -> dict[int, Any]:
+    """What was recorded of each parameter, by its place in the optimizer: "begin", "after", "used" or "end"."""
+    return dict(enumerate(step[when]))
 
 
 # ---- losses ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Losses:
     """What backward() was called on.
 
     Attributes:
-        one: of one process, a number for each backward pass.
+        one: of one process, a number for each backward pass; None for what is no number.
         ranks: of each rank.
+        values: the same, rank by rank.
         rows: samples of each rank, for each backward pass.
+        shares: these among those of all ranks in the same pass; rank by rank.
         weights: how much each rank's backward passes count where ranks are averaged as they should be; rank by rank.
     """
 
-    one: tuple[float | None, ...]
-    ranks: tuple[tuple[float | None, ...], ...]
-    rows: tuple[tuple[int, ...], ...]
-    weights: tuple[float, ...]
-
-    @property
-    def values(self) -> list[float | None]:
-        """The ranks' losses, rank by rank."""
-        return [value for each in self.ranks for value in each]
-
-    @property
-    def shares(self) -> list[float]:
-        """Samples of each rank's backward passes, among those of all ranks in the same pass; rank by rank."""
+    def __init__(self, ranks: Sequence[Record], one: Record) -> None:
+        self.one, *self.ranks = (
+            [None if None in each["losses"] else sum(each["losses"]) for each in step["backwards"]]
+            for step in (one, *ranks)
+        )
+        self.values = [value for each in self.ranks for value in each]
+        self.rows = [[_rows_of(step, each) for each in step["backwards"]] for step in ranks]
         totals = [sum(each) or 1 for each in zip(*self.rows, strict=False)]
-        return [row / total for each in self.rows for row, total in zip(each, totals, strict=False)]
+        self.shares = [row / total for each in self.rows for row, total in zip(each, totals, strict=False)]
+        self.weights = [_weight_of(step, each, len(ranks)) for step in ranks for each in step["backwards"]]
 
     def sums(self, how: str) -> tuple[float, float] | None:
         """(one process's loss, what the ranks' make) over all backward passes.
@@ -98,29 +93,15 @@ class Losses:
         Args:
             how: "weighted" by samples, or "sum".
         """
-        values, shares = self.values, self.shares
-        if any(len(each) != len(self.one) for each in self.ranks) or None in (*values, *self.one):
+        if any(len(each) != len(self.one) for each in self.ranks) or None in (*self.values, *self.one):
             return None
-        weights = shares if how == "weighted" else [float(share > 0) for share in shares]
-        return sum(filter(None, self.one)), sum(map(operator.mul, weights, (value or 0.0 for value in values)))
+        weights = self.shares if how == "weighted" else [float(share > 0) for share in self.shares]
+        return sum(filter(None, self.one)), sum(map(operator.mul, weights, self.values))
 
     def are(self, how: str, tolerance: float) -> bool:
         """Whether one process's loss is what the ranks' make."""
         found = self.sums(how)
         return found is not None and abs(found[0] - found[1]) <= tolerance * max(abs(found[0]), abs(found[1]), 1e-30)
-
-
-def _measure_losses(ranks: Sequence[Record], one: Record) -> Losses:
-    return Losses(
-        one=_losses_of(one),
-        ranks=tuple(map(_losses_of, ranks)),
-        rows=tuple(tuple(_rows_of(step, each) for each in step["backwards"]) for step in ranks),
-        weights=tuple(_weight_of(step, each, len(ranks)) for step in ranks for each in step["backwards"]),
-    )
-
-
-def _losses_of(step: Record) -> tuple[float | None, ...]:
-    return tuple(None if None in each["losses"] else sum(each["losses"]) for each in step["backwards"])
 
 
 def _batch_of(step: Record, backward: Record) -> Record | None:
@@ -147,133 +128,78 @@ def _weight_of(step: Record, backward: Record, world_size: int) -> float:
 class Gradients:
     """What was computed in a step, and what the optimizers took of it.
 
-    Args:
-        ranks: the step on each rank.
-        one: the same of one process.
-        again: of one process once more, or None.
-        precision: of the arithmetic.
+    Attributes:
+        between: those that the optimizer took, of the rank that is furthest from rank 0.
+        used: those that rank 0's took, against one process.
+        factor: rank 0's are one process's times this; None for no common factor.
+        were_alike: those of rank 0 were one process's when backward() returned.
+        needed: one process's gradient out of what the ranks computed; see [Note: as a sum of the ranks'] in linear.py.
+        taken: the gradient that rank 0's optimizer took out of the same.
+        scale: what one process's optimizer took is what it computed times this (clipped, unscaled); None for neither.
+        zeros: of each rank's backward passes, whether it left nothing but zeros; of one process's last.
     """
 
     def __init__(self, ranks: Sequence[Record], one: Record, again: Record | None, precision: float) -> None:
-        self._ranks, self._one, self._again, self._precision = ranks, one, again, precision
-        self._rounded = noise_of_rounding(one)
-        self._own, *self._theirs = (parameters_of(step, "used") for step in (one, *ranks))
-        sizes = (value[:-1].abs().max() for value in self._own.values() if value is not None and value.numel() > 1)
-        self._least = 100 * precision * max(map(float, sizes), default=0.0)  # numbers up to this are rounding of others
-        moved = {} if again is None else distances(self._own, parameters_of(again, "used"), self._least)
-        self._noise = {name: max(self._rounded, moved.get(name, 0.0)) for name in self._own}
+        own, first, *others = (parameters_of(step, "used") for step in (one, *ranks))
+        sizes = (value[:-1].abs().max() for value in own.values() if value is not None and value.numel() > 1)
+        least = 100 * precision * max(map(float, sizes), default=0.0)  # numbers up to this are rounding of others
+        moved = {} if again is None else distances(own, parameters_of(again, "used"), least)
+        rounded = noise_of_rounding(one)
+        noise = {name: max(rounded, moved.get(name, 0.0)) for name in own}
 
-    def _compared(self, a: Tensors, b: Tensors) -> Values:
-        return measure_values(a, b, self._precision, self._noise, self._least)
+        def compared(a: Tensors, b: Tensors) -> Values:
+            return measure_values(a, b, precision, noise, least)
 
-    @functools.cached_property
-    def between(self) -> Values:
-        """Those that the optimizer took, of the rank that is furthest from rank 0."""
-        first, *others = self._theirs
-        found = (self._compared(first, each) for each in others)
-        return max(found, key=lambda each: (len(each.names), each.worst), default=Values())
-
-    @functools.cached_property
-    def used(self) -> Values:
-        """Those that rank 0's optimizer took, against one process."""
-        return self._compared(self._theirs[0], self._own)
-
-    @functools.cached_property
-    def factor(self) -> float | None:
-        """The ranks' gradients are one process's times this; None for no common factor."""
-        first, own = self._theirs[0], self._own
+        between = [compared(first, other) for other in others]
+        self.between = max(between, key=lambda each: (len(each.names), each.worst), default=Values())
+        self.used = compared(first, own)
+        left, own_left = (parameters_of(step, "after") for step in (ranks[0], one))
+        self.were_alike = any(each is not None for each in one["after"]) and not compared(left, own_left).names
         both = {name: value for name, value in own.items() if value is not None and first.get(name) is not None}
-        most = max(1e4 * max(self._precision, 1e-12), TIMES_NOISE * self._rounded)
-        return fit_ranks(_flat(first, both), [_flat(own, both)], most).factor
+        most = max(1e4 * max(precision, 1e-12), TIMES_NOISE * rounded)
+        self.factor = fit_ranks(_flat(first, both), [_flat(own, both)], most).factor
+        self._fit(ranks, one, again, precision)
 
-    @functools.cached_property
-    def were_alike(self) -> bool:
-        """Whether those of rank 0 were one process's when backward() returned."""
-        left, own = _left(self._ranks[0]), _left(self._one)
-        return bool(own) and not self._compared(left, own).names
-
-    # As sums of what the ranks computed: see [Note: as a sum of the ranks'] in linear.py.
-
-    @functools.cached_property
-    def _total(self) -> dict[str, Tensor]:
-        """What one process computed."""
-        return _total_of(self._one)
-
-    @functools.cached_property
-    def _whole(self) -> Tensor:
-        return _flat(self._total, self._total)
-
-    @functools.cached_property
-    def _parts(self) -> list[Tensor]:
-        """What each backward pass of each rank computed."""
-        return [_flat(each["local"], self._total) for step in self._ranks for each in step["backwards"]]
-
-    @functools.cached_property
-    def _rounding(self) -> float:
-        again = None if self._again is None else _flat(_total_of(self._again), self._total)
-        moved = 0.0 if again is None else relative(self._whole, again)
-        least = max(1e-9, 100 * self._precision, TIMES_NOISE * moved)
-        return max(min(MOST_REST, least), TIMES_NOISE * self._rounded)
-
-    @functools.cached_property
-    def _taken(self) -> list[Tensor]:
-        """What the optimizers of rank 0 and of one process took."""
-        return [
-            _flat(dict(zip(step["names"], step["used"], strict=True)), self._total)
-            for step in (self._ranks[0], self._one)
-        ]
-
-    @functools.cached_property
-    def _uncut(self) -> Tensor:
-        """Which numbers no clipping by value has cut: it leaves several with the size of the largest, exactly."""
-        uncut = torch.ones_like(self._whole, dtype=torch.bool)
-        for each in self._taken:
-            cut = each.abs() == each.abs().max() if each.numel() else uncut
-            uncut &= ~cut if int(cut.sum()) > 1 else True
-        return uncut if int(uncut.sum()) > len(self._parts) else torch.ones_like(uncut)
-
-    @functools.cached_property
-    def needed(self) -> Fit:
-        """One process's gradient out of what the ranks computed."""
-        return fit_ranks(self._whole, self._parts, self._rounding)
-
-    @functools.cached_property
-    def taken(self) -> Fit:
-        """The gradient that rank 0's optimizer took out of the same."""
-        parts = [each[self._uncut] for each in self._parts]
-        return fit_ranks(self._taken[0][self._uncut], parts, self._rounding)
-
-    @functools.cached_property
-    def scale(self) -> float | None:
-        """What one process's optimizer took is what it computed times this (clipped, unscaled); None for neither."""
-        return fit_ranks(self._taken[1][self._uncut], [self._whole[self._uncut]], self._rounding).factor
-
-    @functools.cached_property
-    def zeros(self) -> tuple[bool, ...]:
-        """Of each rank's backward passes, whether it left nothing but zeros; of one process's last."""
-        return tuple(not bool(each.any()) for each in (*self._parts, self._whole))
+    def _fit(self, ranks: Sequence[Record], one: Record, again: Record | None, precision: float) -> None:
+        total = _total(one)
+        whole = _flat(total, total)
+        parts = [_flat(each["local"], total) for step in ranks for each in step["backwards"]]
+        moved = 0.0 if again is None else relative(whole, _flat(_total(again), total))
+        rounding = max(1e-9, 100 * precision, TIMES_NOISE * moved)
+        rounding = max(min(MOST_REST, rounding), TIMES_NOISE * noise_of_rounding(one))
+        taken, own_taken = (_flat(parameters_of(step, "used"), total) for step in (ranks[0], one))
+        uncut = _below_limits([taken, own_taken], len(parts))
+        self.needed = fit_ranks(whole, parts, rounding)
+        self.taken = fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding)
+        self.scale = fit_ranks(own_taken[uncut], [whole[uncut]], rounding).factor
+        self.zeros = [not bool(each.any()) for each in (*parts, whole)]
 
 
-def _left(step: Record) -> dict[str, Tensor]:
-    """What backward() left for the optimizer."""
-    return {f"{place}:{name}": step["after"][name] for place, name in enumerate(step["names"]) if name in step["after"]}
-
-
-def _total_of(step: Record) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
+def _total(step: Record) -> dict[int, Tensor]:
+    """What all backward passes computed."""
+    total: dict[int, Tensor] = {}
     for each in step["backwards"]:
         for name, value in each["local"].items():
             total[name] = total[name] + value if name in total else value
     return total
 
 
-def _flat(values: Tensors, like: Mapping[str, Tensor]) -> Tensor:
+def _flat(values: Tensors, like: Mapping[Any, Tensor]) -> Tensor:
     """Numbers of the tensors in `like`, but for the norms, which do not add up."""
     parts = []
     for name, shape in like.items():
         value = values.get(name)
         parts.append(torch.zeros_like(shape[:-1]) if value is None or value.shape != shape.shape else value[:-1])
     return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def _below_limits(gradients: Sequence[Tensor], unknowns: int) -> Tensor:
+    """Which numbers no clipping by value has cut: it leaves several with the size of the largest, exactly."""
+    uncut = torch.ones_like(gradients[0], dtype=torch.bool)
+    for each in gradients:
+        cut = each.abs() == each.abs().max() if each.numel() else uncut
+        uncut &= ~cut if int(cut.sum()) > 1 else True
+    return uncut if int(uncut.sum()) > unknowns else torch.ones_like(uncut)
 
 
 def distance_of_gradients(one: Record, again: Record) -> float:
@@ -355,7 +281,7 @@ class StepOfJob:
     @functools.cached_property
     def samples(self) -> Samples:
         """Which samples it was made of."""
-        return measure_samples(self.ranks, self.one)
+        return Samples(self.ranks, self.one)
 
     @functools.cached_property
     def calls(self) -> Calls:
@@ -365,7 +291,7 @@ class StepOfJob:
     @functools.cached_property
     def losses(self) -> Losses:
         """What backward() was called on."""
-        return _measure_losses(self.ranks, self.one)
+        return Losses(self.ranks, self.one)
 
     @functools.cached_property
     def gradients(self) -> Gradients:
@@ -386,7 +312,7 @@ def each_step(runs: Runs) -> Iterable[StepOfJob]:
     """The steps that the ranks and one process took."""
     for number, steps in enumerate(zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False)):
         again = [] if runs.again is None else runs.again["steps"][number : number + 1]
-        own, *then = _by_names_of_first(_without_overflow([*steps, *again]))
+        own, *then = _of_one_root(_without_overflow([*steps, *again]))
         own_again = then.pop() if again else None
         yield StepOfJob(number + 1, runs, tuple(then), own, own_again)
 
@@ -404,28 +330,14 @@ def _without_overflow(steps: list[Record]) -> list[Record]:
     return [{**each, "backwards": [each["backwards"][place] for place in places]} for each in steps]
 
 
-def _by_names_of_first(steps: Sequence[Record]) -> list[Record]:
-    """Steps whose parameters go by the names that they have in the first, and what was called, if it is the same.
+def _of_one_root(steps: list[Record]) -> list[Record]:
+    """Steps without what was called, if that is not the same.
 
-    Lightning's Trainer wraps a module on several ranks, and calls the parts of it on one process. Parameters are in the
-    same places of the optimizer.
+    Lightning's Trainer wraps a module on several ranks, and calls the parts of it on one process.
     """
-    first, *others = steps
     roots = [[call["name"] for call in each["calls"]] for each in steps]
-    if any(each["names"] != first["names"] and len(each["names"]) == len(first["names"]) for each in others):
-        others = [_renamed(each, dict(zip(each["names"], first["names"], strict=False))) for each in others]
-    if any(len(each) == len(roots[0]) and each != roots[0] for each in roots):
-        return [{**each, "calls": []} for each in (first, *others)]
-    return [first, *others]
-
-
-def _renamed(step: Record, names: Mapping[str, str]) -> Record:
-    def renamed(values: Record) -> dict[str, Any]:
-        return {names.get(name, name): value for name, value in values.items()}
-
-    backwards = [{**each, "local": renamed(each["local"])} for each in step["backwards"]]
-    own = [names.get(name, name) for name in step["names"]]
-    return {**step, "names": own, "backwards": backwards, "after": renamed(step["after"])}
+    is_other = any(len(each) == len(roots[0]) and each != roots[0] for each in roots)
+    return [{**each, "calls": []} for each in steps] if is_other else steps
 
 
 def _is_finite(values: Iterable[Tensor]) -> bool:

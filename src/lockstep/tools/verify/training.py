@@ -10,10 +10,11 @@ modules return.
 
 Writes `backwards` (`losses`: the numbers that backward() was called on, None for what is no number; `local`: what
 reached each parameter in this process, before anybody averaged it; `batch`: the place of the last batch; `weighed`: by
-lockstep.mean), `after` (`.grad` when the last of them had returned), and of the optimizer's step: `optimizer` (its
-number), `kind`, `precision` (of its parameters), `closure` (how many backward passes it made itself), `names` (of its
-parameters), `held` (whether an engine holds each), `settings` (of its groups), `used` (the gradients that it took),
-`begin`, `end` (the parameters before and after it), and `buffers`. All values are `rows.value_sample`s.
+lockstep.mean), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
+`closure` (how many backward passes it made itself), `names` (of its parameters), `held` (whether an engine holds each),
+`settings` (of its groups), `after` (`.grad` when the last backward pass had returned), `used` (the gradients that it
+took), `begin`, `end` (the parameters before and after it), and `buffers`. All values are `rows.value_sample`s, and
+parameters are known by their places in the optimizer.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class TrainingWatch:
         self._held: set[int] = set()
         # What has reached parameters in this backward pass; None outside of one.
         self._local: dict[int, Tensor] | None = None
+        self._left: dict[int, Tensor] = {}  # and what stood in `.grad` after the last
         self._stepping: Any = None
         self._before: dict[str, Any] = {}
 
@@ -85,10 +87,10 @@ class TrainingWatch:
         register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         wrap(torch.Tensor, "backward", self._backward)
         wrap(torch.autograd, "backward", self._backward)
-        wrap(Optimizer, "__init__", self._make_optimizer)
         wrap(torch.amp.GradScaler, "__init__", self._make_scaler)
-        wrap(nn.parallel.DistributedDataParallel, "__init__", self._make_engine)
-        wrap(OwnDistributedDataParallel, "__init__", self._make_engine)
+        wrap(Optimizer, "__init__", _made(self._see_optimizer))
+        wrap(nn.parallel.DistributedDataParallel, "__init__", _made(self._see_engine))
+        wrap(OwnDistributedDataParallel, "__init__", _made(self._see_engine))
         # Before hooks of the script's own, which may change what reaches a parameter.
         register_module_parameter_registration_hook(lambda module, name, parameter: self._see(parameter, ""))
         register_optimizer_step_pre_hook(self._before_step)
@@ -127,13 +129,6 @@ class TrainingWatch:
 
     # ---- what the script makes -----------------------------------------------------------------------
 
-    def _make_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._see_optimizer(optimizer)
-
-        return init
-
     def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Of a constant scale: a dynamic one skips steps by the size of a loss, and a rank's is of fewer samples."""
 
@@ -149,14 +144,10 @@ class TrainingWatch:
 
         return init
 
-    def _make_engine(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
-            original(engine, *args, **kwargs)
-            self._held.update(id(each) for each in engine.parameters() if each.requires_grad)
-            self._recorder.facts["engines"].append({"own": isinstance(engine, OwnDistributedDataParallel)})
-            engine.register_forward_pre_hook(lambda *_: self._recorder.step["engine_calls"].append(1))
-
-        return init
+    def _see_engine(self, engine: Any) -> None:
+        self._held.update(id(each) for each in engine.parameters() if each.requires_grad)
+        self._recorder.facts["engines"].append({"own": isinstance(engine, OwnDistributedDataParallel)})
+        engine.register_forward_pre_hook(lambda *_: self._recorder.step["engine_calls"].append(1))
 
     # ---- forward passes ------------------------------------------------------------------------------
 
@@ -202,6 +193,7 @@ class TrainingWatch:
         self._stack.pop()
         if self._recorder.is_cut or not torch.is_grad_enabled():
             return
+        trains = not self._stack and self._trains(module)
         # What a communication hook rounds is another matter: the gradients of N ranks.
         rounded = [torch.finfo(each.dtype).eps for each in tensors_in(result) if each.dtype in _OF_16_BITS]
         self._recorder.step["rounded"] = max([self._recorder.step["rounded"], *rounded])
@@ -214,7 +206,7 @@ class TrainingWatch:
                 first_in, first_out = ([each.detach() for each in some if each.ndim][:1] for some in (inputs, outputs))
                 if len(self._inner) < _MOST_INNER and first_out:
                     self._inner.append(({"name": name, "kind": type(module).__name__}, first_in, first_out))
-            elif result is not None and self._trains(module):
+            elif trains and result is not None:
                 self._note_call(module, args, kwargs, inputs, outputs)
 
     def _name_of(self, module: nn.Module) -> str:
@@ -276,13 +268,13 @@ class TrainingWatch:
             step["backwards"].append(
                 {
                     "losses": [float(one.detach()) if one.numel() == 1 else None for one in each],
-                    "local": {self._names[key]: value for key, value in reached.items()},
+                    "local": reached,
                     "batch": len(step["batches"]) - 1,
                     "weighed": all(_OF_MEANS in batch.names_behind(one) for one in each),
                 }
             )
-            kept = {self._names[key]: one.grad for key, one in self._kept.items()}
-            step["after"] = {name: value_sample(grad) for name, grad in kept.items() if grad is not None}
+            grads = {key: one.grad for key, one in self._kept.items()}
+            self._left = {key: value_sample(grad) for key, grad in grads.items() if grad is not None}
 
     # ---- steps ---------------------------------------------------------------------------------------
 
@@ -313,6 +305,9 @@ class TrainingWatch:
             # After the step: Horovod's optimizer averages within it.
             used = _gradients_of(optimizer)
             used = self._before["used"] if all(each is None for each in used) else used
+            places = {id(each): place for place, each in enumerate(parameters)}
+            for each in recorder.step["backwards"]:
+                each["local"] = {places[key]: value for key, value in each["local"].items() if key in places}
             recorder.note_line("step")
             recorder.step.update(
                 optimizer=next(number for number, one in enumerate(recorder.optimizers) if one is optimizer),
@@ -322,6 +317,7 @@ class TrainingWatch:
                 held=[id(each) in self._held for each in parameters],
                 names=[self._names.get(id(each), "") for each in parameters],
                 settings=[_settings_of(group) for group in optimizer.param_groups],
+                after=[self._left.get(id(each)) for each in parameters],
                 used=used,
                 begin=self._before["begin"],
                 end=list(map(value_sample, parameters)),
@@ -332,8 +328,22 @@ class TrainingWatch:
                     if buffer.numel()
                 },
             )
+            self._left = {}
             self._on_step()
             recorder.end_step()
+
+
+def _made(see: Callable[[Any], None]) -> Callable[..., Any]:
+    """What calls `see` with each object that has been made."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(made: Any, *args: Any, **kwargs: Any) -> None:
+            original(made, *args, **kwargs)
+            see(made)
+
+        return init
+
+    return make
 
 
 def _is_without_numbers() -> bool:

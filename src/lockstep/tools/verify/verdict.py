@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lockstep.tools.verify import causes
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.linear import read_gradients
-from lockstep.tools.verify.samples import Record, contents, measure_samples
+from lockstep.tools.verify.samples import Record, Samples, contents
 from lockstep.tools.verify.step import Gradients, Runs, StepOfJob, distance_of_gradients, each_step
 from lockstep.tools.verify.words import Difference, difference
 
@@ -131,7 +131,7 @@ def _is_undetermined(step: StepOfJob) -> str:
     if step.again is None:
         return ""
     by_itself = "two runs at one process differ by themselves"
-    if measure_samples([step.again], step.one).differ:
+    if Samples([step.again], step.one).differ:
         return f"{by_itself}: they have other samples. Seed what draws them"
     distance = distance_of_gradients(step.one, step.again)
     if distance <= _MOST_NOISE:
@@ -268,6 +268,6 @@ def _work_alike(ranks: Sequence[Record]) -> bool:
     """Whether all ranks train on the same samples in their first steps, of a loader or without one."""
     first = first_steps(ranks)
     if any(each["batches"] for each in first):
-        return measure_samples(first, first[0]).is_alike
+        return Samples(first, first[0]).is_alike
     keys = [[call["keys"] for call in each["calls"]] for each in first]
     return bool(keys) and any(keys[0]) and all(each == keys[0] for each in keys[1:])
