@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.tools.verify.compare import distances
@@ -115,23 +115,13 @@ def _lines(facts: Facts | None) -> _Lines:
 def _printed(
     ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None
 ) -> tuple[list[Difference], list[str]]:
-    own, second, third = _lines(one), _lines(again), _lines(moved)
+    first, own, second, third = map(_lines, (ranks[0], one, again, moved))
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
     # Counts that a rank has of its own: of ranks, and of the samples of an epoch.
-    trained = (
-        [str(sum(map(len, each["keys"]))) for each in run["passes"] if each["trains"]] for run in (ranks[0], one)
-    )
-    counts = {(str(len(ranks)), "1"), *zip(*trained, strict=False)}
-    for key, line in _lines(ranks[0]).items():
-        if key not in own:
-            continue
-        theirs = own[key].numbers
-        repeated = second.get(key, own[key]).numbers
-        wrong = [
-            place
-            for place, (a, b, c) in enumerate(zip(line.numbers, theirs, repeated, strict=False))
-            if (a, b) not in counts and not _is_close(a, b) and _is_close(b, c)
-        ]
+    counts = {(str(len(ranks)), "1"), *zip(_trained(ranks[0]), _trained(one), strict=False)}
+    for key in [key for key in first if key in own]:
+        line, theirs = first[key], own[key].numbers
+        wrong = _wrong_places(line.numbers, theirs, second.get(key, own[key]).numbers, counts)
         if not wrong:
             continue
         measured = f"rank 0 prints {line.text!r}, one process {own[key].text!r}"
@@ -148,6 +138,14 @@ def _printed(
             "lockstep.mean(loss * len(y), len(y)) makes it that of all"
         ]
     return [], notes
+
+
+def _wrong_places(
+    numbers: list[str], theirs: list[str], repeated: list[str], counts: Container[tuple[str, str]]
+) -> list[int]:
+    """Which numbers of a line are not those of one process; but for such counts, and seconds."""
+    triples = enumerate(zip(numbers, theirs, repeated, strict=False))
+    return [place for place, (a, b, c) in triples if (a, b) not in counts and not _is_close(a, b) and _is_close(b, c)]
 
 
 def _trained(facts: Facts) -> list[str]:

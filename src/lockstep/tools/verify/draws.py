@@ -124,12 +124,15 @@ class DrawWatch:
         axis = None if name == "randperm" else _axis_of_samples(own, parts)
         if axis is None:
             return None
-        joined, order = torch.cat(parts, axis), self._order_of_ranks()
-        if order and own.size(axis) % len(order) == 0:
-            each_has = own.size(axis) // len(order)  # of each sample, such as the heads of attention
-            places = [place * each_has + number for place in order for number in range(each_has)]
-            joined = joined.index_select(axis, torch.tensor(places, device="cpu"))
-        return joined.to(own.device)
+        return self._in_own_order(torch.cat(parts, axis), axis).to(own.device)
+
+    def _in_own_order(self, joined: Tensor, axis: int) -> Tensor:
+        order = self._order_of_ranks()
+        if not order or joined.size(axis) % len(order):
+            return joined
+        each_has = joined.size(axis) // len(order)  # of each sample, such as the heads of attention
+        places = [place * each_has + number for place in order for number in range(each_has)]
+        return joined.index_select(axis, torch.tensor(places, device="cpu"))
 
     def _order_of_ranks(self) -> list[int]:
         """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
@@ -206,7 +209,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result if other is None else result.copy_(other)
 
 
-# [Note: sums in reverse]: in whole numbers, and of one number, that is the same to the last bit.
+# In whole numbers, and of one number, these give the same to the last bit. See [Note: sums in reverse].
 
 
 def _sum(tensor: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -44,13 +44,22 @@ def _numbers(values: Sequence[float | None]) -> str:
     return ", ".join(f"{value:.4g}" for value in values if value is not None)
 
 
+def _factor(value: float) -> str:
+    """With as many digits as tell it from 1: clipping by norm may leave no more of a factor than the 1e-6 it adds."""
+    texts = [f"{value:.{digits}g}" for digits in (4, 8, 12)]
+    return next((text for text in texts if text != "1"), "1")
+
+
 def read_gradients(step: StepOfJob) -> Difference | None:
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
     gradients, losses, padded = step.gradients, step.losses, step.samples.padded
     if not gradients.used.names:
         return None
     stage = "gradients" if losses.are("weighted", step.tolerance) or losses.are("sum", step.tolerance) else "loss"
-    measured, given = _measured(step), _given(step)
+    measured = _measured(step)
+    # How much averaging makes each rank's loss count: by samples in Lockstep's engine, else one of N.
+    weighs = any(each["own"] for each in step.facts["engines"])
+    given = losses.weights if weighs else [1 / len(step.ranks)] * len(losses.weights)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
     averaging = ("after-averaging", {}) if gradients.were_alike else _averaging(step, needed, taken, given)
     if averaging is not None:
@@ -82,8 +91,8 @@ def _measured(step: StepOfJob) -> str:
         for how, words in (("weighted", "their weighted mean"), ("sum", "their sum")):
             found = losses.sums(how)
             text += "" if found is None else f" ({words} {found[1]:.6g})"
-    if gradients.factor is not None and not _close(gradients.factor, 1.0, max(_CLOSE, step.rounding)):
-        return text + f"; the gradient of every parameter is {gradients.factor:.4g} times that of one process"
+    if gradients.factor is not None and not _close(gradients.factor, 1.0, step.tolerance):
+        return text + f"; the gradient of every parameter is {_factor(gradients.factor)} times that of one process"
     if len(used.names) < used.count:
         text += f"; the gradients of {len(used.names)} of {used.count} parameters differ"
         return text + f", by up to {used.worst:.1e}"
@@ -91,12 +100,6 @@ def _measured(step: StepOfJob) -> str:
 
 
 # ---- weights -----------------------------------------------------------------------------------------
-
-
-def _given(step: StepOfJob) -> list[float]:
-    """How much averaging makes each rank's loss count: by samples in Lockstep's engine, else one of N."""
-    weighs = any(each["own"] for each in step.facts["engines"])
-    return step.losses.weights if weighs else [1 / len(step.ranks)] * len(step.losses.weights)
 
 
 def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] | None:
@@ -147,7 +150,7 @@ def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | N
         factor = counted[0] / needed[0]
         if _close(factor * len(step.ranks), 1.0, tolerance):
             return "whole-batch" if is_whole else "sum", {}
-        return "factor", {"factor": f"{factor:.4g}"}
+        return "factor", {"factor": _factor(factor)}
     return _by_weights(step, needed)
 
 

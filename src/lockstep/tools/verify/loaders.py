@@ -277,8 +277,7 @@ class LoaderWatch:
             facts["finished"] |= len(facts["keys"]) == recorder.facts["loaders"][facts["loader"]]["batches"]
         if recorder.is_cut or not torch.is_grad_enabled():  # then it is evaluated
             return
-        length = _length_of(iterator)
-        recorder.has_last_batch = length is None or 1 < length <= _MOST_SKIPPED
+        recorder.has_last_batch = _may_come_to_last(iterator)
         recorder.begin_work()
         self._iterators[one.number] = weakref.ref(iterator)
         self._forget_looked_at(facts["loader"])
@@ -316,6 +315,11 @@ def _length_of(thing: Any) -> int | None:
         return len(thing)
     except TypeError:
         return None
+
+
+def _may_come_to_last(iterator: Any) -> bool:
+    length = _length_of(iterator)
+    return length is None or 1 < length <= _MOST_SKIPPED
 
 
 def _describe(loader: Any) -> dict[str, Any]:

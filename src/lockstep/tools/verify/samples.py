@@ -71,9 +71,7 @@ class Samples:
         exact, own = [_keys(step) for step in ranks], _keys(one)
         total: Counter[int] = sum(exact, Counter())
         missing, extra = own - total, total - own
-        # The tensors of such batches hold parts of samples, and do not say where one begins.
-        joins = all(batch["joins"] for batch in batches_of(one, *ranks))
-        self.padded, self.by_index = 0, bool(missing or extra) and joins and have_same_indices(ranks, one)
+        self.padded, self.by_index = 0, bool(missing or extra) and _are_the_same_by_index(ranks, one)
         if self.by_index:
             missing, extra = Counter(), Counter()
         elif missing or extra:
@@ -95,6 +93,11 @@ class Samples:
 
 def _keys(step: Record, which: int = 0) -> Counter[int]:
     return Counter(key[which] for batch in batches_of(step) for key in batch["keys"])
+
+
+def _are_the_same_by_index(ranks: Sequence[Record], one: Record) -> bool:
+    """Whether indices say so, of batches whose tensors hold parts of samples and do not say where each begins."""
+    return all(batch["joins"] for batch in batches_of(one, *ranks)) and have_same_indices(ranks, one)
 
 
 def have_same_indices(ranks: Sequence[Record], one: Record) -> bool:
@@ -166,10 +169,7 @@ def measure_calls(ranks: Sequence[Record], one: Record, limit: float, padded: bo
 def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bool) -> Calls:
     exact, by_sample, rest = _match(one, ranks)
     near = _near(one, ranks, rest, limit)
-    # Rows of ranks of which one process has neither the content nor the sample.
-    known = {*one["keys"], *(one["samples"] or ())}
-    pairs = (pair for call in ranks for pair in zip(call["keys"], call["samples"] or call["keys"], strict=True))
-    foreign = max(0, sum(map(known.isdisjoint, pairs)) - len(near))
+    foreign = max(0, _count_foreign(one, ranks) - len(near))
     inputs = 0.0 if padded else _rows_differ(one, ranks, "inputs", by_sample)
     paired = [*exact, *near, *(() if far(inputs, limit) else by_sample)]
     # Outputs for samples that are padded to other lengths may have other lengths, too, which are not compared.
@@ -177,7 +177,8 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
     outputs = _outputs_differ(one, ranks, alike)
     is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
     culprit = _culprit(one, ranks, paired, limit) if is_unseen or far(outputs, limit) else ("", "")
-    held = [each["parameters"] for each in ranks if each["parameters"].shape == one["parameters"].shape]
+    own = one["parameters"]
+    held = [each["parameters"] for each in ranks if each["parameters"].shape == own.shape]
     return Calls(
         rows=one["count"],
         unknown=len(rest) - len(near) + foreign,
@@ -186,10 +187,14 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
         culprit=culprit,
         kind=one["name"],
         foreign=foreign,
-        parameters=max((relative(one["parameters"], each) for each in held), default=0.0),
-        apart=max((relative(held[0], each) for each in held[1:]), default=0.0),
+        parameters=_furthest(own, held),
+        apart=_furthest(held[0], held[1:]) if held else 0.0,
         begins=not one["after"],
     )
+
+
+def _furthest(first: Tensor, others: Sequence[Tensor]) -> float:
+    return max((relative(first, each) for each in others), default=0.0)
 
 
 def _match(one: Record, ranks: Sequence[Record]) -> tuple[list[_Pair], list[_Pair], list[int]]:
@@ -209,6 +214,13 @@ def _match(one: Record, ranks: Sequence[Record]) -> tuple[list[_Pair], list[_Pai
         else:
             rest.append(row)
     return exact, by_sample, rest
+
+
+def _count_foreign(one: Record, ranks: Sequence[Record]) -> int:
+    """Rows of ranks of which one process has neither the content nor the sample."""
+    known = {*one["keys"], *(one["samples"] or ())}
+    pairs = (pair for call in ranks for pair in zip(call["keys"], call["samples"] or call["keys"], strict=True))
+    return sum(map(known.isdisjoint, pairs))
 
 
 def _near(one: Record, ranks: Sequence[Record], rows: Sequence[int], limit: float) -> list[_Pair]:

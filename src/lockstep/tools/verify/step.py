@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -319,15 +320,13 @@ def each_step(runs: Runs) -> Iterable[StepOfJob]:
 
 def _without_overflow(steps: list[Record]) -> list[Record]:
     """A step without the backward passes that overflowed in any process, which a GradScaler takes back."""
-    counts = {len(each["backwards"]) for each in steps}
-    places = [
-        place
-        for place in range(min(counts))
-        if all(_is_finite(each["backwards"][place]["local"].values()) for each in steps)
-    ]
-    if len(counts) > 1 or not places:
+    if len({len(each["backwards"]) for each in steps}) > 1:
         return steps
-    return [{**each, "backwards": [each["backwards"][place] for place in places]} for each in steps]
+    passes = zip(*(each["backwards"] for each in steps), strict=True)
+    finite = [all(bool(value.isfinite().all()) for one in each for value in one["local"].values()) for each in passes]
+    if not any(finite):
+        return steps
+    return [{**each, "backwards": list(itertools.compress(each["backwards"], finite))} for each in steps]
 
 
 def _of_one_root(steps: list[Record]) -> list[Record]:
@@ -338,7 +337,3 @@ def _of_one_root(steps: list[Record]) -> list[Record]:
     roots = [[call["name"] for call in each["calls"]] for each in steps]
     is_other = any(len(each) == len(roots[0]) and each != roots[0] for each in roots)
     return [{**each, "calls": []} for each in steps] if is_other else steps
-
-
-def _is_finite(values: Iterable[Tensor]) -> bool:
-    return all(bool(torch.isfinite(each).all()) for each in values)

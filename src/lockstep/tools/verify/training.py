@@ -203,9 +203,9 @@ class TrainingWatch:
             self._see_all(name, module.named_parameters(recurse=False))
             inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
             if self._stack:
-                first_in, first_out = ([each.detach() for each in some if each.ndim][:1] for some in (inputs, outputs))
-                if len(self._inner) < _MOST_INNER and first_out:
-                    self._inner.append(({"name": name, "kind": type(module).__name__}, first_in, first_out))
+                taken, made = _first(inputs), _first(outputs)
+                if len(self._inner) < _MOST_INNER and made:
+                    self._inner.append(({"name": name, "kind": type(module).__name__}, taken, made))
             elif trains and result is not None:
                 self._note_call(module, args, kwargs, inputs, outputs)
 
@@ -295,6 +295,17 @@ class TrainingWatch:
                 "closure": len(recorder.step["backwards"]),
             }
 
+    def _place(self, backwards: list[dict[str, Any]], parameters: list[Tensor]) -> None:
+        """Let what reached parameters be known by their places.
+
+        FSDP2 computes with whole parameters in place of an optimizer's, which have their names.
+        """
+        places: dict[str | int, int] = {self._names.get(id(each), ""): place for place, each in enumerate(parameters)}
+        places |= {id(each): place for place, each in enumerate(parameters)}
+        for each in backwards:
+            found = ((places.get(key, places.get(self._names[key])), value) for key, value in each["local"].items())
+            each["local"] = {place: value for place, value in found if place is not None}
+
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
         if recorder.is_cut or optimizer is not self._stepping:
@@ -305,9 +316,7 @@ class TrainingWatch:
             # After the step: Horovod's optimizer averages within it.
             used = _gradients_of(optimizer)
             used = self._before["used"] if all(each is None for each in used) else used
-            places = {id(each): place for place, each in enumerate(parameters)}
-            for each in recorder.step["backwards"]:
-                each["local"] = {places[key]: value for key, value in each["local"].items() if key in places}
+            self._place(recorder.step["backwards"], parameters)
             recorder.note_line("step")
             recorder.step.update(
                 optimizer=next(number for number, one in enumerate(recorder.optimizers) if one is optimizer),
@@ -362,6 +371,10 @@ def _count_of(args: Any, inputs: list[Tensor], last: dict[str, Any] | None) -> i
     if last is not None and args and isinstance(args[0], list | tuple) and len(args[0]) == last["rows"]:
         return len(args[0])
     return next((each.size(0) for each in inputs if each.ndim), 0)
+
+
+def _first(tensors: list[Tensor]) -> list[Tensor]:
+    return [each.detach() for each in tensors if each.ndim][:1]
 
 
 def _sketches(inputs: list[Tensor], outputs: list[Tensor], count: int) -> dict[str, Tensor | None]:
