@@ -300,11 +300,13 @@ class TrainingWatch:
 
         FSDP2 computes with whole parameters in place of an optimizer's, which have their names.
         """
-        places: dict[str | int, int] = {self._names.get(id(each), ""): place for place, each in enumerate(parameters)}
-        places |= {id(each): place for place, each in enumerate(parameters)}
+        places = {id(each): place for place, each in enumerate(parameters)}
+        named = {self._names.get(key, ""): place for key, place in places.items()}
         for each in backwards:
-            found = ((places.get(key, places.get(self._names[key])), value) for key, value in each["local"].items())
-            each["local"] = {place: value for place, value in found if place is not None}
+            reached = each["local"]
+            by_name = {self._names[key]: value for key, value in reached.items()}
+            each["local"] = {place: by_name[name] for name, place in named.items() if name in by_name}
+            each["local"] |= {places[key]: value for key, value in reached.items() if key in places}
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
