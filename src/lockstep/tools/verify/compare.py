@@ -3,10 +3,9 @@
 Nothing here says what a difference means; see `causes.py`.
 
 [Note: how far is far] A difference is measured against the largest number of its stage. It counts where it is above
-what rounding does, which is measured for each stage and tensor: the same step of one process, with its sums added up
-from their ends (see [Note: sums in reverse] in draws.py), moves them by some amount, and `TIMES_NOISE` of that is
-rounding. Numbers of 16 bits are so few that both often come out the same: where a step computes with some,
-`_ROUNDINGS` of them are, too.
+what rounding does, which is measured for each stage and tensor: the same step of one process, with its sums cut in
+two (see [Note: halves] in draws.py), moves them by some amount, and `TIMES_NOISE` of that is rounding. Numbers of 16
+bits are so few that both often come out the same: where a step computes with some, `_ROUNDINGS` of them are, too.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ that is longer on one process. N ranks draw other numbers than one process, whic
 the rows that the ranks drew, in the places where it has their samples. A draw that cannot be put together so (one
 process permutes ten samples, two ranks five each) is its own, and said.
 
-[Note: sums in reverse] What rounding does is measured: the one process takes each step once more, with every product
-and sum over a batch added up from its end. Whatever moves by that is rounding; whatever moves more is not determined by
-the script. What is computed before the samples of a step, such as the data, stays as it is: samples are known by their
-content.
+[Note: halves] What rounding does is measured: the one process takes each step once more, with every product and sum
+over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script. What
+is computed before the samples of a step, such as the data, stays as it is: samples are known by their content. (Added
+up from their ends, sums of some kernels come out the same to the last bit, and the noise is missed.)
 
 Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, and whether for a
 filler; beside it the samples of the step), and on one process `own_draws` (after how many batches each was), `given`
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder
-from lockstep.tools.verify.settings import RANKS, REVERSED
+from lockstep.tools.verify.settings import HALVES, RANKS
 
 __all__ = ["PERMUTATIONS", "DrawWatch"]
 
@@ -178,7 +178,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._see = see
-        self._reverses = recorder.settings.role == REVERSED
+        self._cuts = recorder.settings.role == HALVES
         self._draws: dict[Any, bool] = {}
         self._thread = threading.get_ident()
 
@@ -187,8 +187,10 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        reverse = _REVERSED.get(func) if self._reverses and self._recorder.is_computing else None
-        result = func(*args, **kwargs) if reverse is None else reverse(*args, **kwargs)
+        cut = _CUTS.get(func) if self._cuts and self._recorder.is_computing else None
+        result = None if cut is None else cut(*args, **kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         if func is _ATEN._to_copy.default and (args[0].dtype, result.dtype) == (torch.float64, torch.float32):
             self._recorder.step["single"] |= self._recorder.is_recording
         draws = self._draws.get(func)
@@ -209,25 +211,51 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result if other is None else result.copy_(other)
 
 
-# In whole numbers, and of one number, these give the same to the last bit. See [Note: sums in reverse].
+def _mm(a: Tensor, b: Tensor) -> Tensor | None:
+    half = a.size(1) // 2
+    return None if half == 0 else _ATEN.mm(a[:, :half], b[:half]) + _ATEN.mm(a[:, half:], b[half:])
 
 
-def _sum(tensor: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    reversed_numbers = tensor.flip(dim or list(range(tensor.ndim)))
-    return _ATEN.sum.dim_IntList(reversed_numbers, dim, *args, **kwargs)
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+    product = _mm(a, b) if beta == alpha == 1 else None
+    return None if product is None else bias + product
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor | None:
+    half = a.size(2) // 2
+    return None if half == 0 else _ATEN.bmm(a[..., :half], b[:, :half]) + _ATEN.bmm(a[..., half:], b[:, half:])
+
+
+def _sum(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor | None:
+    reduced = range(tensor.ndim) if not dim else [each % max(tensor.ndim, 1) for each in dim]
+    place = next((each for each in reduced if tensor.size(each) > 1), None)
+    if place is None or not tensor.is_floating_point():
+        return None
+    parts = torch.tensor_split(tensor, 2, place)
+    first, second = (_ATEN.sum.dim_IntList(each, dim, keepdim, dtype=dtype) for each in parts)
+    total: Tensor = first + second
+    return total
+
+
+def _sum_all(tensor: Tensor, *, dtype: Any = None) -> Tensor | None:
+    return _sum(tensor, list(range(tensor.ndim)), dtype=dtype)
 
 
 def _convolution_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> Any:
-    of_inputs, *others = _ATEN.convolution_backward(gradient.flip(0), tensor.flip(0), *rest)
-    return None if of_inputs is None else of_inputs.flip(0), *others
+    if gradient.size(0) < 2:
+        return None
+    halves = zip(torch.tensor_split(gradient, 2), torch.tensor_split(tensor, 2), strict=True)
+    first, second = (_ATEN.convolution_backward(*each, *rest) for each in halves)
+    of_inputs = None if first[0] is None else torch.cat([first[0], second[0]])
+    return of_inputs, *(None if a is None else a + b for a, b in zip(first[1:], second[1:], strict=True))
 
 
-_REVERSED: dict[Any, Callable[..., Any]] = {
-    _ATEN.mm.default: lambda a, b: _ATEN.mm(a.flip(1), b.flip(0)),
-    _ATEN.addmm.default: lambda bias, a, b, **factors: _ATEN.addmm(bias, a.flip(1), b.flip(0), **factors),
-    _ATEN.bmm.default: lambda a, b: _ATEN.bmm(a.flip(2), b.flip(1)),
+_CUTS: dict[Any, Callable[..., Any]] = {
+    _ATEN.mm.default: _mm,
+    _ATEN.addmm.default: _addmm,
+    _ATEN.bmm.default: _bmm,
     _ATEN.sum.dim_IntList: _sum,
-    _ATEN.sum.default: _sum,
+    _ATEN.sum.default: _sum_all,
     _ATEN.convolution_backward.default: _convolution_backward,
 }
 

@@ -28,7 +28,7 @@ from lockstep.launch.supervisor import launch_job
 from lockstep.tools.verify.aftermath import LOGGED
 from lockstep.tools.verify.samples import Record, Samples, batches_of, rows_of
 from lockstep.tools.verify.scratch import folders_of, kept_apart
-from lockstep.tools.verify.settings import OF_RANK_0, ONE, RANKS, REVERSED, Orders, Verification, VerifySettings
+from lockstep.tools.verify.settings import HALVES, OF_RANK_0, ONE, RANKS, Orders, Verification, VerifySettings
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict, first_steps, judge, train_apart
 
@@ -273,7 +273,7 @@ def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...], failur
         runs = Runs(runs.ranks, *given) if given else runs
         verdict = judge(runs, failure)
     if verdict.code != 0 or any(each.startswith(LOGGED) for each in verdict.notes):
-        _, again = session.run(REVERSED, sizes, orders)
+        _, again = session.run(HALVES, sizes, orders)
         runs = Runs(runs.ranks, runs.one, *again)
         second = judge(runs, failure)
         # Of the answer of one process a second run has only to say which printed numbers are none, such as seconds.

@@ -9,10 +9,10 @@ from pathlib import Path
 from lockstep import env
 from lockstep.tools.shared import read_settings
 
-__all__ = ["OF_RANK_0", "ONE", "RANKS", "REVERSED", "Orders", "Verification", "VerifySettings"]
+__all__ = ["HALVES", "OF_RANK_0", "ONE", "RANKS", "Orders", "Verification", "VerifySettings"]
 
 # The three roles that a run of the script may have.
-RANKS, ONE, REVERSED = "ranks", "one", "reversed"
+RANKS, ONE, HALVES = "ranks", "one", "halves"
 # For each pass over a loader, by its number, the indices of each batch; in the place of one, the passes in which
 # Lockstep's loaders hand out what is rank 0's.
 Orders = dict[int, list[list[int]]]
@@ -50,8 +50,8 @@ class VerifySettings:
     """One run of the script.
 
     Attributes:
-        role: `RANKS`, the run on N ranks; `ONE`, one process that starts each step from what the ranks had; `REVERSED`,
-            the same once more, with every sum over a batch added up from its end.
+        role: `RANKS`, the run on N ranks; `ONE`, one process that starts each step from what the ranks had; `HALVES`,
+            the same once more, with every sum over a batch added up in two halves.
         world_size: N.
         steps: optimizer steps to record.
         folder: where records and states are written, and the ranks' are found.

@@ -222,7 +222,7 @@ class Runs:
     Attributes:
         ranks: of each rank.
         one: of one process.
-        again: of one process once more, with sums in reverse; None where that did not run.
+        again: of one process once more, with halved sums; None where that did not run.
         moved: of one process that evaluated what rank 0 evaluates; None where that did not run.
     """
 
@@ -241,7 +241,7 @@ class StepOfJob:
         runs: of which it is one.
         ranks: what each rank recorded.
         one: what one process did.
-        again: the same with sums in reverse, or None.
+        again: the same with halved sums, or None.
     """
 
     number: int
