@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -200,3 +201,25 @@ def test_a_failure_of_its_own_is_no_finding(monkeypatch: pytest.MonkeyPatch, tmp
 def test_gradients_that_overflowed_are_no_sum_of_the_ranks() -> None:
     fit = fit_ranks(torch.ones(2), [torch.tensor([1.0, float("inf")])])
     assert not fit.is_good
+
+
+def test_a_factor_that_clipping_by_norm_hides_is_told_from_1(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.first == ("gradients", "factor"), text
+    (factor,) = re.findall(r"counts (\S+) times", verdict.differences[0].meaning)
+    assert float(factor) != 1
+    assert float(factor) == pytest.approx(1, abs=1e-5)

@@ -14,6 +14,7 @@ from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.rows import is_time_first
 from lockstep.tools.verify.settings import Verification
+from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import verify
 from lockstep.tools.verify.words import Difference
@@ -200,6 +201,13 @@ def facts_of(line: str, count: int) -> dict[str, Any]:
     }
 
 
+def judge(
+    ranks: list[dict[str, Any]], one: dict[str, Any], moved: dict[str, Any] | None = None
+) -> tuple[list[Difference], list[str]]:
+    runs = ({"facts": each} for each in (one, one, moved) if each)
+    return judge_aftermath(Runs([{"facts": each} for each in ranks], *runs))
+
+
 @pytest.mark.parametrize("moved", ["1.41213", "1.41257"])
 def test_a_number_is_of_the_evaluation_if_it_moves_with_that_at_all(moved: str) -> None:
     line = "epoch 0: val loss {}"
@@ -207,7 +215,7 @@ def test_a_number_is_of_the_evaluation_if_it_moves_with_that_at_all(moved: str) 
         [facts_of(line.format(1.40817), 16), facts_of(line.format(1.42), 16)],
         facts_of(line.format(1.41257), 31),
     )
-    found, notes = judge_aftermath(ranks, one, one, facts_of(line.format(moved), 16))
+    found, notes = judge(ranks, one, facts_of(line.format(moved), 16))
     assert [each.stage for each in found] == (["evaluated"] if moved != "1.41257" else [])
     assert len(notes) == (moved == "1.41257")
 
@@ -219,7 +227,7 @@ def test_the_time_of_day_is_no_number_of_an_evaluation() -> None:
         facts_of(line.format("08"), 31),
         facts_of(line.format("09"), 16),
     )
-    assert judge_aftermath(ranks, one, one, moved) == ([], [])
+    assert judge(ranks, one, moved) == ([], [])
 
 
 OF_TOKENS = """
@@ -324,5 +332,5 @@ def test_a_pass_that_does_not_train_is_no_epoch(trains: bool) -> None:
         "passes": [{**one, "trains": trains}, one],
         "texts": [],
     }
-    found, _ = judge_aftermath([facts, facts], facts, facts, None)
+    found, _ = judge([facts, facts], facts)
     assert [each.cause for each in found] == (["set-epoch"] if trains else [])

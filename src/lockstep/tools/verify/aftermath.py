@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.tools.verify.compare import distances
-from lockstep.tools.verify.step import counted
+from lockstep.tools.verify.step import Runs, counted
 from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["LOGGED", "judge_aftermath"]
@@ -26,22 +26,26 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 _CLOCK = re.compile(r"\d+(?::\d+)+(?:[.,]\d+)?")
 _CLOSE = 5e-4
 Facts = Mapping[str, Any]
-# By form and number: whether an evaluation came before, the numbers, the text, and the line of the script.
-Lines = Mapping[tuple[str, int], tuple[bool, list[str], str, str]]
 
 
-def judge_aftermath(
-    ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None
-) -> tuple[list[Difference], list[str]]:
-    """Differences, and notes on what is no difference of the training.
+class _Line(NamedTuple):
+    """A line that was printed: whether after an evaluation, its numbers, the text, and the line of the script."""
 
-    Args:
-        ranks: the facts of each rank.
-        one: of one process.
-        again: of one process once more, or None.
-        moved: of one process that evaluated what rank 0 evaluates, or None.
-    """
-    found = [*_same_epochs(ranks[0]), *_saved_by_all(ranks), *_other_models(ranks[0], one, again)]
+    is_evaluation: bool
+    numbers: list[str]
+    text: str
+    where: tuple[str, ...]
+
+
+# By what a line says besides numbers, and how often it was said before.
+_Lines = Mapping[tuple[str, int], _Line]
+
+
+def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
+    """Differences, and notes on what is no difference of the training."""
+    ranks, one = [each["facts"] for each in runs.ranks], runs.one["facts"]
+    again, moved = (None if each is None else each["facts"] for each in (runs.again, runs.moved))
+    found = [*_same_epochs(ranks[0]), *_saved_by_all(ranks), *_other_models(ranks[0], one, again or one)]
     evaluated, notes = _printed(ranks, one, again, moved)
     return found + evaluated, notes
 
@@ -54,30 +58,32 @@ def _same_epochs(facts: Facts) -> list[Difference]:
         while passes and not passes[0]["trains"]:  # a look at a batch before the training
             del passes[0]
         if loader["shuffles"] and len(passes) > 1 and all(each["keys"][0] == passes[0]["keys"][0] for each in passes):
-            count = len(passes[0]["keys"][0])
             measured = (
-                f"the second epoch began with the same {count} samples as the first, in the same order, though the "
-                "sampler shuffles"
+                f"the second epoch began with the same {len(passes[0]['keys'][0])} samples as the first, in the same "
+                "order, though the sampler shuffles"
             )
             return [difference(0, "samples", "set-epoch never", measured)]
     return []
 
 
-def _other_models(facts: Facts, one: Facts, again: Facts | None) -> list[Difference]:
+def _other_models(facts: Facts, one: Facts, again: Facts) -> list[Difference]:
     """A model that no optimizer steps, and that is another than in one process."""
-    ranks, own, second = (
-        {name: value for name, (value, _) in each["untrained"].items()} for each in (facts, one, again or one)
-    )
+    names = [name for name in one["untrained"] if all(name in each["untrained"] for each in (facts, again))]
+    ranks, own, second = ({name: each["untrained"][name][0] for name in names} for each in (facts, one, again))
     moved, noise = distances(own, ranks), distances(own, second)
-    name = next((name for name, value in moved.items() if value > _CLOSE and noise.get(name, 1.0) < _CLOSE / 10), None)
+    name = next((name for name in names if moved[name] > _CLOSE and noise[name] < _CLOSE / 10), None)
     if name is None or one["begun"]:
         return []
     measured = f"the parameters of {name} are not those of one process, by {moved[name]:.1e}"
-    lines = tuple(filter(None, [facts["untrained"][name][1]]))
-    return [difference(0, "evaluated", "other-weights", measured, lines)]
+    return [difference(0, "evaluated", "other-weights", measured, _some(facts["untrained"][name][1]))]
+
+
+def _some(line: str) -> tuple[str, ...]:
+    return (line,) if line else ()
 
 
 def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
+    """Files that several ranks write."""
     writers: dict[str, set[int]] = {}
     lines: dict[str, str] = {}
     for rank, facts in enumerate(ranks):
@@ -85,29 +91,66 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
             if path and not path.startswith("/dev/"):
                 writers.setdefault(path, set()).add(rank)
                 lines[path] = line
+    shared = {path: ", ".join(map(str, sorted(who))) for path, who in writers.items() if len(who) > 1}
     return [
-        difference(
-            0,
-            "saved",
-            "all-ranks-save",
-            f"ranks {', '.join(map(str, sorted(who)))} write {path}",
-            (lines[path],) if lines[path] else (),
-        )
-        for path, who in writers.items()
-        if len(who) > 1
+        difference(0, "saved", "all-ranks-save", f"ranks {who} write {path}", _some(lines[path]))
+        for path, who in shared.items()
     ]
 
 
-def _lines(facts: Facts | None) -> Lines:
-    """Lines by what they say besides numbers, and how often it was said before."""
+# ---- printed numbers ---------------------------------------------------------------------------------
+
+
+def _lines(facts: Facts | None) -> _Lines:
     counts: Counter[str] = Counter()
     found = {}
     for is_evaluation, line, where in () if facts is None else facts["texts"]:
         timeless = _CLOCK.sub(":", line)
         form = _NUMBER.sub("#", timeless)
-        found[form, counts[form]] = (is_evaluation, _NUMBER.findall(timeless), line, where)
+        found[form, counts[form]] = _Line(is_evaluation, _NUMBER.findall(timeless), line.strip()[:100], _some(where))
         counts[form] += 1
     return found
+
+
+def _printed(
+    ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None
+) -> tuple[list[Difference], list[str]]:
+    first, own, second, third = map(_lines, (ranks[0], one, again, moved))
+    evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
+    # Counts that a rank has of its own: of ranks, and of the samples of an epoch.
+    counts = {(str(len(ranks)), "1"), *zip(_trained(ranks[0]), _trained(one), strict=False)}
+    for key in [key for key in first if key in own]:
+        line, theirs = first[key], own[key].numbers
+        wrong = _wrong_places(line.numbers, theirs, second.get(key, own[key]).numbers, counts)
+        if not wrong:
+            continue
+        measured = f"rank 0 prints {line.text!r}, one process {own[key].text!r}"
+        if len(theirs) > 1:
+            measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
+        # A number of an evaluation moves with the samples that are evaluated; a loss of the training does not.
+        tried = theirs if evaluates_all else third[key].numbers if key in third else []
+        stays = tried and all(tried[place] == theirs[place] for place in wrong)
+        is_times = any(_is_times(line.numbers[each], theirs[each], len(ranks)) for each in wrong)
+        if line.is_evaluation and (not stays or is_times):
+            return [_evaluated(ranks, one, measured, line.where, evaluates_all)], notes
+        notes = notes or [
+            f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
+            "lockstep.mean(loss * len(y), len(y)) makes it that of all"
+        ]
+    return [], notes
+
+
+def _wrong_places(
+    numbers: list[str], theirs: list[str], repeated: list[str], counts: Container[tuple[str, str]]
+) -> list[int]:
+    """Which numbers of a line are not those of one process; but for such counts, and seconds."""
+    triples = enumerate(zip(numbers, theirs, repeated, strict=False))
+    return [place for place, (a, b, c) in triples if (a, b) not in counts and not _is_close(a, b) and _is_close(b, c)]
+
+
+def _trained(facts: Facts) -> list[str]:
+    """Samples of each epoch, as they are printed."""
+    return [str(sum(map(len, each["keys"]))) for each in facts["passes"] if each["trains"]]
 
 
 def _decimals(text: str) -> float:
@@ -121,61 +164,10 @@ def _is_close(a: str, b: str) -> bool:
     return abs(x - y) <= max(_CLOSE * max(abs(x), abs(y)), 0.0 if a.isdigit() and b.isdigit() else 1.5 * _decimals(a))
 
 
-def _printed(
-    ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None
-) -> tuple[list[Difference], list[str]]:
-    own, second, third, notes = _lines(one), _lines(again), _lines(moved), list[str]()
-    evaluates_all = _evaluation_keys(ranks[0]) == _evaluation_keys(one)
-    counts = {(str(len(ranks)), "1"), *_trained_counts(ranks[0], one)}
-    for key, (is_evaluation, numbers, line, where) in _lines(ranks[0]).items():
-        theirs = _numbers_of(own, key, [])
-        wrong = _wrong_places(numbers, theirs, _numbers_of(second, key, theirs), counts)
-        if not wrong:
-            continue
-        first = wrong[0]
-        measured = f"rank 0 prints {line.strip()[:100]!r}, one process {own[key][2].strip()[:100]!r}"
-        if len(numbers) > 1:
-            measured += f": {numbers[first]} is not {theirs[first]}"
-        # A number of an evaluation moves with the samples that are evaluated; a loss of the training does not.
-        tried = theirs if evaluates_all else _numbers_of(third, key, [])
-        stays = tried and all(tried[place] == theirs[place] for place in wrong)
-        if is_evaluation and (not stays or any(_is_times(numbers[each], theirs[each], len(ranks)) for each in wrong)):
-            return [_evaluated(ranks, one, measured, (where,) if where else (), evaluates_all)], notes
-        if not notes:
-            notes.append(
-                f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
-                "lockstep.mean(loss * len(y), len(y)) makes it that of all"
-            )
-    return [], notes
-
-
-def _trained_counts(facts: Facts, one: Facts) -> set[tuple[str, str]]:
-    """How many samples rank 0 and one process trained on in an epoch."""
-    ranks, own = (
-        [str(sum(map(len, each["keys"]))) for each in run["passes"] if each["trains"]] for run in (facts, one)
-    )
-    return set(zip(ranks, own, strict=False))
-
-
-def _wrong_places(
-    numbers: list[str], theirs: list[str], repeated: list[str], counts: Container[tuple[str, str]]
-) -> list[int]:
-    """Which numbers of a line are not those of one process; but for counts that a rank has of its own, and seconds."""
-    return [
-        place
-        for place, (a, b, c) in enumerate(zip(numbers, theirs, repeated, strict=False))
-        if (a, b) not in counts and not _is_close(a, b) and _is_close(b, c)
-    ]
-
-
 def _is_times(a: str, b: str, factor: int) -> bool:
     """Whether a number was added up over the ranks, or divided by their number."""
     x, y, digit = float(a), float(b), 1.5 * factor * _decimals(b)
     return y != 0 and any(abs(x - y * each) <= max(_CLOSE * abs(y * each), digit) for each in (factor, 1 / factor))
-
-
-def _numbers_of(lines: Lines, key: tuple[str, int], default: list[str]) -> list[str]:
-    return lines[key][1] if key in lines else default
 
 
 def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
@@ -190,15 +182,14 @@ def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
 def _evaluated(
     ranks: Sequence[Facts], one: Facts, measured: str, lines: tuple[str, ...], evaluates_all: bool
 ) -> Difference:
-    each = [_evaluation_keys(facts) for facts in ranks]
-    own = _evaluation_keys(one)
+    own, *each = (_evaluation_keys(facts)[-1:] for facts in (one, *ranks))
     if own and all(each):
-        mine = own[-1]
-        total = sum((passes[-1] for passes in each), Counter[int]())
-        extra = sum((total - mine).values())
-        counts = [sum(passes[-1].values()) for passes in each]
-        if extra and extra < sum(mine.values()) and not mine - total:
-            measured += f"; one process evaluated {sum(mine.values())} samples, the ranks {', '.join(map(str, counts))}"
+        counts = [keys.total() for (keys,) in each]
+        total = sum((keys for (keys,) in each), Counter[int]())
+        extra = (total - own[0]).total()
+        if extra and extra < own[0].total() and not own[0] - total:
+            text = ", ".join(map(str, counts))
+            measured += f"; one process evaluated {own[0].total()} samples, the ranks {text}"
             return difference(0, "evaluated", "padded-evaluation", measured, lines, extra=counted(extra, "sample"))
     more = "; or the model that rank 0 evaluates keeps statistics of its own samples" if evaluates_all else ""
     return difference(0, "evaluated", "metric", measured, lines, more=more)

@@ -1,19 +1,20 @@
 """The first stage of a step at which N ranks part from one process.
 
 Each function reads one stage, and answers with a `Difference` if that is where they part. The numbers decide; names of
-classes (a batch normalization, LBFGS) only word the advice.
+classes (a batch normalization, LBFGS) only word the advice. For gradients that all ranks have alike, see `linear.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lockstep.tools.verify.compare import TIMES_NOISE, distances, measure_values
 from lockstep.tools.verify.draws import PERMUTATIONS
-from lockstep.tools.verify.step import StepOfJob, counted
+from lockstep.tools.verify.samples import Record, batches_of, contents, have_same_indices
+from lockstep.tools.verify.step import StepOfJob, counted, parameters_of
 from lockstep.tools.verify.words import Difference
 
 __all__ = [
@@ -25,48 +26,107 @@ __all__ = [
     "read_parameters",
     "read_passes",
     "read_ranks",
+    "read_samples",
     "read_settings",
     "read_unaveraged",
     "unlike_draws",
 ]
 
-# ---- words -------------------------------------------------------------------------------------------
+
+def _joined(values: Iterable[Any]) -> str:
+    return ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value).lower() for value in values)
 
 
-def _each(values: Sequence[float | None]) -> str:
-    return ", ".join("none" if value is None else f"{value:.6g}" for value in values)
-
-
-def _names(names: Sequence[str], most: int = 3) -> str:
-    plain = [name.split(":", 1)[-1] or "?" for name in names]
+def _names(step: StepOfJob, names: Iterable[str | int], most: int = 3) -> str:
+    """Of buffers, or of parameters that are known by their places."""
+    known = dict(enumerate(step.one["names"]))
+    plain = [name.split(":", 1)[-1] if isinstance(name, str) else known.get(name) or "?" for name in names]
     more = f" and {len(plain) - most} more" if len(plain) > most else ""
     return ", ".join(plain[:most]) + more
 
 
-# ---- the stages --------------------------------------------------------------------------------------
+# ---- samples -----------------------------------------------------------------------------------------
 
 
-def _parameters_of(step: Mapping[str, Any], when: str) -> dict[str, Any]:
-    return {f"{place}:{name}": value for place, (name, value) in enumerate(zip(step["names"], step[when], strict=True))}
+def read_samples(step: StepOfJob) -> Difference | None:
+    """Samples that are not those of one process."""
+    samples = step.samples
+    if not samples.differ:
+        return _filled_late(step)
+    key, more = _cause_of_samples(step)
+    measured = (
+        f"one process had {counted(samples.one, 'sample')}, the ranks {_joined(samples.ranks)}; {samples.missing} of "
+        f"one process's are missing, {samples.extra} are too many{more}"
+    )
+    return step.found("samples", key, measured, extra=counted(samples.extra, "sample"))
 
 
-def read_ranks(step: StepOfJob) -> Difference | None:
-    """Ranks that begin with other parameters than each other."""
-    first = _parameters_of(step.ranks[0], "begin")
-    for rank, other in enumerate(step.ranks[1:], 1):
-        found = measure_values(first, _parameters_of(other, "begin"), step.precision)
-        if found.names:
-            return _ranks_differ(
-                step,
-                f"{len(found.names)} of {found.count} parameters of rank {rank} are not those of rank 0 "
-                f"({_names(found.names)}), by up to {found.worst:.1e}",
-            )
-    return None
+def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
+    """Which cause, and what else was measured."""
+    samples = step.samples
+    loaders = [step.facts["loaders"][each["loader"]] for each in step.ranks[0]["batches"]]
+    own, *ranks = (len(each["batches"]) for each in (step.one, *step.ranks))
+    if {*ranks} != {own}:
+        return "skips", f"; batches before this step: one process {own}, the ranks {_joined(ranks)}"
+    is_filled = samples.repeated == samples.extra or any(each["padding"] for each in loaders)
+    if samples.missing == 0 and is_filled:
+        return "no-sampler" if samples.is_alike else "padded", ""
+    if samples.is_alike or any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
+        return "no-sampler", ""
+    return _cause_of_others(step, loaders)
 
 
-def _ranks_differ(step: StepOfJob, measured: str) -> Difference:
-    when = "before the first step" if step.number == 1 else "between the steps"
-    return step.found("parameters", "ranks-differ", measured, when=when)
+def _walks_all(step: StepOfJob, loader: Record) -> bool:
+    """Whether a rank walks as many samples as there are in one process."""
+    size, samples, batches = loader["batch_size"], loader["samples"], loader["batches"]
+    is_there = samples in {each["samples"] for each in step.runs.one["facts"]["loaders"]}
+    return is_there and bool(size and samples and batches and batches * size >= samples - size)
+
+
+def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, str]:
+    """Of samples that are split, and are others."""
+    one, ranks = step.runs.one, step.runs.ranks
+    ones = [one["facts"]["loaders"][each["loader"]] for each in step.one["batches"]]
+    sizes = ((own["batch_size"], each["batch_size"]) for own, each in zip(ones, loaders, strict=False) if each["own"])
+    size, here = next(sizes, (0, 0))
+    if size != here:
+        return "batch-size", f"; the batch_size of lockstep.DataLoader is {size} on one process, and {here} here"
+    told = zip(*([each["epoch"] for each in rank["facts"]["passes"]] for rank in ranks), strict=False)
+    apart = next((each for each in told if len(set(each)) > 1), None)
+    if apart is not None:
+        return "set-epoch", f"; the ranks' samplers were told epochs {_joined(apart)}"
+    if any(each["own"] for each in loaders):
+        return "collate", ""
+    if not have_same_indices(step.ranks, step.one):
+        return "order", ""
+    # Is what a rank has at an index what one process has at another, and not there?
+    own = contents(one)
+    is_elsewhere = any(
+        key in own.values() and own.get(index, key) != key for rank in ranks for index, key in contents(rank).items()
+    )
+    key = "split" if is_elsewhere else "drawn samples"
+    return key, ", though the loaders fetched the same indices of the dataset"
+
+
+def _filled_late(step: StepOfJob) -> Difference | None:
+    """A batch that was filled up, and fetched in the step before, as Accelerate does."""
+    own, *ranks = (_entered(each) for each in (step.one, *step.ranks))
+    more = [key for each in ranks for key in each]
+    rows = [sum(len(batch["keys"]) for batch in each["batches"]) for each in (step.one, *step.ranks)]
+    is_late = step.runs.one["facts"]["loaders"] and rows[0] != len(own) and rows[1:] != list(map(len, ranks))
+    seen = {key for each in step.runs.one["steps"] for key in _entered(each)}
+    if not is_late or not set(own) <= set(more) <= seen or len(more) <= len(own):
+        return None
+    measured = f"one process had {counted(len(own), 'sample')}, the ranks {_joined(map(len, ranks))}"
+    return step.found("samples", "padded", measured, extra=counted(len(more) - len(own), "sample"))
+
+
+def _entered(step: Record) -> list[int]:
+    """The rows that entered models."""
+    return [key for call in step["calls"] for key in call["keys"]]
+
+
+# ---- inputs and outputs ------------------------------------------------------------------------------
 
 
 def read_passes(step: StepOfJob) -> Difference | None:
@@ -75,39 +135,30 @@ def read_passes(step: StepOfJob) -> Difference | None:
     if max(each["closure"] for each in (step.one, *step.ranks)) > 1:  # Trainers give a closure to any optimizer
         kind = step.ranks[0]["kind"]
         measured = (
-            f"{kind} called its closure {len(losses.one)} times in one process and {', '.join(map(str, counts))} times "
-            f"on the ranks; it first returned {_each(losses.one[:1])} there, and "
-            f"{_each([each[0] for each in losses.ranks if each])} here"
+            f"{kind} called its closure {len(losses.one)} times in one process and {_joined(counts)} times on the "
+            f"ranks; it first returned {_joined(losses.one[:1])} there, and "
+            f"{_joined(each[0] for each in losses.ranks if each)} here"
         )
         return step.found("loss", "closure", measured, kind=kind)
     if set(counts) == {len(losses.one)}:
         return None
-    measured = f"backward passes in this step: one process {len(losses.one)}, the ranks {', '.join(map(str, counts))}"
+    measured = f"backward passes in this step: one process {len(losses.one)}, the ranks {_joined(counts)}"
     return step.found("loss", "passes", measured)
 
 
 def read_inputs(step: StepOfJob) -> Difference | None:
     """Rows that enter a model, made of the same samples, and are others."""
-    calls = step.calls
-    if step.samples.by_index or _joins(step):
+    calls, batches = step.calls, batches_of(step.one, *step.ranks)
+    # Nodes of graphs, and tokens that are packed: what enters the models has no row for each sample.
+    joins = bool(batches) and all(batch["joins"] for batch in batches)
+    if step.samples.by_index or joins or not (calls.unknown or step.is_far(calls.inputs)):
         return None
-    if not calls.unknown and not step.is_far(calls.inputs):
-        return None
-    measured = (
-        f"the samples are the same, but {calls.unknown or 'some'} rows that enter {calls.kind} are not "
-        f"(one process has {calls.rows})"
-    )
     if calls.inputs and not calls.unknown:
-        measured = (
-            f"the samples are the same, but what is made of them and enters {calls.kind} differs by {calls.inputs:.1e}"
-        )
-    return _by_draws(step, "inputs", measured + ";")
-
-
-def _joins(step: StepOfJob) -> bool:
-    """Whether what enters the models has no row for each sample: nodes of graphs, tokens that are packed."""
-    batches = [batch for each in (step.one, *step.ranks) for batch in each["batches"] if not batch["filler"]]
-    return bool(batches) and all(batch["joins"] for batch in batches)
+        measured = f"what is made of them and enters {calls.kind} differs by {calls.inputs:.1e}"
+    else:
+        count = calls.unknown or "some"
+        measured = f"{count} rows that enter {calls.kind} are not (one process has {calls.rows})"
+    return _by_draws(step, "inputs", f"the samples are the same, but {measured};")
 
 
 def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
@@ -117,14 +168,14 @@ def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
     return step.found(stage, f"drawn {stage}" if drawn else f"batch {stage}", measured)
 
 
-def unlike_draws(step: StepOfJob) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+def unlike_draws(step: StepOfJob) -> tuple[Sequence[Record], Sequence[Record]]:
     """Numbers that one process has drawn otherwise, and permutations: of a rank's rows, whoever seeds them."""
     unlike = [*step.one["unlike_draws"], *_of_own_generators(step)]
     permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS)]
     return [each for each in unlike if each not in permuted], permuted
 
 
-def _of_own_generators(step: StepOfJob) -> list[Mapping[str, Any]]:
+def _of_own_generators(step: StepOfJob) -> list[Record]:
     """What generators of the script's own drew that is neither the same everywhere nor of one process's samples."""
     own, *ranks = ([tuple(each) for each in one["generated"]] for one in (step.one, *step.ranks))
     if all(each == own for each in ranks) or Counter(own) == sum(map(Counter, ranks), Counter()):
@@ -132,25 +183,11 @@ def _of_own_generators(step: StepOfJob) -> list[Mapping[str, Any]]:
     return [{"name": name, "shape": [], "ranks": [[] for _ in ranks]} for name in {name for name, _ in own}]
 
 
-def describe_draws(drawn: Sequence[Mapping[str, Any]]) -> str:
+def describe_draws(drawn: Sequence[Record]) -> str:
     """The first of some draws, on one process and on the ranks, in words."""
     first = drawn[0]
     ranks = " and ".join(str(each or "one number") for each in first["ranks"][:3]) or "nothing of the kind"
     return f"one process drew {first['name']} of {first['shape'] or 'one number'} where the ranks drew {ranks}"
-
-
-def read_moved(step: StepOfJob) -> Difference | None:
-    """Parameters that differ when a model is called, though the step began with the same."""
-    calls = step.calls
-    if not step.is_far(calls.parameters):
-        return None
-    measured = f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}"
-    if not calls.begins:
-        return step.found("parameters", "moved", f"{measured}, though the step began with the same")
-    if step.is_far(calls.apart):
-        return _ranks_differ(step, f"{measured}, and of one rank not those of another, by {calls.apart:.1e}")
-    measured += ", before the first backward pass of the step; the step before ended with the same"
-    return step.found("parameters", "moved between", measured)
 
 
 def read_outputs(step: StepOfJob) -> Difference | None:
@@ -172,30 +209,34 @@ def read_outputs(step: StepOfJob) -> Difference | None:
     modes = [[call["resting"] for call in each["calls"]] for each in (step.one, *step.ranks)]
     if any(each != modes[0] for each in modes):
         own, *ranks = (each[0] if each else 0 for each in modes)
-        measured += f" Modules in eval mode: one process {own}, the ranks {', '.join(map(str, ranks))}."
+        measured += f" Modules in eval mode: one process {own}, the ranks {_joined(ranks)}."
         return step.found("outputs", "mode", measured)
     return _by_draws(step, "outputs", measured)
 
 
+# ---- gradients ---------------------------------------------------------------------------------------
+
+
 def read_unaveraged(step: StepOfJob) -> Difference | None:
     """Gradients that differ between ranks when the optimizer takes them."""
-    between = step.gradients.between
+    between, first = step.gradients.between, step.ranks[0]
     if not between.names:
         return None
     measured = (
         f"the gradients of {len(between.names)} of {between.count} parameters differ between the ranks when "
-        f"{step.ranks[0]['kind']} takes them, by up to {between.worst:.1e} ({_names(between.names)})"
+        f"{first['kind']} takes them, by up to {between.worst:.1e} ({_names(step, between.names)})"
     )
-    after = [each["after"] for each in step.ranks]
-    if after[0] and not any(measure_values(after[0], each, step.precision).names for each in after[1:]):
+    left, *others = (parameters_of(each, "after") for each in step.ranks)
+    is_left = any(each is not None for each in first["after"])
+    if is_left and not any(measure_values(left, each, step.precision).names for each in others):
         drawn = f"; {describe_draws(step.one['unlike_draws'])}" if step.one["unlike_draws"] else ""
         return step.found("gradients", "changed", f"{measured}, and did not after backward(){drawn}")
-    if not step.facts[0]["engines"]:
+    if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)
-    outside = [name for name in between.names if not step.ranks[0]["held"][int(name.split(":", 1)[0])]]
+    outside = [name for name in between.names if not first["held"][name]]
     if outside:  # and others, where an engine waits for what the script has put another module for
-        return step.found("gradients", "unwrapped part", measured, names=_names(outside))
-    if not any(step.ranks[0]["engine_calls"]):
+        return step.found("gradients", "unwrapped part", measured, names=_names(step, outside))
+    if not any(first["engine_calls"]):
         return step.found("gradients", "inner-model", measured)
     is_part = len(between.names) < between.count or _is_averaged_in_part(step)
     return step.found("gradients", "past-engine" if is_part else "not-averaged", measured)
@@ -208,7 +249,40 @@ def _is_averaged_in_part(step: StepOfJob) -> bool:
     return taken.is_good and len(averaged) > 1
 
 
-# ---- after the gradients -----------------------------------------------------------------------------
+# ---- parameters and buffers --------------------------------------------------------------------------
+
+
+def read_ranks(step: StepOfJob) -> Difference | None:
+    """Ranks that begin with other parameters than each other."""
+    first, *others = (parameters_of(each, "begin") for each in step.ranks)
+    for rank, other in enumerate(others, 1):
+        found = measure_values(first, other, step.precision)
+        if found.names:
+            measured = (
+                f"{len(found.names)} of {found.count} parameters of rank {rank} are not those of rank 0 "
+                f"({_names(step, found.names)}), by up to {found.worst:.1e}"
+            )
+            return _ranks_differ(step, measured)
+    return None
+
+
+def _ranks_differ(step: StepOfJob, measured: str) -> Difference:
+    when = "before the first step" if step.number == 1 else "between the steps"
+    return step.found("parameters", "ranks-differ", measured, when=when)
+
+
+def read_moved(step: StepOfJob) -> Difference | None:
+    """Parameters that differ when a model is called, though the step began with the same."""
+    calls = step.calls
+    if not step.is_far(calls.parameters):
+        return None
+    measured = f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}"
+    if not calls.begins:
+        return step.found("parameters", "moved", f"{measured}, though the step began with the same")
+    if step.is_far(calls.apart):
+        return _ranks_differ(step, f"{measured}, and of one rank not those of another, by {calls.apart:.1e}")
+    measured += ", before the first backward pass of the step; the step before ended with the same"
+    return step.found("parameters", "moved between", measured)
 
 
 def read_settings(step: StepOfJob) -> Difference | None:
@@ -237,39 +311,37 @@ def _is_set_apart(step: StepOfJob, a: Any, b: Any) -> bool:
 def read_parameters(step: StepOfJob) -> Difference | None:
     """Parameters after the step, against how far it moved them."""
     for rank, ranks in enumerate(step.ranks):
-        wrong, worst = _stepped_apart(step, ranks)
+        wrong = _stepped_apart(step, ranks)
         if wrong:
             measured = (
                 f"{len(wrong)} of {len(step.one['names'])} parameters{f' of rank {rank}' if rank else ''} differ after "
-                f"the step ({_names(wrong)}), by up to {worst:.1e} of what it moved them"
+                f"the step ({_names(step, wrong)}), by up to {max(wrong.values()):.1e} of what it moved them"
             )
             return step.found("parameters", "optimizer", measured, kind=ranks["kind"])
     return None
 
 
-def _stepped_apart(step: StepOfJob, ranks: Mapping[str, Any]) -> tuple[list[str], float]:
+def _stepped_apart(step: StepOfJob, ranks: Record) -> dict[int, float]:
     """Parameters of a rank that are not those of one process, and by how much of what the step moved them."""
-    own, theirs = (_parameters_of(each, "end") for each in (step.one, ranks))
-    begin = _parameters_of(step.one, "begin")
-    again = None if step.again is None else _parameters_of(step.again, "end")
-    wrong, worst, unsure = list[str](), 0.0, _rounded_only(step, ranks)
+    own, theirs = (parameters_of(each, "end") for each in (step.one, ranks))
+    begin = parameters_of(step.one, "begin")
+    again = own if step.again is None else parameters_of(step.again, "end")
+    wrong, unsure = dict[int, float](), _rounded_only(step, ranks)
     for name, value in own.items():
         other = theirs.get(name)
         if other is None or other.shape != value.shape or name in unsure:
             continue
-        moved = float((value - begin[name]).abs().max())
-        off = float((value - other).abs().max())
-        noise = 0.0 if again is None else float((value - again[name]).abs().max())
+        moved, off, noise = (float((value - each).abs().max()) for each in (begin[name], other, again[name]))
         least = max(1e3 * step.precision, float(step.one["precision"])) * float(value.abs().max()) + TIMES_NOISE * noise
-        if off > least and step.is_far(off / moved if moved else math.inf):
-            wrong.append(name)
-            worst = max(worst, off / moved if moved else math.inf)
-    return wrong, worst
+        part = off / moved if moved else math.inf
+        if off > least and step.is_far(part):
+            wrong[name] = part
+    return wrong
 
 
-def _rounded_only(step: StepOfJob, ranks: Mapping[str, Any]) -> set[str]:
+def _rounded_only(step: StepOfJob, ranks: Record) -> set[int]:
     """Parameters whose gradients are rounding alone, and another one: optimizers that normalize make steps of it."""
-    own, theirs = (_parameters_of(each, "used") for each in (step.one, ranks))
+    own, theirs = (parameters_of(each, "used") for each in (step.one, ranks))
     sizes = {name: float(each.abs().max()) for name, each in own.items() if each is not None}
     least = 100 * step.precision * max(sizes.values(), default=0.0)
     both = {name: theirs[name] for name in sizes if theirs.get(name) is not None}
@@ -289,5 +361,7 @@ def read_buffers(step: StepOfJob) -> Difference | None:
     found = measure_values(a, b, step.precision, noise)
     if not found.names:
         return None
-    measured = f"{len(found.names)} of {len(own)} buffers differ after the step ({_names(found.names)}), by up to "
+    measured = (
+        f"{len(found.names)} of {len(own)} buffers differ after the step ({_names(step, found.names)}), by up to "
+    )
     return step.found("buffers", "buffers", f"{measured}{found.worst:.1e}")

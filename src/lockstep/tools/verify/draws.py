@@ -7,12 +7,20 @@ process permutes ten samples, two ranks five each) is its own, and said.
 
 [Note: halves] What rounding does is measured: the one process takes each step once more, with every product and sum
 over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script. What
-is computed before the samples of a step, such as the data, stays as it is: samples are known by their content.
+is computed before the samples of a step, such as the data, stays as it is: samples are known by their content. (Added
+up from their ends, sums of some kernels come out the same to the last bit, and the noise is missed.)
+
+Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, and whether for a
+filler; beside it the samples of the step), and on one process `own_draws` (after how many batches each was), `given`
+(how many were replaced) and `unlike_draws` (name and shape of those that were not, and shapes of the ranks'). Besides,
+`generated`: what generators of the script's own drew, as a hash; and `single`: numbers of 64 bits were rounded to 32,
+so that what the step computes is no more precise.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterable
@@ -25,8 +33,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.settings import HALVES, RANKS
 
-__all__ = ["PERMUTATIONS", "OperatorWatch", "join_draws", "watch_numpy_and_random"]
+__all__ = ["PERMUTATIONS", "DrawWatch"]
 
 _ATEN = torch.ops.aten
 _RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate", "expovariate")
@@ -37,32 +47,109 @@ _NO_DRAWS = {"seed", "get_state", "set_state", "spawn", "bit_generator"}
 PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
 # Numbers kept of all draws of a step; more are not given to the one process.
 _MOST_NUMBERS = 1 << 26
+_Draw = dict[str, Any]
 
 
-def join_draws(name: str, own: Tensor, drawn: list[Tensor], order: list[int] | None) -> Tensor | None:
-    """What the one process gets in place of its own draw. See [Note: draws by sample].
+class DrawWatch:
+    """Watches what this process draws. See [Note: draws by sample].
 
     Args:
-        name: of the operator.
-        own: what it has drawn itself.
-        drawn: what each rank drew, in host memory, the ranks in order.
-        order: for each of its samples, which of those of all ranks it is; None for the same order.
-
-    Returns:
-        A tensor like `own`; None where the ranks' numbers do not make one.
+        recorder: of this process.
     """
-    if all(each.shape == own.shape for each in drawn):
-        alike = all(torch.equal(each, drawn[0]) for each in drawn[1:])
-        return drawn[0].to(own.device) if alike else None
-    axis = None if name == "randperm" else _axis_of_samples(own, drawn)
-    if axis is None:
-        return None
-    joined = torch.cat(drawn, axis)
-    if order and own.size(axis) % len(order) == 0:
-        each_has = own.size(axis) // len(order)  # of each sample, such as the heads of attention
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+        self._settings = recorder.settings
+        # By number of a step: what each rank left of it; and the samples of all ranks, batch by batch.
+        self._files: dict[int, list[Any]] = {}
+        self._keys: dict[int, list[list[int]]] = {}
+
+    def install(self) -> None:
+        """Watch from now on."""
+        _watch_numpy_and_random(self._see, self._note_own)
+        _Operators(self._recorder, self._see).__enter__()  # type: ignore[no-untyped-call]
+
+    def _note_own(self, name: str, value: int) -> None:
+        """A generator of the script's own has drawn: it may be of all ranks, of this one, or of a sample."""
+        if self._recorder.is_recording:
+            self._recorder.step["generated"].append((name, value))
+
+    def _see(self, name: str, values: Tensor) -> Tensor | None:
+        """The script has drawn: note it, or return what the ranks drew."""
+        if not self._recorder.is_recording:
+            return None
+        step = self._recorder.step
+        after = len(step["batches"])
+        with self._recorder.aside():
+            if self._settings.role == RANKS:
+                is_filler = bool(after and step["batches"][-1]["filler"])
+                one = {"name": name, "values": values.detach().cpu().clone(), "after": after, "filler": is_filler}
+                step["draws"].append(one)
+                return None
+            # From the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
+            place = step["own_draws"].count(after)
+            step["own_draws"].append(after)
+            every = [
+                [draw for draw in rank["draws"] if draw["after"] == after]
+                for rank in self._of_ranks(len(self._recorder.steps))
+            ]
+            drawn = [draws[place] for draws in every if place < len(draws)]
+            joined = self._joined(name, values, drawn)
+            if joined is None:
+                shapes = [list(each["values"].shape) for each in drawn]
+                step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
+            else:
+                step["given"] += not torch.equal(joined, values)
+            return joined
+
+    def _of_ranks(self, number: int) -> list[Any]:
+        """What each rank left of a step."""
+        if number not in self._files:
+            files = [self._settings.file("draws", number, rank) for rank in range(self._settings.world_size)]
+            found = [torch.load(file, weights_only=True, map_location="cpu") for file in files if file.exists()]
+            found = found if len(found) == len(files) else []
+            self._files = {number: found}  # the last one only: these may be large
+            batches = itertools.zip_longest(*(each["keys"] for each in found), fillvalue=[])
+            self._keys[number] = [[key for part in parts for key in part] for parts in batches]
+        return self._files[number]
+
+    def _joined(self, name: str, own: Tensor, drawn: list[_Draw]) -> Tensor | None:
+        """What the one process gets in place of its own draw; None where the ranks' numbers do not make one."""
+        if len(drawn) != self._settings.world_size or any(each["name"] != name for each in drawn):
+            return None
+        parts = [each["values"] for each in drawn if not each["filler"]] or [each["values"] for each in drawn]
+        if all(each.shape == own.shape for each in parts):
+            alike = all(torch.equal(each, parts[0]) for each in parts[1:])
+            return parts[0].to(own.device) if alike else None
+        axis = None if name == "randperm" else _axis_of_samples(own, parts)
+        if axis is None:
+            return None
+        return self._in_own_order(torch.cat(parts, axis), axis).to(own.device)
+
+    def _in_own_order(self, joined: Tensor, axis: int) -> Tensor:
+        order = self._order_of_ranks()
+        if not order or joined.size(axis) % len(order):
+            return joined
+        each_has = joined.size(axis) // len(order)  # of each sample, such as the heads of attention
         places = [place * each_has + number for place in order for number in range(each_has)]
-        joined = joined.index_select(axis, torch.tensor(places, device="cpu"))
-    return joined.to(own.device)
+        return joined.index_select(axis, torch.tensor(places, device="cpu"))
+
+    def _order_of_ranks(self) -> list[int]:
+        """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
+        # That of an earlier step, where several steps are made of one batch.
+        steps = [*self._recorder.steps, self._recorder.step]
+        number = next((number for number in reversed(range(len(steps))) if steps[number]["batches"]), None)
+        if number is None:
+            return []
+        if number not in self._keys:
+            self._of_ranks(number)
+        batches, theirs = steps[number]["batches"], self._keys[number]
+        parts = theirs[len(batches) - 1] if len(batches) <= len(theirs) else []
+        places: dict[int, list[int]] = {}
+        for place, key in enumerate(parts):
+            places.setdefault(key, []).append(place)
+        order = [places[key].pop(0) for key, _ in batches[-1]["keys"] if places.get(key)]
+        return order if len(order) == len(parts) else []
 
 
 def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:
@@ -74,27 +161,24 @@ def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:
     return apart[0] if fits else None
 
 
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+# ---- operators of torch ------------------------------------------------------------------------------
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of this thread.
 
     Args:
-        on_draw: called with the operator's name and what it drew; returns what to take instead, or None.
-        on_single: called when numbers of 64 bits are rounded to 32.
-        cuts: whether to cut a product or sum in two now; see [Note: halves].
+        recorder: of this process.
+        see: called with the operator's name and what it drew; returns what to take instead, or None.
     """
 
     supports_higher_order_operators = True  # such as flex_attention
 
-    def __init__(
-        self,
-        on_draw: Callable[[str, Tensor], Tensor | None],
-        on_single: Callable[[], None],
-        cuts: Callable[[], bool],
-    ) -> None:
+    def __init__(self, recorder: StepRecorder, see: Callable[[str, Tensor], Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_draw = on_draw
-        self._on_single = on_single
-        self._cuts = cuts
+        self._recorder = recorder
+        self._see = see
+        self._cuts = recorder.settings.role == HALVES
         self._draws: dict[Any, bool] = {}
         self._thread = threading.get_ident()
 
@@ -103,12 +187,12 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        cut = _CUTS.get(func) if self._cuts() else None
+        cut = _CUTS.get(func) if self._cuts and self._recorder.is_computing else None
         result = None if cut is None else cut(*args, **kwargs)
         if result is None:
             result = func(*args, **kwargs)
         if func is _ATEN._to_copy.default and (args[0].dtype, result.dtype) == (torch.float64, torch.float32):
-            self._on_single()
+            self._recorder.step["single"] |= self._recorder.is_recording
         draws = self._draws.get(func)
         if draws is None:
             draws = self._draws[func] = torch.Tag.nondeterministic_seeded in func.tags
@@ -116,77 +200,15 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _noted(self, func: Any, args: Any, result: Any) -> Any:
         if func is _ATEN.native_dropout.default:
-            mask = self._on_draw("native_dropout", result[1])
+            mask = self._see("native_dropout", result[1])
             if mask is None:
                 return result
             return args[0] * mask * (0.0 if args[1] >= 1 else 1 / (1 - args[1])), mask
         if not isinstance(result, Tensor) or result.numel() > _MOST_NUMBERS:
             return result
         name = func._schema.name.removeprefix("aten::").rstrip("_")
-        other = self._on_draw(name, result)
+        other = self._see(name, result)
         return result if other is None else result.copy_(other)
-
-
-def watch_numpy_and_random(
-    on_draw: Callable[[str, Tensor], Tensor | None], on_own_draw: Callable[[str, int], None]
-) -> None:
-    """See what numpy and `random` draw in this thread, from now on.
-
-    Args:
-        on_draw: as that of `OperatorWatch`.
-        on_own_draw: called with a method of a `random.Random` that the script has made, and a hash of what it drew.
-    """
-    thread, depth = threading.get_ident(), [0]
-
-    def give(place: str, drawn: Any, result: Any) -> Any:
-        values = np.asarray(result)
-        other = on_draw(place, torch.from_numpy(values)) if values.dtype.kind in "iuf" else None
-        if other is None:
-            return result
-        return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
-
-    def pick(place: str, drawn: Any, result: Any) -> Any:
-        on_draw(place, torch.tensor(crc32(repr(drawn).encode()), device="cpu"))
-        return result
-
-    def note(place: str, drawn: Any, result: Any) -> Any:
-        on_own_draw(place, crc32(repr(drawn).encode()))
-        return result
-
-    def watch(owner: Any, names: Iterable[str], see: Callable[[str, Any, Any], Any]) -> None:
-        def watched(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
-            def draw(*args: Any, **kwargs: Any) -> Any:
-                is_outer = threading.get_ident() == thread and not depth[0]  # gauss() calls random()
-                depth[0] += is_outer
-                try:
-                    result = original(*args, **kwargs)
-                finally:
-                    depth[0] -= is_outer
-                # A shuffle has its result in its place.
-                return see(place, args[-1:] if result is None else result, result) if is_outer else result
-
-            return draw
-
-        for name in names:
-            wrap(owner, name, functools.partial(watched, f"{owner.__name__}.{name}"))
-
-    watch(random, _RANDOM, give)
-    watch(random, _PICKS_OF_RANDOM, pick)
-    watch(random.Random, (*_RANDOM, *_PICKS_OF_RANDOM), note)
-    generator, state = _subclass(np.random.Generator), _subclass(np.random.RandomState)
-    for owner, kind in ((np.random, state), (generator, generator), (state, state)):
-        names = {name for name in dir(kind) if name[0] != "_" and hasattr(owner, name)} - _NO_DRAWS
-        watch(owner, names - _PICKS_OF_NUMPY, give)
-        watch(owner, names & _PICKS_OF_NUMPY, pick)
-    wrap(np.random, "default_rng", lambda original: lambda seed=None: generator(original(seed).bit_generator))
-    for kind in (generator, state):
-        setattr(np.random, kind.__name__, kind)
-
-
-def _subclass(kind: Any) -> Any:
-    """One whose methods can be replaced, and of which all others are instances, too."""
-    meta = type("Kind", (type(kind),), {"__instancecheck__": lambda _, value: isinstance(value, kind)})
-    return meta(kind.__name__, (kind,), {})
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor | None:
@@ -236,3 +258,68 @@ _CUTS: dict[Any, Callable[..., Any]] = {
     _ATEN.sum.default: _sum_all,
     _ATEN.convolution_backward.default: _convolution_backward,
 }
+
+
+# ---- numpy and random --------------------------------------------------------------------------------
+
+
+def _watch_numpy_and_random(
+    see_draw: Callable[[str, Tensor], Tensor | None], see_own: Callable[[str, int], None]
+) -> None:
+    """See what numpy and `random` draw in this thread, from now on.
+
+    Args:
+        see_draw: called with a function and what it drew; returns what to take instead, or None.
+        see_own: called with a method of a `random.Random` that the script has made, and a hash of what it drew.
+    """
+    thread, depth = threading.get_ident(), [0]
+
+    def give(place: str, drawn: Any, result: Any) -> Any:
+        values = np.asarray(result)
+        other = see_draw(place, torch.from_numpy(values)) if values.dtype.kind in "iuf" else None
+        if other is None:
+            return result
+        return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
+
+    def pick(place: str, drawn: Any, result: Any) -> Any:
+        see_draw(place, torch.tensor(crc32(repr(drawn).encode()), device="cpu"))
+        return result
+
+    def note(place: str, drawn: Any, result: Any) -> Any:
+        see_own(place, crc32(repr(drawn).encode()))
+        return result
+
+    def watch(owner: Any, names: Iterable[str], see: Callable[[str, Any, Any], Any]) -> None:
+        def watched(place: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            def draw(*args: Any, **kwargs: Any) -> Any:
+                is_outer = threading.get_ident() == thread and not depth[0]  # gauss() calls random()
+                depth[0] += is_outer
+                try:
+                    result = original(*args, **kwargs)
+                finally:
+                    depth[0] -= is_outer
+                # A shuffle has its result in its place.
+                return see(place, args[-1:] if result is None else result, result) if is_outer else result
+
+            return draw
+
+        for name in names:
+            wrap(owner, name, functools.partial(watched, f"{owner.__name__}.{name}"))
+
+    watch(random, _RANDOM, give)
+    watch(random, _PICKS_OF_RANDOM, pick)
+    watch(random.Random, (*_RANDOM, *_PICKS_OF_RANDOM), note)
+    generator, state = _subclass(np.random.Generator), _subclass(np.random.RandomState)
+    for owner, kind in ((np.random, state), (generator, generator), (state, state)):
+        names = {name for name in dir(kind) if name[0] != "_" and hasattr(owner, name)} - _NO_DRAWS
+        watch(owner, names - _PICKS_OF_NUMPY, give)
+        watch(owner, names & _PICKS_OF_NUMPY, pick)
+    wrap(np.random, "default_rng", lambda original: lambda seed=None: generator(original(seed).bit_generator))
+    for kind in (generator, state):
+        setattr(np.random, kind.__name__, kind)
+
+
+def _subclass(kind: Any) -> Any:
+    """One whose methods can be replaced, and of which all others are instances, too."""
+    meta = type("Kind", (type(kind),), {"__instancecheck__": lambda _, value: isinstance(value, kind)})
+    return meta(kind.__name__, (kind,), {})

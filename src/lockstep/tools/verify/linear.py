@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.tools.verify.causes import describe_draws, unlike_draws
-from lockstep.tools.verify.compare import Fit, Losses
-from lockstep.tools.verify.step import StepOfJob
+from lockstep.tools.verify.compare import Fit
+from lockstep.tools.verify.step import Losses, StepOfJob
 from lockstep.tools.verify.words import Difference
 
 __all__ = ["read_gradients"]
@@ -26,12 +27,27 @@ _MAY_BE_DRAWN = ("not-linear", "kept-state", "function-of-mean", "threshold")
 _Cause = tuple[str, dict[str, Any]]
 
 
-def _close(a: float, b: float, tolerance: float = _CLOSE) -> bool:
-    return abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-12)
+def _close(a: float, b: float, tolerance: float = _CLOSE, least: float = 1e-12) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), least)
 
 
-def _numbers(values: list[float]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values)
+def _are_close(a: Sequence[float], b: Sequence[float]) -> bool:
+    return len(a) == len(b) and all(_close(x, y, 1e-2, 0.1) for x, y in zip(a, b, strict=True))
+
+
+def _have_one_ratio(a: Sequence[float], b: Sequence[float], tolerance: float = _CLOSE) -> bool:
+    ratios = [x / y for x, y in zip(a, b, strict=True) if abs(y) > 1e-9]
+    return bool(ratios) and all(_close(each, ratios[0], tolerance) for each in ratios)
+
+
+def _numbers(values: Sequence[float | None]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values if value is not None)
+
+
+def _factor(value: float) -> str:
+    """With as many digits as tell it from 1: clipping by norm may leave no more of a factor than the 1e-6 it adds."""
+    texts = [f"{value:.{digits}g}" for digits in (4, 8, 12)]
+    return next((text for text in texts if text != "1"), "1")
 
 
 def read_gradients(step: StepOfJob) -> Difference | None:
@@ -40,13 +56,10 @@ def read_gradients(step: StepOfJob) -> Difference | None:
     if not gradients.used.names:
         return None
     stage = "gradients" if losses.are("weighted", step.tolerance) or losses.are("sum", step.tolerance) else "loss"
-    seen = "the outputs are the same"
-    if not any(call["outputs"] is not None for call in step.one["calls"]):
-        seen = "no output is a row for each sample"
-    elif padded:
-        seen = "outputs of samples that are padded to other lengths are not compared"
-    measured = _measured(step, seen)
-    given = _given(step)
+    measured = _measured(step)
+    # How much averaging makes each rank's loss count: by samples in Lockstep's engine, else one of N.
+    weighs = any(each["own"] for each in step.facts["engines"])
+    given = losses.weights if weighs else [1 / len(step.ranks)] * len(losses.weights)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
     averaging = ("after-averaging", {}) if gradients.were_alike else _averaging(step, needed, taken, given)
     if averaging is not None:
@@ -64,28 +77,29 @@ def read_gradients(step: StepOfJob) -> Difference | None:
     return step.found(stage, cause, measured, **values)
 
 
-def _measured(step: StepOfJob, seen: str) -> str:
-    gradients, losses, tolerance = step.gradients, step.losses, max(_CLOSE, step.rounding)
-    ranks = "; ".join(_numbers([value for value in each if value is not None]) for each in losses.ranks)
-    ones = _numbers([value for value in losses.one if value is not None])
-    text = f"{seen}; loss of one process {ones}, of the ranks {ranks}" if ones else f"{seen}; backward() was not called"
-    for how, words in (("weighted", "their weighted mean"), ("sum", "their sum")):
-        found = losses.sums(how)
-        if ones and found is not None:
-            text += f" ({words} {found[1]:.6g})"
-    if gradients.factor is not None and not _close(gradients.factor, 1.0, tolerance):
-        return text + f"; the gradient of every parameter is {gradients.factor:.4g} times that of one process"
-    names = gradients.used.names
-    if len(names) < gradients.used.count:
-        text += f"; the gradients of {len(names)} of {gradients.used.count} parameters differ"
-        return text + f", by up to {gradients.used.worst:.1e}"
-    return text + f"; the gradients differ by up to {gradients.used.worst:.1e}, by no common factor"
+def _measured(step: StepOfJob) -> str:
+    gradients, losses, used = step.gradients, step.losses, step.gradients.used
+    text = "the outputs are the same"
+    if not any(call["outputs"] is not None for call in step.one["calls"]):
+        text = "no output is a row for each sample"
+    elif step.samples.padded:
+        text = "outputs of samples that are padded to other lengths are not compared"
+    ones = _numbers(losses.one)
+    text += f"; loss of one process {ones}, of the ranks " if ones else "; backward() was not called"
+    if ones:
+        text += "; ".join(map(_numbers, losses.ranks))
+        for how, words in (("weighted", "their weighted mean"), ("sum", "their sum")):
+            found = losses.sums(how)
+            text += "" if found is None else f" ({words} {found[1]:.6g})"
+    if gradients.factor is not None and not _close(gradients.factor, 1.0, step.tolerance):
+        return text + f"; the gradient of every parameter is {_factor(gradients.factor)} times that of one process"
+    if len(used.names) < used.count:
+        text += f"; the gradients of {len(used.names)} of {used.count} parameters differ"
+        return text + f", by up to {used.worst:.1e}"
+    return text + f"; the gradients differ by up to {used.worst:.1e}, by no common factor"
 
 
-def _given(step: StepOfJob) -> list[float]:
-    """How much averaging makes each rank's loss count: by samples in Lockstep's engine, else one of N."""
-    weighs = any(each["own"] for each in step.facts[0]["engines"])
-    return [weight if weighs else 1 / len(step.ranks) for each in step.losses.weights for weight in each]
+# ---- weights -----------------------------------------------------------------------------------------
 
 
 def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] | None:
@@ -100,12 +114,6 @@ def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] |
     return [count * factor * weight / scale for factor, weight in zip(fit.factors, given, strict=True)]
 
 
-def _are_close(a: list[float], b: list[float], tolerance: float = 1e-2) -> bool:
-    return len(a) == len(b) and all(
-        abs(x - y) <= tolerance * max(abs(x), abs(y), 0.1) for x, y in zip(a, b, strict=True)
-    )
-
-
 def _averaging(
     step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float]
 ) -> _Cause | None:
@@ -113,67 +121,52 @@ def _averaging(
     losses = step.losses
     if needed is None or not _are_close(needed, losses.shares):
         return None
-    if taken is None or not (_are_close(taken, given) or _has_one_ratio(taken, needed)):
+    if taken is None or not (_are_close(taken, given) or _have_one_ratio(taken, needed)):
         return "before-averaging", {}
     if _are_close(given, losses.shares):
         return None
     rows = ", ".join(str(row) for each in losses.rows for row in each)
     by_means = any(each["weighed"] for ranks in step.ranks for each in ranks["backwards"])
-    leaves_out = any(each["own"] for each in step.facts[0]["loaders"])
+    leaves_out = any(each["own"] for each in step.facts["loaders"])
     key = "uneven means" if by_means else "uneven loader" if leaves_out else "uneven"
     return key, {"rows": rows, "given": _numbers(given)}
 
 
-def _has_one_ratio(a: list[float], b: list[float], tolerance: float = _CLOSE) -> bool:
-    ratios = [x / y for x, y in zip(a, b, strict=True) if abs(y) > 1e-9]
-    return bool(ratios) and all(_close(each, ratios[0], tolerance) for each in ratios)
-
-
 def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | None) -> _Cause:
+    """What a loss is, or has, that is no mean over samples."""
     losses, zeros = step.losses, step.gradients.zeros
     if losses.are("sum", max(1e-6, step.rounding)) and not losses.are("weighted", max(1e-3, step.rounding)):
         return "sum", {}
-    is_whole = all(_close(loss, one, 1e-5) for loss, one in _pairs(losses))
     if needed is None:
         if any(zeros):
             return "threshold", {"who": "one process" if zeros[-1] else "a rank"}
         return "kept-state" if _is_first_odd(step) else "not-linear", {}
+    is_whole = _are_those_of_one(losses, 1e-5)
     if is_whole and len(set(losses.shares)) > 1:
         return "whole-batch", {}
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
     tolerance = max(_CLOSE, step.rounding)
-    if all(counted) and _has_one_ratio(needed, counted, tolerance):
+    if all(counted) and _have_one_ratio(needed, counted, tolerance):
         factor = counted[0] / needed[0]
         if _close(factor * len(step.ranks), 1.0, tolerance):
             return "whole-batch" if is_whole else "sum", {}
-        return "factor", {"factor": f"{factor:.4g}"}
+        return "factor", {"factor": _factor(factor)}
     return _by_weights(step, needed)
 
 
-def _pairs(losses: Losses) -> list[tuple[float, float]]:
-    """Each rank's loss, and one process's; a pair that is far apart where there is no loss."""
-    values = [(value, one) for each in losses.ranks for value, one in zip(each, losses.one, strict=False)]
-    return [(0.0, 1.0) if value is None or one is None else (value, one) for value, one in values]
+def _are_those_of_one(losses: Losses, tolerance: float) -> bool:
+    """Whether the loss of each rank is that of one process."""
+    pairs = [pair for each in losses.ranks for pair in zip(each, losses.one, strict=False)]
+    return all(loss is not None and one is not None and _close(loss, one, tolerance) for loss, one in pairs)
 
 
 def _is_first_odd(step: StepOfJob) -> bool:
     """Whether there are steps before, which were one process's, and were divided among the ranks as this one is."""
     if step.number == 1:
         return False
-    steps = step.ranks, [each["steps"][step.number - 2] for each in step.facts]
+    steps = step.ranks, [each["steps"][step.number - 2] for each in step.runs.ranks]
     now, before = ([batch["rows"] for each in ranks for batch in each["batches"]] for ranks in steps)
     return bool(now) and now == before
-
-
-def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool:
-    """Whether one process's loss is the mean of the ranks' with these weights, too; that of a logarithm is not."""
-    values = [value for each in losses.ranks for value in each]
-    if len(values) != len(weights) or None in values or None in losses.one:
-        return True
-    theirs, one = [float(value or 0) for value in values], sum(float(value or 0) for value in losses.one)
-    mean = sum(map(operator.mul, weights, theirs))
-    spread, most = max(theirs) - min(theirs), max(abs(each) for each in (one, *theirs))
-    return bool(abs(mean - one) <= tolerance * spread + tolerance / 100 * most)
 
 
 def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
@@ -183,7 +176,7 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
         return "count zero", {"rank": empty[0]}
     if sum(abs(each) > 1e-6 for each in weights) == 1 and not any(step.gradients.zeros):
         return "extreme", {"weights": shown}
-    if all(_close(loss, one, max(1e-5, step.rounding)) for loss, one in _pairs(losses)):
+    if _are_those_of_one(losses, max(1e-5, step.rounding)):
         return "not-linear", {}  # it is divided by itself
     times = _times_a_mean(step, weights)
     if times and _is_weighted(losses, weights, 100 * step.tolerance):
@@ -203,3 +196,13 @@ def _times_a_mean(step: StepOfJob, weights: list[float]) -> int:
     passes = sum(step.losses.shares)
     times = next((each for each in (1, len(step.ranks)) if _close(sum(weights) * each, passes, step.tolerance)), 0)
     return times if all(each >= -1e-6 for each in weights) else 0
+
+
+def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool:
+    """Whether one process's loss is the mean of the ranks' with these weights, too; that of a logarithm is not."""
+    if len(losses.values) != len(weights) or None in (*losses.values, *losses.one):
+        return True
+    theirs, one = [value or 0.0 for value in losses.values], sum(filter(None, losses.one))
+    mean = sum(map(operator.mul, weights, theirs))
+    spread, most = max(theirs) - min(theirs), max(abs(each) for each in (one, *theirs))
+    return bool(abs(mean - one) <= tolerance * spread + tolerance / 100 * most)

@@ -48,7 +48,9 @@ class LineWatch:
         return getattr(self._stream, name)
 
 
-def _save(recorder: StepRecorder) -> Callable[..., Any]:
+def install(recorder: StepRecorder) -> None:
+    """Watch from now on."""
+
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             # A library, such as Accelerate in save_state(), knows who has to write.
@@ -59,11 +61,6 @@ def _save(recorder: StepRecorder) -> Callable[..., Any]:
 
         return save
 
-    return make
-
-
-def install(recorder: StepRecorder) -> None:
-    """Watch from now on."""
     if recorder.rank == 0:
         sys.stdout, sys.stderr = LineWatch(sys.stdout, recorder), LineWatch(sys.stderr, recorder)
-    wrap(torch, "save", _save(recorder))
+    wrap(torch, "save", make)

@@ -18,7 +18,7 @@ from lockstep.errors import SetupError
 from lockstep.launch import worker
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.scratch import enter
-from lockstep.tools.verify.settings import HALVES, RANKS, VerifySettings
+from lockstep.tools.verify.settings import RANKS, VerifySettings
 
 if TYPE_CHECKING:
     from lockstep.tools.verify.recorder import StepRecorder
@@ -41,10 +41,11 @@ def install(settings: VerifySettings) -> StepRecorder:
     """Record this process from now on, for good; returns who does."""
     import torch
 
-    from lockstep.tools.verify import loaders, outputs
-    from lockstep.tools.verify.draws import OperatorWatch, watch_numpy_and_random
-    from lockstep.tools.verify.gradients import GradientWatch
+    from lockstep.tools.verify import outputs
+    from lockstep.tools.verify.draws import DrawWatch
+    from lockstep.tools.verify.loaders import LoaderWatch
     from lockstep.tools.verify.recorder import StepRecorder
+    from lockstep.tools.verify.training import TrainingWatch
 
     rank = env.RANK.get() or 0
     torch.set_num_threads(int(env.OMP_NUM_THREADS.get() or 1))
@@ -57,19 +58,11 @@ def install(settings: VerifySettings) -> StepRecorder:
         devices.install(settings.devices)
     _seed_as_nobody_does(rank)
     recorder = StepRecorder(settings, rank)
-    if settings.is_reference:
-        file = settings.keys_file()
-        if file.exists():
-            recorder.facts["ranks_keys"] = torch.load(file, weights_only=True)
-        if settings.orders_file().exists():
-            recorder.orders = torch.load(settings.orders_file(), weights_only=True)
-    watch = loaders.install(recorder)
-    GradientWatch(recorder, watch.note_step).install()
+    loaders = LoaderWatch(recorder)
+    loaders.install()
+    TrainingWatch(recorder, loaders.note_step).install()
     outputs.install(recorder)
-    watch_numpy_and_random(recorder.on_draw, recorder.note_own_draw)
-    cuts = settings.role == HALVES
-    watched = OperatorWatch(recorder.on_draw, recorder.note_single, lambda: cuts and recorder.is_computing)
-    watched.__enter__()  # type: ignore[no-untyped-call]
+    DrawWatch(recorder).install()
     if settings.role == RANKS:
         for name in ("spawn", "start_processes"):
             wrap(torch.multiprocessing, name, lambda original: functools.partial(_refuse, recorder, _STARTS_RANKS))

@@ -21,12 +21,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.frames import is_library_file, library_folders
-from lockstep.tools.verify.draws import join_draws
 from lockstep.tools.verify.settings import RANKS, VerifySettings
-from lockstep.tools.verify.state import dump_state, load_state, others_than
+from lockstep.tools.verify.state import dump_state, load_state, others_than, write_at_once
 
 __all__ = ["FEW_BATCHES", "StepRecorder", "is_of_library", "line_of_script"]
 
@@ -44,14 +43,7 @@ _LONGEST_WAIT = 32
 
 def _empty_step() -> dict[str, Any]:
     parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws", "generated")
-    return {part: [] for part in parts} | {"lines": {}, "after": {}, "rounded": 0.0, "single": False, "given": 0}
-
-
-def _by_batch(draws: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = {}
-    for each in draws:
-        found.setdefault(each["after"], []).append(each)
-    return found
+    return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0, "single": False, "given": 0}
 
 
 def line_of_script() -> str:
@@ -87,7 +79,6 @@ class StepRecorder:
         until: the number of steps at which it is cut.
         has_last_batch: the loader that is trained on has a last batch that can be come to.
         is_last_batch: the last batch of the first epoch has been handed out.
-        orders: indices for the loaders to hand out, for each pass by its number; see `orders.py`.
     """
 
     def __init__(self, settings: VerifySettings, rank: int) -> None:
@@ -116,13 +107,11 @@ class StepRecorder:
         self.is_cut = False
         self.until = settings.steps
         self.has_last_batch = self.is_last_batch = False
-        self.orders: dict[int, list[list[int]]] = {}
         self._has_begun = False
         self._is_active = False
         self._is_written = False
         self._began_at = self._cut_at = self._first_cut_at = 0.0
         self._epochs = 1
-        self._drawn: list[dict[int, list[dict[str, Any]]]] = []  # of each rank, by `after`
 
     @property
     def is_evaluating(self) -> bool:
@@ -142,9 +131,7 @@ class StepRecorder:
 
     def begin_work(self) -> None:
         """A batch, or the first forward pass: what is drawn from now on belongs to a step."""
-        if not self._is_active:
-            self._is_active = True
-            self._read_draws()
+        self._is_active = True
 
     def begin_training(self, root: nn.Module) -> None:
         """Before a forward pass that trains `root`: the first of all begins with what the ranks had."""
@@ -156,7 +143,7 @@ class StepRecorder:
             self._exchange_state(0)
 
     def _exchange_state(self, step: int) -> None:
-        path = self.settings.state_file(step)
+        path = self.settings.file("state", step)
         with torch.no_grad(), self.aside():
             if self.settings.is_reference:
                 if step == 0:
@@ -169,10 +156,11 @@ class StepRecorder:
         """After a step of an optimizer."""
         self.steps.append(self.step)
         if self.settings.role == RANKS:
-            torch.save(self.step.pop("draws"), self.settings.draws_file(len(self.steps) - 1, self.rank))
+            keys = [[] if each["filler"] else [key for key, _ in each["keys"]] for each in self.step["batches"]]
+            drawn = {"draws": self.step.pop("draws"), "keys": keys}
+            torch.save(drawn, self.settings.file("draws", len(self.steps) - 1, self.rank))
         self.step = _empty_step()
         self._exchange_state(len(self.steps))
-        self._read_draws()
         over = len(self.steps) - self.until
         is_round = self.steps[-1]["optimizer"] == len(self.optimizers) - 1
         # A step of several optimizers may have been the last to record before the last batch was thought of.
@@ -192,7 +180,7 @@ class StepRecorder:
         """Whether epochs of so many batches are trained to their ends. See [Note: when it ends]."""
         per_batch_s = (time.monotonic() - self._began_at) / max(1, len(self.steps))
         is_short = batches <= FEW_BATCHES and batches * per_batch_s < _EPOCHS_S
-        size = self.settings.state_file(len(self.steps)).stat().st_size if self.rank == 0 else 0
+        size = self.settings.file("state", len(self.steps)).stat().st_size if self.rank == 0 else 0
         goes = self._of_rank_0(1, is_short and size * batches * _MOST_EPOCHS < _MOST_BYTES)
         self.until = sys.maxsize if goes else max(self.until, len(self.steps))
         return bool(goes)
@@ -213,7 +201,7 @@ class StepRecorder:
 
     def _of_rank_0(self, epoch: int, goes_on: bool) -> bool | None:
         """What rank 0 says, for all ranks and for one process; None where it said nothing."""
-        goes, stops = (self.settings.epoch_file(epoch, word) for word in ("goes", "stops"))
+        goes, stops = (self.settings.file("epoch", epoch, word) for word in ("goes", "stops"))
         if self.settings.role == RANKS and self.rank == 0:
             (goes if goes_on else stops).touch()
         limit = time.monotonic() + (_END_S if self.settings.role == RANKS else 0.0)
@@ -232,11 +220,6 @@ class StepRecorder:
         if line and line not in lines:
             lines.append(line)
 
-    def note_single(self) -> None:
-        """Numbers of 64 bits were rounded to 32, so that what the step computes is no more precise."""
-        if self.is_recording:
-            self.step["single"] = True
-
     @contextlib.contextmanager
     def aside(self) -> Any:
         """A context: what happens inside is none of the script's."""
@@ -246,68 +229,6 @@ class StepRecorder:
         finally:
             self.busy -= 1
 
-    # ---- draws ---------------------------------------------------------------------------------------
-
-    def _read_draws(self) -> None:
-        self._drawn = []
-        if self.settings.is_reference:
-            files = [self.settings.draws_file(len(self.steps), rank) for rank in range(self.settings.world_size)]
-            if all(file.exists() for file in files):
-                self._drawn = [_by_batch(torch.load(file, weights_only=True, map_location="cpu")) for file in files]
-
-    def on_draw(self, name: str, values: Tensor) -> Tensor | None:
-        """The script has drawn: note it, or return what the ranks drew. See `draws.py`."""
-        if not self.is_recording:
-            return None
-        after = len(self.step["batches"])
-        with self.aside():
-            if self.settings.role == RANKS:
-                is_filler = bool(after and self.step["batches"][-1]["filler"])
-                one = {"name": name, "values": values.detach().cpu().clone(), "after": after, "filler": is_filler}
-                self.step["draws"].append(one)
-                return None
-            return self._draw_of_ranks(name, values, after)
-
-    def note_own_draw(self, name: str, value: int) -> None:
-        """A generator of the script's own has drawn: it may be of all ranks, of this one, or of a sample."""
-        if self.is_recording:
-            self.step["generated"].append((name, value))
-
-    def _draw_of_ranks(self, name: str, values: Tensor, after: int) -> Tensor | None:
-        # Counted from the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
-        place = self.step["own_draws"].count(after)
-        self.step["own_draws"].append(after)
-        drawn = [each[after][place] for each in self._drawn if place < len(each.get(after, ()))]
-        if len(drawn) != self.settings.world_size or any(each["name"] != name for each in drawn):
-            joined = None
-        else:
-            real = [each for each in drawn if not each["filler"]] or drawn
-            joined = join_draws(name, values, [each["values"] for each in real], self._order_of_ranks())
-        if joined is None:
-            shapes = [list(each["values"].shape) for each in drawn]
-            self.step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
-        else:
-            self.step["given"] += not torch.equal(joined, values)
-        return joined
-
-    def _order_of_ranks(self) -> list[int] | None:
-        """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
-        # That of an earlier step, where several steps are made of one batch.
-        steps = [*self.steps, self.step]
-        place = next((place for place in reversed(range(len(steps))) if steps[place]["batches"]), None)
-        if place is None:
-            return None
-        number = len(steps[place]["batches"]) - 1
-        parts = self.facts.get("ranks_keys", {}).get((place, number))
-        if parts is None:
-            return None
-        own = [key for key, _ in steps[place]["batches"][number]["keys"]]
-        places: dict[int, list[int]] = {}
-        for place, key in enumerate(parts):
-            places.setdefault(key, []).append(place)
-        order = [places[key].pop(0) for key in own if places.get(key)]
-        return order if len(order) == len(parts) else None
-
     # ---- the end -------------------------------------------------------------------------------------
 
     def write(self) -> None:
@@ -315,13 +236,9 @@ class StepRecorder:
         if self._is_written:
             return
         self._is_written = True
-        facts = {key: value for key, value in self.facts.items() if key != "ranks_keys"}
-        content = {"steps": self.steps, "facts": facts}
-        path = self.settings.record_file(self.rank)
-        draft = path.with_suffix(".tmp")
         with self.aside():
-            torch.save(content, draft)
-        os.replace(draft, path)
+            path = self.settings.file("record", self.settings.role, self.rank)
+            write_at_once(path, {"steps": self.steps, "facts": self.facts})
 
     def end(self, why: str = "") -> None:
         """Write, wait for the other ranks to come as far, and end the process with exit code 0.
@@ -331,7 +248,7 @@ class StepRecorder:
         """
         self.facts["end"] = why
         self.write()
-        files = [self.settings.record_file(rank) for rank in range(self.settings.world_size)]
+        files = [self.settings.file("record", RANKS, rank) for rank in range(self.settings.world_size)]
         limit = time.monotonic() + _END_S
         while self.settings.role == RANKS and time.monotonic() < limit and not all(each.exists() for each in files):
             time.sleep(0.01)

@@ -76,19 +76,15 @@ def _length(value: Any) -> int | None:
     return len(value) if isinstance(value, list | tuple) else None
 
 
-def _sort_of(value: Any) -> object:
-    """What the samples in a list have alike, and the parts of a batch, such as nodes, edges and labels, have not."""
-    return (type(value), value.dtype, value.ndim) if isinstance(value, Tensor) else type(value)
-
-
 def _columns(value: Any, count: int) -> list[Any]:
-    """The parts of a batch that hold something for each of `count` samples: tensors, and lists of whatever "
-    "there is."""
+    """The parts of a batch that hold something for each of `count` samples: tensors, and lists of whatever there is."""
     if isinstance(value, Tensor):
         return [_array(value)] if _length(value) == count else []
-    is_alike = isinstance(value, list | tuple) and len(value) == count and len(set(map(_sort_of, value))) == 1
-    if is_alike and not all(_length(one) == count for one in value):
-        return [list(value)]
+    if isinstance(value, list | tuple) and len(value) == count:
+        # Samples in a list are of one sort; the parts of a batch, such as nodes, edges and labels, are not.
+        sorts = {(type(one), one.dtype, one.ndim) if isinstance(one, Tensor) else type(one) for one in value}
+        if len(sorts) == 1 and not all(_length(one) == count for one in value):
+            return [list(value)]
     if isinstance(value, Mapping | list | tuple):
         parts = value.values() if isinstance(value, Mapping) else value
         return [column for part in parts for column in _columns(part, count)]
@@ -96,12 +92,9 @@ def _columns(value: Any, count: int) -> list[Any]:
 
 
 def is_time_first(batch: Any, count: int, squares: bool | None = None) -> bool | None:
-    """Whether samples are columns of the tensors of a batch, as recurrent networks have them.
+    """Whether the samples of a batch, `count` in number, are columns of its tensors, as recurrent networks have them.
 
-    Args:
-        batch: what a loader yielded.
-        count: number of its samples.
-        squares: the answer where the first tensor is as long as wide, and does not say.
+    `squares` is the answer where the first tensor is as long as wide, and does not say.
     """
     shapes = [tuple(tensor.shape[:2]) for tensor in tensors_in(batch) if tensor.ndim]
     if not shapes or shapes[0][1:] != (count,) or not all(count in each for each in shapes):
@@ -118,11 +111,8 @@ def sample_keys(batch: Any, count: int | None = None) -> list[tuple[int, int]]:
     """A key for each sample of a batch, and one without padding. See [Note: samples by content].
 
     Args:
-        batch: what a loader yielded, or what went into a module.
+        batch: what a loader yielded, or what went into a module. Where its parts cannot be told apart, it has one pair.
         count: number of its samples where somebody knows; else the length of its first tensor.
-
-    Returns:
-        One pair for each sample; one pair for the whole where its parts cannot be told apart.
     """
     first = next((tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim), None)
     for number in (count, first):
@@ -167,9 +157,7 @@ def row_sketch(tensor: Tensor, count: int, across: bool = False) -> Tensor | Non
 def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
     """Some numbers of a parameter, gradient or state, float64: values at fixed places, then the norm.
 
-    Args:
-        tensor: the whole.
-        in_order: sort them first, for what ranks fill in another order than one process, such as a queue.
+    They are sorted first (`in_order`) of what ranks fill in another order than one process, such as a queue.
     """
     flat = _array(tensor).reshape(-1)
     flat = np.sort(flat) if in_order else flat

@@ -16,6 +16,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +55,7 @@ def _obstacle(folder: str) -> str:
     return f"{folder} holds the folder for temporary files" if _is_inside(tempfile.gettempdir(), folder) else ""
 
 
+@dataclass
 class Keeper:
     """Holds the namespace of one run.
 
@@ -63,10 +65,9 @@ class Keeper:
         written: paths of files that the run has written or removed, once it is over.
     """
 
-    def __init__(self) -> None:
-        self.pid = 0
-        self.why = ""
-        self.written: list[str] = []
+    pid: int = 0
+    why: str = ""
+    written: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -122,7 +123,7 @@ def _cover(folders: Sequence[str], memory: Path) -> dict[str, str]:
     """In a new namespace, put an overlay on each folder; folder -> where what is written goes."""
     user, group = os.getuid(), os.getgid()
     options = ""
-    if _failed("unshare", _NEW_MOUNTS):
+    if libc.call("unshare", _NEW_MOUNTS) != 0:
         _call("unshare", _NEW_USER | _NEW_MOUNTS)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path("/proc/self", name).write_text(text)
@@ -141,12 +142,8 @@ def _cover(folders: Sequence[str], memory: Path) -> dict[str, str]:
     return uppers
 
 
-def _failed(name: str, *values: Any) -> bool:
-    return libc.call(name, *values) != 0
-
-
 def _call(name: str, *values: Any) -> None:
-    if _failed(name, *values):
+    if libc.call(name, *values) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 

@@ -1,10 +1,18 @@
-"""The runs of a script for one number of ranks, and what they say together."""
+"""The runs of a script for one number of ranks, and what they say together.
+
+[Note: orders that are given] Some libraries draw the order of an epoch otherwise on one process than on several, as
+Accelerate does, and Trainers that put in a sampler which splits. One process then trains on other samples in each step,
+which is no mistake where the ranks' parts are parts of one order, so that no sample comes twice in an epoch. One
+process is given that order, batch by batch, and what follows can be compared. What fills up the last batch is left out,
+so that it is found.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import tempfile
@@ -18,26 +26,19 @@ from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.supervisor import launch_job
 from lockstep.tools.verify.aftermath import LOGGED
-from lockstep.tools.verify.orders import Orders, evaluation_of_first, order_of_ranks
+from lockstep.tools.verify.samples import Record, Samples, batches_of, rows_of
 from lockstep.tools.verify.scratch import folders_of, kept_apart
-from lockstep.tools.verify.settings import HALVES, ONE, RANKS, Verification, VerifySettings
-from lockstep.tools.verify.step import Record
-from lockstep.tools.verify.verdict import (
-    Verdict,
-    judge,
-    lacks_batch_size,
-    needed_batch_sizes,
-    read_records,
-    train_apart,
-)
+from lockstep.tools.verify.settings import HALVES, OF_RANK_0, ONE, RANKS, Orders, Verification, VerifySettings
+from lockstep.tools.verify.step import Runs
+from lockstep.tools.verify.verdict import Verdict, first_steps, judge, train_apart
 
 __all__ = ["verify_at"]
 
-_SHOWN = 4
 _RANK_MODULE = "lockstep.tools.verify.rank"
-# What a script says that cannot do without a GPU.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Mismatch|Parameters|Lost|Timeout|Exit)\b.*: ")
+# What a script says that cannot do without a GPU.
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
+_SHOWN_FILES = 4
 _FOREIGN = (
     "A file or folder that belongs to another user cannot be written to where files are kept apart: give the script a "
     "folder of your own. "
@@ -91,78 +92,82 @@ class _Session:
         self._what = what
         self.world_size = world_size
         self._folder = folder
-        self._devices = world_size if what.devices == "gpu" else 0
         self._folders = folders_of(what.target, what.is_module, what.args)
         self._count = 0
-        self.time_first: bool | None = None  # as `VerifySettings` has it
-        self.written: list[str] = []
+        self._time_first: bool | None = None  # as `VerifySettings` has it
+        self._written: set[str] = set()
+        self._not_kept = ""
+        self.devices = world_size if what.devices == "gpu" else 0
         self.notes: list[str] = []
-        self.not_kept = ""
 
-    @property
-    def has_stand_ins(self) -> bool:
-        """Whether the script was given stand-ins for GPUs."""
-        return self._devices > 0
-
-    def start(self, role: str, batch_sizes: tuple[int | None, ...] = ()) -> tuple[int, VerifySettings]:
-        """Run the script in a role; the exit code, and the settings under which its records are."""
-        self._count += 1
-        with kept_apart(self._folders, self._folder / f"files-{self._count}") as keeper:
-            code, settings = self._start(role, batch_sizes, keeper.pid)
-        self.written, self.not_kept = sorted({*self.written, *keeper.written}), keeper.why
-        return code, settings
-
-    def _start(self, role: str, batch_sizes: tuple[int | None, ...], keeper: int) -> tuple[int, VerifySettings]:
-        what = self._what
-        devices = self._devices if role == RANKS else min(1, self._devices)  # a rank has one of its own
+    def run(
+        self, role: str, batch_sizes: tuple[int | None, ...] = (), orders: Orders | None = None
+    ) -> tuple[int, list[Record]]:
+        """Run the script in a role; the exit code, and the records of the processes that left one, rank by rank."""
+        what, count = self._what, self.world_size if role == RANKS else 1
         settings = VerifySettings(
             role=role,
             world_size=self.world_size,
             steps=what.steps,
             folder=str(self._folder),
             double=what.double,
-            devices=devices,
+            devices=min(count, self.devices),
             batch_sizes=batch_sizes,
-            keeper=keeper,
-            time_first=self.time_first,
+            time_first=self._time_first,
         )
-        variables = env.snapshot()
+        if orders is not None:
+            torch.save(orders, settings.file("orders"))
+        self._count += 1
+        with kept_apart(self._folders, self._folder / f"files-{self._count}") as keeper:
+            code = self._launch(dataclasses.replace(settings, keeper=keeper.pid), count)
+        self._written.update(keeper.written)
+        self._not_kept = keeper.why
+        files = [settings.file("record", role, rank) for rank in range(count)]
+        return code, [torch.load(file, weights_only=True) for file in files if file.exists()]
+
+    def _launch(self, settings: VerifySettings, count: int) -> int:
+        what, variables = self._what, env.snapshot()
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
-        env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(devices))), variables)
+        env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(settings.devices))), variables)
         tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
         config = LaunchConfig(
             target=_RANK_MODULE,
             args=(*(("-m",) if what.is_module else ()), what.target, *what.args),
-            nproc=self.world_size if role == RANKS else 1,
+            nproc=count,
             is_module=True,
-            log_dir=str(self._folder / f"log-{role}"),
+            log_dir=str(self._folder / f"log-{settings.role}"),
             environment=variables,
             on_end=lambda folder: None,
             warns_unjoined=False,
             forks=True,
         )
         with _quiet():
-            return launch_job(config), settings
+            return launch_job(config)
 
-    def reference(self, role: str, batch_sizes: tuple[int | None, ...], orders: Orders) -> tuple[int, Record | None]:
-        """Run the script on one process: the exit code, and its record or None."""
-        settings_of_orders = VerifySettings(role, self.world_size, 0, str(self._folder))
-        torch.save(orders, settings_of_orders.orders_file())
-        code, settings = self.start(role, batch_sizes)
-        records = read_records(settings, role, 1)
-        return code, records[0] if records else None
+    def run_ranks(self) -> tuple[int, list[Record]]:
+        """The run on N ranks, once more with stand-ins for GPUs where the script asks for some, or may do without.
+
+        Accelerate and others, where they find no GPU, have each rank train by itself.
+        """
+        code, ranks = self.run(RANKS)
+        wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU)
+        if self._what.devices != "auto" or not (wants if code else train_apart(ranks)):
+            return code, ranks
+        without = self._folder
+        self._folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
+        code_of_gpus, ranks_of_gpus = self.run(RANKS)
+        if code == 0 and (code_of_gpus or train_apart(ranks_of_gpus)):
+            self._folder, self.devices = without, 0
+            return code, ranks
+        self.notes += [] if code else [_ON_STAND_INS]
+        return code_of_gpus, ranks_of_gpus
 
     def learns_layout(self, records: Sequence[Record]) -> bool:
         """Whether some batches were as long as wide, of which others say that samples are columns."""
         batches = (batch for each in records for step in each["steps"] for batch in step["batches"])
         layouts = {batch["time_first"] for batch in batches}
-        self.time_first = self.time_first or (True in layouts or None)
+        self._time_first = self._time_first or (True in layouts or None)
         return {None, True} <= layouts
-
-    def failure(self, role: str) -> str:
-        """The error with which the first rank of a run ended that did."""
-        lines = [line.split(": ", 1)[-1] for line in self.output(role).splitlines()]
-        return next((line for line in lines if _ERROR.match(line)), lines[-1] if lines else "no word")
 
     def output(self, role: str, most: int = 30) -> str:
         """The last lines that a run's processes printed."""
@@ -171,38 +176,26 @@ class _Session:
             lines += [f"{file.stem}: {line}" for line in file.read_text(errors="replace").splitlines()[-most:]]
         return "\n".join(lines[-2 * most :])
 
+    def failure(self, role: str) -> str:
+        """The error with which the first rank of a run ended that did."""
+        lines = [line.split(": ", 1)[-1] for line in self.output(role).splitlines()]
+        return next((line for line in lines if _ERROR.match(line)), lines[-1] if lines else "no word")
+
+    def ended(self, role: str, code: int, where: str) -> Verdict:
+        """Nothing can be said, since a run came to nothing."""
+        output = self.output(role)
+        why = _FOREIGN if f"[Errno {errno.EOVERFLOW}]" in output else ""
+        words = f"the script ends with exit code {code} on {where}. {why}Its last words:\n{output}"
+        return Verdict(self.world_size, unknown=words)
+
     def words_on_files(self) -> list[str]:
         """What the runs have written, and where."""
-        if self.not_kept:
-            return [f"files: the script wrote where it writes, once for each run: {self.not_kept}"]
-        if not self.written:
-            return []
-        more = f" and {len(self.written) - _SHOWN} more" if len(self.written) > _SHOWN else ""
-        return [
-            f"files: nothing of yours was changed; the runs wrote {', '.join(self.written[:_SHOWN])}{more}, each into "
-            "memory of its own"
-        ]
-
-    def ranks(self) -> tuple[int, VerifySettings]:
-        """The run on N ranks, once more with stand-ins for GPUs where the script asks for some, or may do without.
-
-        Accelerate and others, where they find no GPU, have each rank train by itself.
-        """
-        code, settings = self.start(RANKS)
-        wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU)
-        if self._what.devices != "auto" or (not wants if code else not self._train_apart(settings)):
-            return code, settings
-        without = self._folder
-        self._folder, self._devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
-        code_of_gpus, settings_of_gpus = self.start(RANKS)
-        if code == 0 and (code_of_gpus or self._train_apart(settings_of_gpus)):
-            self._folder, self._devices = without, 0
-            return code, settings
-        self.notes += [] if code else [_ON_STAND_INS]
-        return code_of_gpus, settings_of_gpus
-
-    def _train_apart(self, settings: VerifySettings) -> bool:
-        return train_apart(read_records(settings, RANKS, self.world_size))
+        if self._not_kept:
+            return [f"files: the script wrote where it writes, once for each run: {self._not_kept}"]
+        written = sorted(self._written)
+        more = f" and {len(written) - _SHOWN_FILES} more" if len(written) > _SHOWN_FILES else ""
+        text = f"the runs wrote {', '.join(written[:_SHOWN_FILES])}{more}, each into memory of its own"
+        return [f"files: nothing of yours was changed; {text}"] if written else []
 
 
 def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
@@ -210,7 +203,7 @@ def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
     session = _Session(what, world_size, folder)
     verdict = _compared(session)
     if verdict.is_rounded and not what.double:
-        devices = "gpu" if session.has_stand_ins else what.devices
+        devices = "gpu" if session.devices else what.devices
         what = dataclasses.replace(what, double=True, devices=devices)
         second = _compared(_Session(what, world_size, Path(tempfile.mkdtemp(dir=folder))))
         if not second.unknown and not second.is_rounded:
@@ -222,27 +215,83 @@ def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
 
 def _compared(session: _Session) -> Verdict:
     world_size = session.world_size
-    code, settings = session.ranks()
-    ranks = read_records(settings, RANKS, world_size)
+    code, ranks = session.run_ranks()
     refused = next((each["facts"]["refused"] for each in ranks if each["facts"]["refused"]), "")
-    if refused or len(ranks) < world_size:
-        return Verdict(world_size, unknown=refused or _ended(session.output(RANKS), code, f"{world_size} ranks"))
+    if refused:
+        return Verdict(world_size, unknown=refused)
+    if len(ranks) < world_size:
+        return session.ended(RANKS, code, f"{world_size} ranks")
     if session.learns_layout(ranks):
         return _compared(session)
-    _write_keys(settings, ranks)
     failure = session.failure(RANKS) if code else ""
-    code, one, sizes = _reference(session, ranks)
-    if one is not None and session.learns_layout([*ranks, one]):
+    code, one, sizes = _run_one(session, ranks)
+    if session.learns_layout([*ranks, *one]):
         return _compared(session)
-    words = _ended(session.output(ONE), code, "one process that is started as a rank")
-    verdict = Verdict(world_size, unknown=words)
-    if one is not None:
-        judged = _judged(session, ranks, one, sizes, failure)
-        is_found = any(0 < each.step <= len(one["steps"]) for each in judged.differences)
+    verdict = session.ended(ONE, code, "one process that is started as a rank")
+    if one:
+        judged = _judged(session, Runs(ranks, *one), sizes, failure)
+        is_found = any(0 < each.step <= len(one[0]["steps"]) for each in judged.differences)
         verdict = judged if is_found or not code else verdict
     if code or not verdict.unknown:
         verdict.notes.extend(_words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes))
     return verdict
+
+
+def _run_one(session: _Session, ranks: Sequence[Record]) -> tuple[int, list[Record], tuple[int | None, ...]]:
+    """The run on one process with batches of all ranks: its exit code, its record if it left one, and their sizes."""
+    sizes = _needed_batch_sizes(ranks, [])
+    code, one = session.run(ONE, sizes, {})
+    corrected = _needed_batch_sizes(ranks, one)
+    if code or corrected == sizes:
+        return code, one, sizes
+    return *session.run(ONE, corrected, {}), corrected
+
+
+def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple[int | None, ...]:
+    """The batch size that each loader of torch needs in one process to hand out what all ranks had.
+
+    Args:
+        ranks: their records.
+        one: that of one process which had such sizes, to correct them by; none for the first try.
+    """
+    first, facts = first_steps(ranks), ranks[0]["facts"]
+    should, factor = sum(map(rows_of, first)), float(len(ranks))
+    draws_order = any(facts["loaders"][batch["loader"]]["draws_order"] for batch in batches_of(*first[:1]))
+    if first and not draws_order and Samples(first, first[0]).is_alike:
+        # All ranks walk the same samples in the order of the data, as one process does.
+        should, factor = rows_of(first[0]), 1.0
+    if first and first_steps(one):
+        factor *= should / max(1, rows_of(*first_steps(one)))
+    return tuple(None if size is None else max(1, round(size * factor)) for size in facts["made"])
+
+
+def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...], failure: str) -> Verdict:
+    verdict = judge(runs, failure)
+    orders = _order_of_ranks(runs) if verdict.first in _OTHER_ORDER else {}
+    if orders:
+        _, given = session.run(ONE, sizes, orders)
+        runs = Runs(runs.ranks, *given) if given else runs
+        verdict = judge(runs, failure)
+    if verdict.code != 0 or any(each.startswith(LOGGED) for each in verdict.notes):
+        _, again = session.run(HALVES, sizes, orders)
+        runs = Runs(runs.ranks, runs.one, *again)
+        second = judge(runs, failure)
+        # Of the answer of one process a second run has only to say which printed numbers are none, such as seconds.
+        verdict = second if verdict.code != 0 or second.code == 0 else verdict
+        if verdict.first[0] == "evaluated":
+            _, moved = session.run(ONE, sizes, {**orders, **_evaluation_of_first(runs)})
+            verdict = judge(dataclasses.replace(runs, moved=moved[0] if moved else None), failure)
+    if verdict.first == ("samples", "order") and _lacks_batch_size(runs):
+        return Verdict(session.world_size, unknown=_NO_SIZE)
+    if orders and verdict.first not in _OTHER_ORDER:
+        verdict.notes.append(_GIVEN)
+    return verdict
+
+
+def _lacks_batch_size(runs: Runs) -> bool:
+    """Whether one process had fewer samples in its first step than the ranks, of a loader without a batch size."""
+    own, *ranks = (rows_of(each["steps"][0]) for each in (runs.one, *runs.ranks))
+    return None in runs.ranks[0]["facts"]["made"] and own < sum(ranks)
 
 
 def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
@@ -257,52 +306,45 @@ def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequen
     ]
 
 
-def _ended(output: str, code: int, where: str) -> str:
-    why = _FOREIGN if f"[Errno {errno.EOVERFLOW}]" in output else ""
-    return f"the script ends with exit code {code} on {where}. {why}Its last words:\n{output}"
+# ---- orders ------------------------------------------------------------------------------------------
 
 
-def _reference(session: _Session, ranks: Sequence[Record]) -> tuple[int, Record | None, tuple[int | None, ...]]:
-    """The run on one process with batches of all ranks: its exit code, its record or None, and their sizes."""
-    sizes = needed_batch_sizes(ranks, None)
-    code, one = session.reference(ONE, sizes, {})
-    if one is not None and not code and needed_batch_sizes(ranks, one) != sizes:
-        sizes = needed_batch_sizes(ranks, one)
-        code, one = session.reference(ONE, sizes, {})
-    return code, one, sizes
+def _order_of_ranks(runs: Runs) -> Orders:
+    """For each pass that trains, by its number, the indices of each batch of all ranks; no pass that has none."""
+    found = {}
+    for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
+        joined = _one_order([one["asked"] for one in passes]) if passes[0]["trains"] else None
+        if joined:
+            found[number] = joined
+    return found
 
 
-def _judged(
-    session: _Session, ranks: Sequence[Record], one: Record, sizes: tuple[int | None, ...], failure: str
-) -> Verdict:
-    verdict = judge(ranks, one, None, failure)
-    facts = [each["facts"] for each in ranks]
-    orders = order_of_ranks(facts) if verdict.first in _OTHER_ORDER else {}
-    if orders:
-        _, given = session.reference(ONE, sizes, orders)
-        one = one if given is None else given
-        verdict = judge(ranks, one, None, failure)
-    if verdict.code != 0 or any(each.startswith(LOGGED) for each in verdict.notes):
-        _, again = session.reference(HALVES, sizes, orders)
-        second = judge(ranks, one, again, failure)
-        # Of the answer of one process a second run has only to say which printed numbers are none, such as seconds.
-        verdict = second if verdict.code != 0 or second.code == 0 else verdict
-        if verdict.first[0] == "evaluated":
-            _, moved = session.reference(ONE, sizes, {**orders, **evaluation_of_first(facts, one["facts"])})
-            verdict = judge(ranks, one, again, failure, moved)
-    if verdict.first == ("samples", "order") and lacks_batch_size(ranks, one):
-        return Verdict(len(ranks), unknown=_NO_SIZE)
-    if orders and verdict.first not in _OTHER_ORDER:
-        verdict.notes.append(_GIVEN)
-    return verdict
+def _one_order(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] | None:
+    seen: set[int] = set()
+    batches: list[list[int]] = []
+    last = max(map(len, asked)) - 1
+    for number, parts in enumerate(itertools.zip_longest(*asked, fillvalue=[])):
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        indices = [index for part in known for index in part]
+        new = [index for index in dict.fromkeys(indices) if index not in seen]
+        if len(new) < len(indices) and number < last:
+            return None
+        seen.update(new)
+        batches.append(new)
+    return batches
 
 
-def _write_keys(settings: VerifySettings, ranks: Sequence[Record]) -> None:
-    """The samples of all ranks, batch by batch, for the one process to find the ranks' draws by."""
-    keys: dict[tuple[int, int], list[int]] = {}
-    for each in ranks:
-        for step, content in enumerate(each["steps"]):
-            for number, batch in enumerate(content["batches"]):
-                if not batch["filler"]:
-                    keys.setdefault((step, number), []).extend(key for key, _ in batch["keys"])
-    torch.save(keys, settings.keys_file())
+def _evaluation_of_first(runs: Runs) -> Orders:
+    """For each pass that evaluates, the batches of rank 0 alone, where one process has others."""
+    facts = runs.ranks[0]["facts"]
+    found, of_own_loaders = dict[int, list[list[int]]](), list[int]()
+    for number, (first, own) in enumerate(zip(facts["passes"], runs.one["facts"]["passes"], strict=False)):
+        if first["trains"]:
+            continue
+        if first["asked"] and None not in first["asked"] and first["asked"] != own["asked"]:
+            found[number] = first["asked"]
+        if facts["loaders"][first["loader"]]["own"]:
+            of_own_loaders.append(number)
+    return {**found, OF_RANK_0: [of_own_loaders]}

@@ -9,10 +9,14 @@ from pathlib import Path
 from lockstep import env
 from lockstep.tools.shared import read_settings
 
-__all__ = ["HALVES", "ONE", "RANKS", "Verification", "VerifySettings"]
+__all__ = ["HALVES", "OF_RANK_0", "ONE", "RANKS", "Orders", "Verification", "VerifySettings"]
 
 # The three roles that a run of the script may have.
 RANKS, ONE, HALVES = "ranks", "one", "halves"
+# For each pass over a loader, by its number, the indices of each batch; in the place of one, the passes in which
+# Lockstep's loaders hand out what is rank 0's.
+Orders = dict[int, list[list[int]]]
+OF_RANK_0 = -1
 
 
 @dataclass(frozen=True)
@@ -73,29 +77,16 @@ class VerifySettings:
         """Whether this is one process that takes the steps of the ranks."""
         return self.role != RANKS
 
-    def record_file(self, rank: int, role: str | None = None) -> Path:
-        """Where a process leaves what it recorded."""
-        return Path(self.folder, f"{role or self.role}-{rank}.record")
+    def file(self, *name: str | int) -> Path:
+        """Where processes of all runs leave something, and find it.
 
-    def state_file(self, step: int) -> Path:
-        """Parameters, buffers, optimizers and random state of rank 0 at the beginning of a step, from 0."""
-        return Path(self.folder, f"state-{step}")
-
-    def draws_file(self, step: int, rank: int) -> Path:
-        """The random numbers that a rank drew in a step."""
-        return Path(self.folder, f"draws-{step}-{rank}")
-
-    def keys_file(self) -> Path:
-        """The samples of all ranks, for the one process: see `draws.py`."""
-        return Path(self.folder, "ranks-keys")
-
-    def epoch_file(self, number: int, word: str) -> Path:
-        """That rank 0 has begun an epoch, and "goes" on to record or "stops"."""
-        return Path(self.folder, f"epoch-{number}-{word}")
-
-    def orders_file(self) -> Path:
-        """The indices that loaders of the one process hand out, where not their own: see `orders.py`."""
-        return Path(self.folder, "orders")
+        Args:
+            name: "record", a role and a rank: what a process recorded; "state" and a step from 0: parameters, buffers,
+                optimizers and random state of rank 0 at its beginning; "draws", a step and a rank: the random numbers
+                that it drew, and its samples; "orders": the indices that loaders of the one process hand out, where not
+                their own; "epoch", a number and a word: that rank 0 has begun it, and "goes" on to record or "stops".
+        """
+        return Path(self.folder, "-".join(map(str, name)))
 
     def dump(self) -> str:
         """The text of the environment variable."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.tools.verify.rows import whole
 
-__all__ = ["dump_state", "load_state", "others_than", "plain_name"]
+__all__ = ["dump_state", "load_state", "others_than", "plain_name", "write_at_once"]
 
 _ROUNDING = 1e-5  # relative
 
@@ -43,14 +43,20 @@ def _own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _of_optimizer(optimizer: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
+def _of_optimizer(optimizer: Any) -> list[dict[Any, Any]]:
+    """Its parameters, and what it keeps of each, which is handed out to be changed."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    states = [optimizer.state.get(each, {}) for each in parameters]
-    return parameters, [{key: value for key, value in state.items() if _is_plain(value)} for state in states]
+    return [dict(enumerate(parameters)), *(optimizer.state.get(each, {}) for each in parameters)]
+
+
+def _whole(part: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: whole(value) if isinstance(value, Tensor) else value for key, value in part.items() if _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor | int | float | bool) and not isinstance(value, nn.Parameter)
+    return isinstance(value, Tensor | int | float | bool)
 
 
 def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
@@ -61,17 +67,17 @@ def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequen
         roots: models, in the order in which they were first called.
         optimizers: in the order of their first steps.
     """
-    content: dict[str, Any] = {
-        "roots": [{name: whole(tensor) for name, tensor in _tensors_of(root).items()} for root in roots],
-        "optimizers": [],
+    content = {
+        "roots": [_whole(_tensors_of(root)) for root in roots],
+        "optimizers": [[_whole(part) for part in _of_optimizer(optimizer)] for optimizer in optimizers],
         "rng": torch.get_rng_state(),
     }
-    for optimizer in optimizers:
-        parameters, states = _of_optimizer(optimizer)
-        states = [{key: whole(one) if isinstance(one, Tensor) else one for key, one in each.items()} for each in states]
-        content["optimizers"].append({"parameters": list(map(whole, parameters)), "states": states})
-    if path is None:
-        return
+    if path is not None:
+        write_at_once(path, content)
+
+
+def write_at_once(path: Path, content: Any) -> None:
+    """Write a file that nobody sees half of."""
     draft = path.with_suffix(".tmp")
     torch.save(content, draft)
     os.replace(draft, path)
@@ -90,13 +96,12 @@ def others_than(path: Path, root: nn.Module) -> list[str]:
         return []
     values = torch.load(path, weights_only=True)["roots"][0]
     named = [(plain_name(name), _own_part(each)) for name, each in root.named_parameters()]
-    return [name for name, each in named if name in values and _is_another(each, values[name])]
-
-
-def _is_another(value: Tensor, other: Tensor) -> bool:
-    if value.shape != other.shape or torch.equal(value, other):
-        return False
-    return bool((value - other).abs().max() > _ROUNDING * other.abs().max())
+    pairs = [(name, each, values[name]) for name, each in named if name in values and values[name].numel()]
+    return [
+        name
+        for name, each, other in pairs
+        if each.shape == other.shape and bool((each - other).abs().max() > _ROUNDING * other.abs().max())
+    ]
 
 
 def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
@@ -104,19 +109,15 @@ def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]
     if not path.exists():
         return
     content = torch.load(path, weights_only=True)
+    pairs = list(zip(map(_tensors_of, roots), content["roots"], strict=False))
+    for optimizer, values in zip(optimizers, content["optimizers"], strict=False):
+        pairs += zip(_of_optimizer(optimizer), values, strict=False)
     with torch.no_grad():
-        for root, values in zip(roots, content["roots"], strict=False):
-            for name, tensor in _tensors_of(root).items():
-                _copy(tensor, values.get(name))
-        for optimizer, values in zip(optimizers, content["optimizers"], strict=False):
-            parameters, states = _of_optimizer(optimizer)
-            for parameter, value in zip(parameters, values["parameters"], strict=False):
-                _copy(parameter, value)
-            for parameter, state, value in zip(parameters, states, values["states"], strict=False):
-                for key, old in state.items():
-                    if isinstance(old, Tensor):
-                        _copy(old, value.get(key))
-                    elif key in value:
-                        optimizer.state[parameter][key] = value[key]
+        for part, values in pairs:
+            for key in part.keys() & values.keys():
+                if isinstance(part[key], Tensor):
+                    _copy(part[key], values[key])
+                elif _is_plain(part[key]):
+                    part[key] = values[key]
     with contextlib.suppress(RuntimeError):
         torch.set_rng_state(content["rng"])

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lockstep.tools.verify.calls import Calls, measure_calls
 from lockstep.tools.verify.compare import (
+    MOST_REST,
     TIMES_NOISE,
-    Gradients,
-    Losses,
+    Tensors,
+    Values,
+    distances,
     far,
+    fit_ranks,
     limit_of,
-    measure_gradients,
-    measure_losses,
+    measure_values,
     noise_of_rounding,
+    relative,
 )
-from lockstep.tools.verify.samples import Samples, measure_samples
+from lockstep.tools.verify.samples import Calls, Record, Samples, calls_of, measure_calls
 from lockstep.tools.verify.words import Difference, difference
 
-__all__ = ["Record", "StepOfJob", "counted", "each_step"]
+__all__ = [
+    "Gradients",
+    "Losses",
+    "Runs",
+    "StepOfJob",
+    "counted",
+    "distance_of_gradients",
+    "each_step",
+    "parameters_of",
+]
 
 _SINGLE = 2.0**-23  # the eps of float32
 # What the script does at each stage, whose lines are told.
@@ -36,12 +50,186 @@ _EVENTS = {
     "gradients": "backward",
     "parameters": "step",
 }
-Record = Mapping[str, Any]
 
 
 def counted(count: int, word: str) -> str:
     """`1 sample`, `2 samples`."""
     return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def parameters_of(step: Record, when: str) -> dict[int, Any]:
+    """What was recorded of each parameter, by its place in the optimizer: "begin", "after", "used" or "end"."""
+    return dict(enumerate(step[when]))
+
+
+# ---- losses ------------------------------------------------------------------------------------------
+
+
+class Losses:
+    """What backward() was called on.
+
+    Attributes:
+        one: of one process, a number for each backward pass; None for what is no number.
+        ranks: of each rank.
+        values: the same, rank by rank.
+        rows: samples of each rank, for each backward pass.
+        shares: these among those of all ranks in the same pass; rank by rank.
+        weights: how much each rank's backward passes count where ranks are averaged as they should be; rank by rank.
+    """
+
+    def __init__(self, ranks: Sequence[Record], one: Record) -> None:
+        self.one, *self.ranks = (
+            [None if None in each["losses"] else sum(each["losses"]) for each in step["backwards"]]
+            for step in (one, *ranks)
+        )
+        self.values = [value for each in self.ranks for value in each]
+        self.rows = [[_rows_of(step, each) for each in step["backwards"]] for step in ranks]
+        totals = [sum(each) or 1 for each in zip(*self.rows, strict=False)]
+        self.shares = [row / total for each in self.rows for row, total in zip(each, totals, strict=False)]
+        self.weights = [_weight_of(step, each, len(ranks)) for step in ranks for each in step["backwards"]]
+
+    def sums(self, how: str) -> tuple[float, float] | None:
+        """(one process's loss, what the ranks' make) over all backward passes.
+
+        Args:
+            how: "weighted" by samples, or "sum".
+        """
+        if any(len(each) != len(self.one) for each in self.ranks) or None in (*self.values, *self.one):
+            return None
+        weights = self.shares if how == "weighted" else [float(share > 0) for share in self.shares]
+        return sum(filter(None, self.one)), sum(map(operator.mul, weights, self.values))
+
+    def are(self, how: str, tolerance: float) -> bool:
+        """Whether one process's loss is what the ranks' make."""
+        found = self.sums(how)
+        return found is not None and abs(found[0] - found[1]) <= tolerance * max(abs(found[0]), abs(found[1]), 1e-30)
+
+
+def _batch_of(step: Record, backward: Record) -> Record | None:
+    """The batch that a backward pass was for."""
+    return step["batches"][backward["batch"]] if 0 <= backward["batch"] < len(step["batches"]) else None
+
+
+def _rows_of(step: Record, backward: Record) -> int:
+    batch = _batch_of(step, backward)
+    if batch is None:
+        return sum(call["count"] for call in calls_of(step)) or 1
+    return 0 if batch["filler"] else int(batch["rows"])
+
+
+def _weight_of(step: Record, backward: Record, world_size: int) -> float:
+    """What averaging makes the mean loss of a backward pass count: by its loader's share, else one of N."""
+    batch = None if backward["weighed"] else _batch_of(step, backward)
+    return 1 / world_size if batch is None or batch["weight"] is None else float(batch["weight"])
+
+
+# ---- gradients ---------------------------------------------------------------------------------------
+
+
+class Gradients:
+    """What was computed in a step, and what the optimizers took of it.
+
+    Attributes:
+        between: those that the optimizer took, of the rank that is furthest from rank 0.
+        used: those that rank 0's took, against one process.
+        factor: rank 0's are one process's times this; None for no common factor.
+        were_alike: those of rank 0 were one process's when backward() returned.
+        needed: one process's gradient out of what the ranks computed; see [Note: as a sum of the ranks'] in linear.py.
+        taken: the gradient that rank 0's optimizer took out of the same.
+        scale: what one process's optimizer took is what it computed times this (clipped, unscaled); None for neither.
+        zeros: of each rank's backward passes, whether it left nothing but zeros; of one process's last.
+    """
+
+    def __init__(self, ranks: Sequence[Record], one: Record, again: Record | None, precision: float) -> None:
+        own, first, *others = (parameters_of(step, "used") for step in (one, *ranks))
+        sizes = (value[:-1].abs().max() for value in own.values() if value is not None and value.numel() > 1)
+        least = 100 * precision * max(map(float, sizes), default=0.0)  # numbers up to this are rounding of others
+        moved = {} if again is None else distances(own, parameters_of(again, "used"), least)
+        rounded = noise_of_rounding(one)
+        noise = {name: max(rounded, moved.get(name, 0.0)) for name in own}
+
+        def compared(a: Tensors, b: Tensors) -> Values:
+            return measure_values(a, b, precision, noise, least)
+
+        between = [compared(first, other) for other in others]
+        self.between = max(between, key=lambda each: (len(each.names), each.worst), default=Values())
+        self.used = compared(first, own)
+        left, own_left = (parameters_of(step, "after") for step in (ranks[0], one))
+        self.were_alike = any(each is not None for each in one["after"]) and not compared(left, own_left).names
+        both = {name: value for name, value in own.items() if value is not None and first.get(name) is not None}
+        most = max(1e4 * max(precision, 1e-12), TIMES_NOISE * rounded)
+        self.factor = fit_ranks(_flat(first, both), [_flat(own, both)], most).factor
+        self._fit(ranks, one, again, precision)
+
+    def _fit(self, ranks: Sequence[Record], one: Record, again: Record | None, precision: float) -> None:
+        total = _total(one)
+        whole = _flat(total, total)
+        parts = [_flat(each["local"], total) for step in ranks for each in step["backwards"]]
+        moved = 0.0 if again is None else relative(whole, _flat(_total(again), total))
+        rounding = max(1e-9, 100 * precision, TIMES_NOISE * moved)
+        rounding = max(min(MOST_REST, rounding), TIMES_NOISE * noise_of_rounding(one))
+        taken, own_taken = (_flat(parameters_of(step, "used"), total) for step in (ranks[0], one))
+        uncut = _below_limits([taken, own_taken], len(parts))
+        self.needed = fit_ranks(whole, parts, rounding)
+        self.taken = fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding)
+        self.scale = fit_ranks(own_taken[uncut], [whole[uncut]], rounding).factor
+        self.zeros = [not bool(each.any()) for each in (*parts, whole)]
+
+
+def _total(step: Record) -> dict[int, Tensor]:
+    """What all backward passes computed."""
+    total: dict[int, Tensor] = {}
+    for each in step["backwards"]:
+        for name, value in each["local"].items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
+def _flat(values: Tensors, like: Mapping[Any, Tensor]) -> Tensor:
+    """Numbers of the tensors in `like`, but for the norms, which do not add up."""
+    parts = []
+    for name, shape in like.items():
+        value = values.get(name)
+        parts.append(torch.zeros_like(shape[:-1]) if value is None or value.shape != shape.shape else value[:-1])
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def _below_limits(gradients: Sequence[Tensor], unknowns: int) -> Tensor:
+    """Which numbers no clipping by value has cut: it leaves several with the size of the largest, exactly."""
+    uncut = torch.ones_like(gradients[0], dtype=torch.bool)
+    for each in gradients:
+        cut = each.abs() == each.abs().max() if each.numel() else uncut
+        uncut &= ~cut if int(cut.sum()) > 1 else True
+    return uncut if int(uncut.sum()) > unknowns else torch.ones_like(uncut)
+
+
+def distance_of_gradients(one: Record, again: Record) -> float:
+    """The part of the gradients that a second run did not compute: all together, up to a common factor.
+
+    Together, because one tensor may be made of rounding alone, such as the bias before a batch norm.
+    """
+    own = {name: value for name, value in parameters_of(one, "used").items() if value is not None}
+    return fit_ranks(_flat(own, own), [_flat(parameters_of(again, "used"), own)]).rest
+
+
+# ---- the step ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The records of all runs: `steps`, and the `facts` of the whole run.
+
+    Attributes:
+        ranks: of each rank.
+        one: of one process.
+        again: of one process once more, with halved sums; None where that did not run.
+        moved: of one process that evaluated what rank 0 evaluates; None where that did not run.
+    """
+
+    ranks: Sequence[Record]
+    one: Record
+    again: Record | None = None
+    moved: Record | None = None
 
 
 @dataclass(frozen=True)
@@ -50,19 +238,23 @@ class StepOfJob:
 
     Attributes:
         number: from 1.
-        facts: of each rank's whole run, with all its `steps`.
-        own_facts: the same of one process.
+        runs: of which it is one.
         ranks: what each rank recorded.
         one: what one process did.
         again: the same with halved sums, or None.
     """
 
     number: int
-    facts: tuple[Record, ...]
-    own_facts: Record
+    runs: Runs
     ranks: tuple[Record, ...]
     one: Record
     again: Record | None
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Of rank 0's whole run."""
+        facts: Mapping[str, Any] = self.runs.ranks[0]["facts"]
+        return facts
 
     @functools.cached_property
     def noise(self) -> float:
@@ -90,7 +282,7 @@ class StepOfJob:
     @functools.cached_property
     def samples(self) -> Samples:
         """Which samples it was made of."""
-        return measure_samples(self.ranks, self.one)
+        return Samples(self.ranks, self.one)
 
     @functools.cached_property
     def calls(self) -> Calls:
@@ -100,12 +292,12 @@ class StepOfJob:
     @functools.cached_property
     def losses(self) -> Losses:
         """What backward() was called on."""
-        return measure_losses(self.ranks, self.one)
+        return Losses(self.ranks, self.one)
 
     @functools.cached_property
     def gradients(self) -> Gradients:
         """What was computed, and what the optimizer took of it."""
-        return measure_gradients(self.ranks, self.one, self.again, self.precision)
+        return Gradients(self.ranks, self.one, self.again, self.precision)
 
     def is_far(self, relative: float) -> bool:
         """Whether a relative difference is more than rounding."""
@@ -117,58 +309,31 @@ class StepOfJob:
         return difference(self.number, stage, key, measured, tuple(lines), **values)
 
 
-def each_step(ranks: Sequence[Record], one: Record, again: Record | None) -> Iterable[StepOfJob]:
-    """The steps that all of them took.
-
-    Args:
-        ranks: the records of the ranks.
-        one: of one process.
-        again: of one process with halved sums; None where that did not run.
-    """
-    own_facts, *facts = ({**each["facts"], "steps": each["steps"]} for each in (one, *ranks))
-    for number in range(min(len(each["steps"]) for each in (one, *ranks))):
-        runs = [one, *ranks] if again is None or number >= len(again["steps"]) else [one, *ranks, again]
-        own, *then = _by_names_of_first(_without_overflow([each["steps"][number] for each in runs]))
-        own_again = None if len(then) == len(ranks) else then.pop()
-        yield StepOfJob(number + 1, tuple(facts), own_facts, tuple(then), own, own_again)
+def each_step(runs: Runs) -> Iterable[StepOfJob]:
+    """The steps that the ranks and one process took."""
+    for number, steps in enumerate(zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False)):
+        again = [] if runs.again is None else runs.again["steps"][number : number + 1]
+        own, *then = _of_one_root(_without_overflow([*steps, *again]))
+        own_again = then.pop() if again else None
+        yield StepOfJob(number + 1, runs, tuple(then), own, own_again)
 
 
 def _without_overflow(steps: list[Record]) -> list[Record]:
     """A step without the backward passes that overflowed in any process, which a GradScaler takes back."""
-    counts = {len(each["backwards"]) for each in steps}
-    places = [
-        place
-        for place in range(min(counts))
-        if all(_is_finite(each["backwards"][place]["local"].values()) for each in steps)
-    ]
-    if len(counts) > 1 or not places:
+    if len({len(each["backwards"]) for each in steps}) > 1:
         return steps
-    return [{**each, "backwards": [each["backwards"][place] for place in places]} for each in steps]
+    passes = zip(*(each["backwards"] for each in steps), strict=True)
+    finite = [all(bool(value.isfinite().all()) for one in each for value in one["local"].values()) for each in passes]
+    if not any(finite):
+        return steps
+    return [{**each, "backwards": list(itertools.compress(each["backwards"], finite))} for each in steps]
 
 
-def _by_names_of_first(steps: Sequence[Record]) -> list[Record]:
-    """Steps whose parameters go by the names that they have in the first, and what was called, if it is the same.
+def _of_one_root(steps: list[Record]) -> list[Record]:
+    """Steps without what was called, if that is not the same.
 
-    Lightning's Trainer wraps a module on several ranks, and calls the parts of it on one process. Parameters are in the
-    same places of the optimizer.
+    Lightning's Trainer wraps a module on several ranks, and calls the parts of it on one process.
     """
-    first, *others = steps
     roots = [[call["name"] for call in each["calls"]] for each in steps]
-    if any(each["names"] != first["names"] and len(each["names"]) == len(first["names"]) for each in others):
-        others = [_renamed(each, dict(zip(each["names"], first["names"], strict=False))) for each in others]
-    if any(len(each) == len(roots[0]) and each != roots[0] for each in roots):
-        return [{**each, "calls": []} for each in (first, *others)]
-    return [first, *others]
-
-
-def _renamed(step: Record, names: Mapping[str, str]) -> Record:
-    def renamed(values: Record) -> dict[str, Any]:
-        return {names.get(name, name): value for name, value in values.items()}
-
-    backwards = [{**each, "local": renamed(each["local"])} for each in step["backwards"]]
-    own = [names.get(name, name) for name in step["names"]]
-    return {**step, "names": own, "backwards": backwards, "after": renamed(step["after"])}
-
-
-def _is_finite(values: Iterable[torch.Tensor]) -> bool:
-    return all(bool(torch.isfinite(each).all()) for each in values)
+    is_other = any(len(each) == len(roots[0]) and each != roots[0] for each in roots)
+    return [{**each, "calls": []} for each in steps] if is_other else steps

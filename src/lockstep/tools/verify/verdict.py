@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
-
+from lockstep.tools.verify import causes
 from lockstep.tools.verify.aftermath import judge_aftermath
-from lockstep.tools.verify.causes import (
-    read_buffers,
-    read_inputs,
-    read_moved,
-    read_outputs,
-    read_parameters,
-    read_passes,
-    read_ranks,
-    read_settings,
-    read_unaveraged,
-)
-from lockstep.tools.verify.compare import distance_of_gradients, measure_gradients
 from lockstep.tools.verify.linear import read_gradients
-from lockstep.tools.verify.samples import contents, measure_samples, rows_of
-from lockstep.tools.verify.settings import VerifySettings
-from lockstep.tools.verify.splits import read_samples
-from lockstep.tools.verify.step import Record, StepOfJob, each_step
+from lockstep.tools.verify.samples import Record, Samples, contents
+from lockstep.tools.verify.step import Gradients, Runs, StepOfJob, distance_of_gradients, each_step
 from lockstep.tools.verify.words import Difference, difference
 
-__all__ = ["Verdict", "judge", "lacks_batch_size", "needed_batch_sizes", "read_records", "train_apart"]
+__all__ = ["Verdict", "first_steps", "judge", "train_apart"]
 
+# Of one process and the ranks, in the order in which things come to pass in a step; and then of its outcome.
+_BEFORE = (
+    causes.read_samples,
+    causes.read_passes,
+    causes.read_inputs,
+    causes.read_moved,
+    causes.read_outputs,
+    causes.read_unaveraged,
+    read_gradients,
+)
+_AFTER = (causes.read_settings, causes.read_parameters, causes.read_buffers)
 # What rounding may do before a script counts as one that does not determine its own steps.
 _MOST_NOISE = 1e-2
 _OF_ALL = "Make the samples of all ranks on each, and let each take its part"
@@ -74,95 +69,42 @@ class Verdict:
         return 1 if self.differences else 2 if self.unknown else 0
 
 
-def read_records(settings: VerifySettings, role: str, count: int) -> list[Record]:
-    """What the processes of a run left, rank by rank; fewer than `count` where some left nothing."""
-    files: list[Path] = [settings.record_file(rank, role) for rank in range(count)]
-    return [torch.load(file, weights_only=True) for file in files if file.exists()]
-
-
-def needed_batch_sizes(ranks: Sequence[Record], one: Record | None) -> tuple[int | None, ...]:
-    """The batch size that each loader of torch needs in one process to hand out what all ranks had.
-
-    Args:
-        ranks: their records.
-        one: that of one process which had such sizes, to correct them by; None for the first try.
-    """
-    made = ranks[0]["facts"]["made"]
-    first = [each["steps"][0] for each in ranks if each["steps"]]
-    should, factor = sum(map(rows_of, first)), float(len(ranks))
-    if len(first) == len(ranks) and _reads_alike(ranks, first):
-        should = rows_of(first[0])
-        factor = 1.0
-    if one is not None and one["steps"] and first:
-        factor *= should / max(1, rows_of(one["steps"][0]))
-    return tuple(None if size is None else max(1, round(size * factor)) for size in made)
-
-
-def lacks_batch_size(ranks: Sequence[Record], one: Record) -> bool:
-    """Whether one process had fewer samples in its first step than the ranks, of a loader without a batch size."""
-    rows = sum(rows_of(each["steps"][0]) for each in ranks)
-    return None in ranks[0]["facts"]["made"] and rows_of(one["steps"][0]) < rows
-
-
-def train_apart(ranks: Sequence[Record]) -> bool:
-    """Whether no engine holds a model, and ranks do the same work in their first step, or step by other gradients."""
-    first = [each["steps"][0] for each in ranks if each["steps"]]
-    if not first or len(first) < len(ranks) or any(each["facts"]["engines"] for each in ranks):
-        return False
-    gradients = measure_gradients(first, first[0], None, float(first[0]["precision"]))
-    return bool(gradients.between.names) or _work_alike(ranks)
-
-
-def _reads_alike(ranks: Sequence[Record], first: Sequence[Record]) -> bool:
-    """Whether all ranks walk the same samples in the order of the data, as one process would."""
-    loaders = ranks[0]["facts"]["loaders"]
-    if any(loaders[batch["loader"]]["draws_order"] for batch in first[0]["batches"]):
-        return False
-    return measure_samples(first, first[0]).is_alike
-
-
-def _judge_step(step: StepOfJob) -> Difference | None:
-    """The first stage of a step that differs, or None where one process would have taken the same step."""
-    apart, after = read_ranks(step), [read(step) for read in (read_settings, read_parameters, read_buffers)]
-    if apart or not (step.gradients.used.names or step.gradients.between.names or any(after)):
-        return apart
-    before = (read_samples, read_passes, read_inputs, read_moved, read_outputs, read_unaveraged, read_gradients)
-    return next(filter(None, itertools.chain((read(step) for read in before), after)), None)
-
-
-def judge(
-    ranks: Sequence[Record], one: Record, again: Record | None, failure: str = "", moved: Record | None = None
-) -> Verdict:
+def judge(runs: Runs, failure: str = "") -> Verdict:
     """Compare the run on N ranks with that of one process.
 
     Args:
-        ranks: the records of the ranks.
-        one: of one process.
-        again: of one process with halved sums; None where that did not run.
+        runs: to compare.
         failure: the error with which the ranks ended, and one process did not.
-        moved: of one process that evaluated what rank 0 evaluates; None where that did not run.
     """
-    verdict = Verdict(len(ranks), is_rounded=any(each["rounded"] for each in one["steps"]))
-    _judge_steps(verdict, each_step(ranks, one, again))
+    verdict = Verdict(len(runs.ranks), is_rounded=any(each["rounded"] for each in runs.one["steps"]))
+    _judge_steps(verdict, each_step(runs))
     if verdict.unknown:
         return verdict
     if not verdict.differences and failure:
-        verdict.differences.append(_failed(verdict.steps + 1, ranks, failure))
+        verdict.differences.append(_failed(verdict.steps + 1, runs.ranks, failure))
     elif not verdict.differences:
-        _judge_counts(verdict, ranks, one)
+        _judge_counts(verdict, runs)
         if verdict.code == 0:
-            others = (None if each is None else each["facts"] for each in (again, moved))
-            verdict.differences, notes = judge_aftermath([each["facts"] for each in ranks], one["facts"], *others)
+            verdict.differences, notes = judge_aftermath(runs)
             verdict.notes.extend(notes)
-    _note(verdict, ranks, one)
+    verdict.notes.extend(_notes(runs))
+    if not verdict.differences and _work_alike(runs.ranks):
+        verdict.notes.append(
+            "samples: all ranks were given the same ones, so that N ranks do the work of one. If that is not "
+            "meant, split the data: a DistributedSampler, or lockstep.DataLoader"
+        )
     return verdict
+
+
+# ---- the steps ---------------------------------------------------------------------------------------
 
 
 def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
     """Up to the first that differs or of which nobody can tell."""
     for step in steps:
-        verdict.unknown = _is_undetermined(step) or _is_made_by_ranks(step)
-        if verdict.unknown:
+        why = _is_undetermined(step) or _is_made_by_ranks(step)
+        if why:
+            verdict.unknown = f"step {step.number}: {why}"
             return
         verdict.steps = step.number
         if _cuts_pieces(step):
@@ -176,13 +118,58 @@ def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
             return
 
 
-def _failed(step: int, ranks: Sequence[Record], failure: str) -> Difference:
-    done = [rank for rank, each in enumerate(ranks) if each["facts"]["returned"]]
-    if done:
-        text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
-        measured = f"the script came to its end on {text}, and other ranks continued: {failure}"
-        return difference(step, "steps", "number-of-steps", measured)
-    return difference(step, "steps", "fails", f"one process continues, and {len(ranks)} ranks end with: {failure}")
+def _judge_step(step: StepOfJob) -> Difference | None:
+    """The first stage of a step that differs, or None where one process would have taken the same step."""
+    apart, after = causes.read_ranks(step), [read(step) for read in _AFTER]
+    if apart or not (step.gradients.used.names or step.gradients.between.names or any(after)):
+        return apart
+    return next(filter(None, itertools.chain((read(step) for read in _BEFORE), after)), None)
+
+
+def _is_undetermined(step: StepOfJob) -> str:
+    """Why one process does not repeat itself; empty if it does."""
+    if step.again is None:
+        return ""
+    by_itself = "two runs at one process differ by themselves"
+    if Samples([step.again], step.one).differ:
+        return f"{by_itself}: they have other samples. Seed what draws them"
+    distance = distance_of_gradients(step.one, step.again)
+    if distance <= _MOST_NOISE:
+        return ""
+    return (
+        f"{by_itself}, gradients by {distance:.1e}: chance or rounding (of float16) decides what the script computes; "
+        "--double takes the rounding away where the script allows that"
+    )
+
+
+def _is_made_by_ranks(step: StepOfJob) -> str:
+    """Why one process has a part of the ranks' samples, where each rank makes its own; empty if it has them all."""
+    without = [each for each in step.ranks if not each["batches"]]
+    if len(without) < len(step.ranks) and any(each["calls"] for each in without):
+        return (
+            "ranks without a loader train on samples that another rank's loader has handed out (dispatch_batches), "
+            "which cannot be told apart. Let each rank load its own (dispatch_batches=False)"
+        )
+    if step.runs.one["facts"]["loaders"]:
+        is_theirs = step.samples.differ and _has_own_data(step.runs)
+        return f"each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
+    rows, foreign = step.calls.rows, step.calls.foreign
+    if not foreign or foreign < step.calls.unknown:
+        return ""
+    return (
+        f"no loader gives the samples, and each rank makes its own: one process makes {rows} of them, and cannot be "
+        f"given the ranks' {foreign} others. {_OF_ALL}"
+    )
+
+
+def _has_own_data(runs: Runs) -> bool:
+    """Whether an index gives one process the sample of rank 0, and another rank one that one process has nowhere."""
+    records = (runs.one, *runs.ranks)
+    one, *ranks = map(contents, records)
+    sizes = {tuple(loader["samples"] for loader in each["facts"]["loaders"]) for each in records}
+    alike = [{found[index] == one[index] for index in found.keys() & one.keys()} for found in ranks]
+    has_others = any({*one.values()}.isdisjoint(found.values()) for found in ranks[1:])
+    return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:] and has_others
 
 
 def _cuts_pieces(step: StepOfJob) -> bool:
@@ -190,60 +177,10 @@ def _cuts_pieces(step: StepOfJob) -> bool:
     passes, world_size = len(step.losses.one), len(step.ranks)
     if not passes or any(len(each) * world_size != passes for each in step.losses.ranks):
         return False
-    if step.samples.differ or read_ranks(step) is not None:
+    if step.samples.differ or causes.read_ranks(step) is not None:
         return False
     factor = step.gradients.factor
     return factor is not None and abs(factor * world_size - 1) < 1e-3 and not step.gradients.between.names
-
-
-def _is_undetermined(step: StepOfJob) -> str:
-    """Why one process does not repeat itself; empty if it does."""
-    if step.again is None:
-        return ""
-    samples = measure_samples([step.again], step.one)
-    if samples.differ:
-        return (
-            f"step {step.number}: two runs at one process differ by themselves: they have other samples. Seed what "
-            "draws them"
-        )
-    distance = distance_of_gradients(step.one, step.again)
-    if distance > _MOST_NOISE:
-        return (
-            f"step {step.number}: two runs at one process differ by themselves, gradients by {distance:.1e}: chance or "
-            "rounding (of float16) decides what the script computes; --double takes the rounding away where the script "
-            "allows that"
-        )
-    return ""
-
-
-def _has_own_data(step: StepOfJob) -> bool:
-    """Whether an index gives one process the sample of rank 0, and another rank one that one process has nowhere."""
-    one, *ranks = map(contents, (step.own_facts, *step.facts))
-    sizes = {tuple(loader["samples"] for loader in facts["loaders"]) for facts in (step.own_facts, *step.facts)}
-    alike = [{found[index] == one[index] for index in found.keys() & one.keys()} for found in ranks]
-    has_others = any({*one.values()}.isdisjoint(found.values()) for found in ranks[1:])
-    return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:] and has_others
-
-
-def _is_made_by_ranks(step: StepOfJob) -> str:
-    """Why one process has a part of the ranks' samples, where each rank makes its own; empty if it has them all."""
-    if any(each["batches"] for each in step.ranks) and any(
-        not each["batches"] and each["calls"] for each in step.ranks
-    ):
-        return (
-            f"step {step.number}: ranks without a loader train on samples that another rank's loader has handed out "
-            "(dispatch_batches), which cannot be told apart. Let each rank load its own (dispatch_batches=False)"
-        )
-    if step.own_facts["loaders"]:
-        is_theirs = step.samples.differ and _has_own_data(step)
-        return f"step {step.number}: each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
-    rows, foreign = step.calls.rows, step.calls.foreign
-    if not foreign or foreign < step.calls.unknown:
-        return ""
-    return (
-        f"step {step.number}: no loader gives the samples, and each rank makes its own: one process makes {rows} of "
-        f"them, and cannot be given the ranks' {foreign} others. {_OF_ALL}"
-    )
 
 
 def _digits(step: StepOfJob) -> dict[str, float]:
@@ -254,69 +191,83 @@ def _digits(step: StepOfJob) -> dict[str, float]:
     return found
 
 
-def _judge_counts(verdict: Verdict, ranks: Sequence[Record], one: Record) -> None:
-    counts = [len(each["steps"]) for each in ranks]
-    own = len(one["steps"]) + int(one["facts"]["goes_on"])
-    if len({own, *counts}) == 1:
-        if own == 0:
-            verdict.unknown = "no optimizer took a step, on any number of processes"
-        return
-    more, text = " or more" if one["facts"]["goes_on"] else "", ", ".join(map(str, counts))
-    measured = f"steps of optimizers: one process {own}{more}, the ranks {text}"
-    verdict.differences.append(difference(min([own, *counts]) + 1, "steps", "number-of-steps", measured))
+# ---- the whole run -----------------------------------------------------------------------------------
 
 
-def _unseen(ranks: Sequence[Record]) -> list[str]:
-    """What the run did not reach."""
-    facts = ranks[0]["facts"]
-    if facts["end"]:
-        return [f"end: {facts['end']}"]
-    for number, loader in enumerate(facts["loaders"]):
-        passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
-        if loader["shuffles"] and len(passes) == 1 and passes[0]["trains"]:
-            return [
-                "epochs: one was seen. A sampler that shuffles needs set_epoch(epoch) before each further one; to have "
-                "that compared, let the script begin a second epoch"
-            ]
-    return []
+def _failed(step: int, ranks: Sequence[Record], failure: str) -> Difference:
+    done = [rank for rank, each in enumerate(ranks) if each["facts"]["returned"]]
+    if done:
+        text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
+        measured = f"the script came to its end on {text}, and other ranks continued: {failure}"
+        return difference(step, "steps", "number-of-steps", measured)
+    return difference(step, "steps", "fails", f"one process continues, and {len(ranks)} ranks end with: {failure}")
 
 
-def _note(verdict: Verdict, ranks: Sequence[Record], one: Record) -> None:
-    steps = one["steps"]
-    given = sum(step["given"] for step in steps)
+def _judge_counts(verdict: Verdict, runs: Runs) -> None:
+    goes_on, counts = runs.one["facts"]["goes_on"], [len(each["steps"]) for each in runs.ranks]
+    own = len(runs.one["steps"]) + int(goes_on)
+    if {own, *counts} == {0}:
+        verdict.unknown = "no optimizer took a step, on any number of processes"
+    elif len({own, *counts}) > 1:
+        text = ", ".join(map(str, counts))
+        measured = f"steps of optimizers: one process {own}{' or more' if goes_on else ''}, the ranks {text}"
+        verdict.differences.append(difference(min(own, *counts) + 1, "steps", "number-of-steps", measured))
+
+
+def _notes(runs: Runs) -> Iterator[str]:
+    """What was set aside, and what the run did not reach."""
+    facts, begun = runs.ranks[0]["facts"], runs.one["facts"]["begun"]
+    given = sum(step["given"] for step in runs.one["steps"])
     if given:
-        verdict.notes.append(
+        yield (
             f"random numbers drawn within the steps (dropout, noise), {given} times, were given to the one process as "
             "the ranks drew them: that N ranks draw other numbers than one is set aside"
         )
-    if ranks[0]["facts"]["scales"]:
-        verdict.notes.append(
+    if facts["scales"]:
+        yield (
             "float16: the scale of losses began at 1024 at most, by which those that are told are larger, and did not "
             "grow; how a dynamic scale skips steps is set aside"
         )
-    begun = one["facts"]["begun"]
     if begun:
-        verdict.notes.append(
+        yield (
             f"begin: before the first step, {len(begun)} parameters of one process ({', '.join(begun[:3])}) were not "
             "those of the ranks, and it was given theirs. If they are drawn without a seed, that is chance; if they "
             "are computed from samples, compute them from those of all ranks"
         )
-    verdict.notes.extend(_unseen(ranks))
-    if verdict.differences:
+    if facts["end"]:
+        yield f"end: {facts['end']}"
         return
-    if _work_alike(ranks):
-        verdict.notes.append(
-            "samples: all ranks were given the same ones, so that N ranks do the work of one. If that is not "
-            "meant, split the data: a DistributedSampler, or lockstep.DataLoader"
-        )
+    for number, loader in enumerate(facts["loaders"]):
+        passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
+        if loader["shuffles"] and len(passes) == 1 and passes[0]["trains"]:
+            yield (
+                "epochs: one was seen. A sampler that shuffles needs set_epoch(epoch) before each further one; to have "
+                "that compared, let the script begin a second epoch"
+            )
+            return
+
+
+# ---- ranks by themselves -----------------------------------------------------------------------------
+
+
+def first_steps(ranks: Sequence[Record]) -> list[Record]:
+    """The first step of each rank; none where a rank has taken none."""
+    return [each["steps"][0] for each in ranks] if all(each["steps"] for each in ranks) else []
+
+
+def train_apart(ranks: Sequence[Record]) -> bool:
+    """Whether no engine holds a model, and ranks do the same work in their first step, or step by other gradients."""
+    first = first_steps(ranks)
+    if not first or any(each["facts"]["engines"] for each in ranks):
+        return False
+    gradients = Gradients(first, first[0], None, float(first[0]["precision"]))
+    return bool(gradients.between.names) or _work_alike(ranks)
 
 
 def _work_alike(ranks: Sequence[Record]) -> bool:
     """Whether all ranks train on the same samples in their first steps, of a loader or without one."""
-    first = [each["steps"][0] for each in ranks if each["steps"]]
-    if len(first) < len(ranks):
-        return False
+    first = first_steps(ranks)
     if any(each["batches"] for each in first):
-        return measure_samples(first, first[0]).is_alike
+        return Samples(first, first[0]).is_alike
     keys = [[call["keys"] for call in each["calls"]] for each in first]
-    return any(keys[0]) and all(each == keys[0] for each in keys[1:])
+    return bool(keys) and any(keys[0]) and all(each == keys[0] for each in keys[1:])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 # The first optimizer and the first DDP of a process import torch._dynamo.
-_PRELOADED = ("torch._dynamo", "torch.nn.parallel", "lockstep.tools.verify.gradients", "lockstep.tools.verify.loaders")
+_PRELOADED = ("torch._dynamo", "torch.nn.parallel", "lockstep.tools.verify.training", "lockstep.tools.verify.loaders")
 
 
 def _import_for_ranks() -> None:

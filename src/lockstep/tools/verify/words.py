@@ -216,7 +216,8 @@ _WORDS = {
     ),
     "factor": (
         "every rank's part counts {factor} times what it does in one process: the loss is multiplied or divided by a "
-        "number that depends on the number of ranks or on a rank's rows, or gradients are added and not averaged",
+        "number that depends on the number of ranks or on a rank's rows, or gradients are added and not averaged "
+        "(clipping by norm hides that, but for the 1e-6 that it adds)",
         "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
     ),
     "whole-batch": (

@@ -1,0 +1,417 @@
+"""What a process computes: forward passes sample by sample, losses, gradients, and what its optimizers make of them.
+
+Writes `calls` of a step, the forward passes that train: `name` (class of the outermost module), `resting` (modules in
+eval mode), `keys` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches of each row, or None), `across`
+(of outputs, if the rows of a sample are `count` apart, as those of views are that are joined), `widths` (numbers in a
+row of each output), `parameters` (two numbers of each), `after` (how many backward passes), `inner` (name, class and
+sketches of what the modules inside take and return first, in order), `filler` and `samples` (keys of the batch that it
+was computed from, if that has as many rows). Besides, `rounded`: the eps of the coarsest numbers of 16 bits that
+modules return.
+
+Writes `backwards` (`losses`: the numbers that backward() was called on, None for what is no number; `local`: what
+reached each parameter in this process, before anybody averaged it; `batch`: the place of the last batch; `weighed`: by
+lockstep.mean), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
+`closure` (how many backward passes it made itself), `names` (of its parameters), `held` (whether an engine holds each),
+`settings` (of its groups), `after` (`.grad` when the last backward pass had returned), `used` (the gradients that it
+took), `begin`, `end` (the parameters before and after it), and `buffers`. All values are `rows.value_sample`s, and
+parameters are known by their places in the optimizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep import batch
+from lockstep.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
+from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.verify.recorder import StepRecorder, line_of_script
+from lockstep.tools.verify.rows import row_sketch, sample_keys, samples_first, value_sample
+from lockstep.tools.verify.state import plain_name
+from lockstep.tree import tensors_in
+
+__all__ = ["TrainingWatch"]
+
+_MOST_INNER = 400
+_OF_16_BITS = (torch.float16, torch.bfloat16)
+# Of losses in float16: far from overflow, and from where gradients vanish; and after how many steps it grows.
+_SCALE, _NEVER = 1024.0, 2**31 - 1
+# What lockstep.mean and its like leave behind a loss: each rank's then counts one of N, whatever it has of the batch.
+_OF_MEANS = "_RescaleBackward"
+# What a group of an optimizer says that two runs can compare.
+_SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "alpha", "rho")
+
+
+class TrainingWatch:
+    """Watches modules, backward passes and optimizers of this process.
+
+    Args:
+        recorder: of this process.
+        on_step: called after a step, before the next begins.
+    """
+
+    def __init__(self, recorder: StepRecorder, on_step: Callable[[], None]) -> None:
+        self._recorder = recorder
+        self._on_step = on_step
+        self._thread = threading.get_ident()
+        # Modules that have been called and not returned, the outermost first; and what those inside it returned.
+        self._stack: list[nn.Module] = []
+        self._inner: list[tuple[dict[str, str], list[Tensor], list[Tensor]]] = []
+        self._module_names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+        # Parameters by their ids, which no other tensor gets as long as they are kept.
+        self._kept: dict[int, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._heard: set[int] = set()
+        self._held: set[int] = set()
+        # What has reached parameters in this backward pass; None outside of one.
+        self._local: dict[int, Tensor] | None = None
+        self._left: dict[int, Tensor] = {}  # and what stood in `.grad` after the last
+        self._stepping: Any = None
+        self._before: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Watch from now on."""
+        register_module_forward_pre_hook(self._before_forward)
+        register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+        wrap(torch.Tensor, "backward", self._backward)
+        wrap(torch.autograd, "backward", self._backward)
+        wrap(torch.amp.GradScaler, "__init__", self._make_scaler)
+        wrap(Optimizer, "__init__", _made(self._see_optimizer))
+        wrap(nn.parallel.DistributedDataParallel, "__init__", _made(self._see_engine))
+        wrap(OwnDistributedDataParallel, "__init__", _made(self._see_engine))
+        # Before hooks of the script's own, which may change what reaches a parameter.
+        register_module_parameter_registration_hook(lambda module, name, parameter: self._see(parameter, ""))
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    # ---- parameters ----------------------------------------------------------------------------------
+
+    def _see_all(self, module: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, parameter in named:
+            self._see(parameter, plain_name(f"{module}.{name}" if module else name))
+
+    def _see_optimizer(self, optimizer: Any) -> None:
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+            for place, parameter in enumerate(group["params"]):
+                self._see(parameter, f"group{number}[{place}]")
+
+    def _see(self, parameter: Tensor | None, name: str) -> None:
+        """Listen to what reaches a parameter."""
+        if parameter is None or not parameter.is_leaf or nn.parameter.is_lazy(parameter):
+            return
+        key = id(parameter)
+        self._kept[key] = parameter
+        known = self._names.get(key)
+        if not known or known.startswith("group"):
+            self._names[key] = name
+        if parameter.requires_grad and key not in self._heard:
+            self._heard.add(key)
+            parameter.register_hook(lambda gradient: self._reach(key, gradient))  # type: ignore[no-untyped-call]
+
+    def _reach(self, key: int, gradient: Tensor) -> None:
+        if self._local is None or self._recorder.is_cut:
+            return
+        with self._recorder.aside(), torch.no_grad():
+            sample = value_sample(gradient)
+            self._local[key] = self._local[key] + sample if key in self._local else sample
+
+    # ---- what the script makes -----------------------------------------------------------------------
+
+    def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a constant scale: a dynamic one skips steps by the size of a loss, and a rank's is of fewer samples."""
+
+        signature = inspect.signature(original)
+
+        def init(*args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            asked = bound.arguments
+            asked.update(init_scale=min(asked["init_scale"], _SCALE), growth_interval=_NEVER)
+            self._recorder.facts["scales"] |= bool(asked["enabled"])
+            original(*bound.args, **bound.kwargs)
+
+        return init
+
+    def _see_engine(self, engine: Any) -> None:
+        self._held.update(id(each) for each in engine.parameters() if each.requires_grad)
+        self._recorder.facts["engines"].append({"own": isinstance(engine, OwnDistributedDataParallel)})
+        engine.register_forward_pre_hook(lambda *_: self._recorder.step["engine_calls"].append(1))
+
+    # ---- forward passes ------------------------------------------------------------------------------
+
+    def _is_seen(self) -> bool:
+        is_here = self._local is None and threading.get_ident() == self._thread
+        return is_here and not _is_without_numbers() and self._recorder.busy == 0
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if not self._is_seen():
+            return
+        self._stack.append(module)
+        if len(self._stack) == 1:
+            self._recorder.check_time()
+            self._inner = []
+            if self._trains(module):
+                self._recorder.begin_work()
+                self._see_all("", module.named_parameters())
+                self._recorder.begin_training(module)
+            else:
+                self._note_untrained(module)
+
+    def _trains(self, module: nn.Module) -> bool:
+        if not torch.is_grad_enabled() or self._recorder.is_cut:
+            return False
+        parameters = list(module.parameters())
+        return _have_numbers(parameters) and any(each.requires_grad for each in parameters)
+
+    def _note_untrained(self, module: nn.Module) -> None:
+        """Of a model that is none of those which are trained, such as a mean of their weights: what it consists of."""
+        recorder, key = self._recorder, f"{type(module).__name__} after {len(self._recorder.steps)} steps"
+        if not recorder.steps or key in recorder.facts["untrained"] or any(each["rounded"] for each in recorder.steps):
+            return
+        parameters = list(module.parameters())
+        trained = {id(each) for root in recorder.roots for each in root.parameters()}
+        if parameters and _have_numbers(parameters) and trained.isdisjoint(map(id, parameters)):
+            with recorder.aside(), torch.no_grad():
+                recorder.facts["untrained"][key] = (_brief(module), line_of_script())
+
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, result: Any = None) -> None:
+        # torch leaves an argument out where forward() has raised
+        if not self._is_seen() or not self._stack or self._stack[-1] is not module:
+            return
+        self._stack.pop()
+        if self._recorder.is_cut or not torch.is_grad_enabled():
+            return
+        trains = not self._stack and self._trains(module)
+        # What a communication hook rounds is another matter: the gradients of N ranks.
+        rounded = [torch.finfo(each.dtype).eps for each in tensors_in(result) if each.dtype in _OF_16_BITS]
+        self._recorder.step["rounded"] = max([self._recorder.step["rounded"], *rounded])
+        with self._recorder.aside(), torch.no_grad():
+            name = self._name_of(module) if self._stack else ""
+            # Again, since FSDP2 has put in whole ones.
+            self._see_all(name, module.named_parameters(recurse=False))
+            inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
+            if self._stack:
+                taken, made = _first(inputs), _first(outputs)
+                if len(self._inner) < _MOST_INNER and made:
+                    self._inner.append(({"name": name, "kind": type(module).__name__}, taken, made))
+            elif trains and result is not None:
+                self._note_call(module, args, kwargs, inputs, outputs)
+
+    def _name_of(self, module: nn.Module) -> str:
+        root = self._stack[0]
+        names = self._module_names.get(root)
+        if names is None:
+            names = {id(each): plain_name(name) for name, each in root.named_modules()}
+            self._module_names[root] = names
+        return names.get(id(module), "")
+
+    def _note_call(
+        self, module: nn.Module, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        self._recorder.note_line("call")
+        step, given = self._recorder.step, list[Any]([args, kwargs])
+        last = step["batches"][-1] if step["batches"] else None
+        if last and last["time_first"]:
+            given = inputs = samples_first(inputs, last["rows"])
+            outputs = samples_first(outputs, last["rows"])
+        count = _count_of(args, inputs, last)
+        samples = [key for _, key in last["keys"]] if last else []
+        step["calls"].append(
+            {
+                "name": type(getattr(module, "module", module)).__name__,
+                "count": count,
+                "resting": sum(not each.training for each in module.modules()),
+                "keys": [key for key, _ in sample_keys(given, count)] if count else [],
+                "widths": [each.numel() // count for each in outputs] if count else [],
+                "parameters": _brief(module),
+                "after": len(step["backwards"]),
+                "inner": [{**names, **_sketches(taken, made, count)} for names, taken, made in self._inner],
+                "filler": bool(last and last["filler"]),
+                "samples": samples if last and len(samples) == count else None,
+                **_sketches(inputs, outputs, count),
+            }
+        )
+        self._inner = []
+
+    # ---- backward passes -----------------------------------------------------------------------------
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._local is not None or not self._recorder.is_recording:
+                return original(tensors, *args, **kwargs)
+            self._local = {}
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self._note_backward(tensors, self._local)
+                self._local = None
+
+        return backward
+
+    def _note_backward(self, tensors: Any, reached: dict[int, Tensor]) -> None:
+        step = self._recorder.step
+        with self._recorder.aside(), torch.no_grad():
+            self._recorder.note_line("backward")
+            each = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            step["backwards"].append(
+                {
+                    "losses": [float(one.detach()) if one.numel() == 1 else None for one in each],
+                    "local": reached,
+                    "batch": len(step["batches"]) - 1,
+                    "weighed": all(_OF_MEANS in batch.graph.names_behind(one) for one in each),
+                }
+            )
+            grads = {key: one.grad for key, one in self._kept.items()}
+            self._left = {key: value_sample(grad) for key, grad in grads.items() if grad is not None}
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        if recorder.is_cut:
+            recorder.end()
+        if self._stepping is not None and optimizer is not self._stepping:
+            return  # one of those that an optimizer is made of, as ZeroRedundancyOptimizer is
+        self._stepping = optimizer
+        with recorder.aside(), torch.no_grad():
+            if not any(optimizer is one for one in recorder.optimizers):
+                recorder.optimizers.append(optimizer)
+                self._see_optimizer(optimizer)
+            self._before = {
+                "begin": list(map(value_sample, _parameters_of(optimizer))),
+                "used": _gradients_of(optimizer),
+                "closure": len(recorder.step["backwards"]),
+            }
+
+    def _place(self, backwards: list[dict[str, Any]], parameters: list[Tensor]) -> None:
+        """Let what reached parameters be known by their places.
+
+        FSDP2 computes with whole parameters in place of an optimizer's, which have their names.
+        """
+        places = {id(each): place for place, each in enumerate(parameters)}
+        named = {self._names.get(key, ""): place for key, place in places.items()}
+        for each in backwards:
+            reached = each["local"]
+            by_name = {self._names[key]: value for key, value in reached.items()}
+            each["local"] = {place: by_name[name] for name, place in named.items() if name in by_name}
+            each["local"] |= {places[key]: value for key, value in reached.items() if key in places}
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        if recorder.is_cut or optimizer is not self._stepping:
+            return
+        self._stepping = None
+        with recorder.aside(), torch.no_grad():
+            parameters = _parameters_of(optimizer)
+            # After the step: Horovod's optimizer averages within it.
+            used = _gradients_of(optimizer)
+            used = self._before["used"] if all(each is None for each in used) else used
+            self._place(recorder.step["backwards"], parameters)
+            recorder.note_line("step")
+            recorder.step.update(
+                optimizer=next(number for number, one in enumerate(recorder.optimizers) if one is optimizer),
+                kind=type(optimizer).__name__,
+                closure=len(recorder.step["backwards"]) - self._before["closure"],
+                precision=max(torch.finfo(each.dtype).eps for each in parameters),
+                held=[id(each) in self._held for each in parameters],
+                names=[self._names.get(id(each), "") for each in parameters],
+                settings=[_settings_of(group) for group in optimizer.param_groups],
+                after=[self._left.get(id(each)) for each in parameters],
+                used=used,
+                begin=self._before["begin"],
+                end=list(map(value_sample, parameters)),
+                buffers={
+                    f"{number}:{plain_name(name)}": value_sample(buffer, in_order=True)
+                    for number, root in enumerate(recorder.roots)
+                    for name, buffer in root.named_buffers()
+                    if buffer.numel()
+                },
+            )
+            self._left = {}
+            self._on_step()
+            recorder.end_step()
+
+
+def _made(see: Callable[[Any], None]) -> Callable[..., Any]:
+    """What calls `see` with each object that has been made."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(made: Any, *args: Any, **kwargs: Any) -> None:
+            original(made, *args, **kwargs)
+            see(made)
+
+        return init
+
+    return make
+
+
+def _is_without_numbers() -> bool:
+    """Whether what runs is traced, or transformed by torch.func: tensors have no numbers to read then."""
+    is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
+    is_fake = torch._guards.active_fake_mode() is not None
+    return is_traced or is_fake or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _have_numbers(parameters: Iterable[Tensor]) -> bool:
+    return not any(nn.parameter.is_lazy(each) or each.is_meta for each in parameters)
+
+
+def _count_of(args: Any, inputs: list[Tensor], last: dict[str, Any] | None) -> int:
+    """Rows of what enters a module: a list with an entry for each sample of the batch, or else the first tensor's."""
+    if last is not None and args and isinstance(args[0], list | tuple) and len(args[0]) == last["rows"]:
+        return len(args[0])
+    return next((each.size(0) for each in inputs if each.ndim), 0)
+
+
+def _first(tensors: list[Tensor]) -> list[Tensor]:
+    return [each.detach() for each in tensors if each.ndim][:1]
+
+
+def _sketches(inputs: list[Tensor], outputs: list[Tensor], count: int) -> dict[str, Tensor | None]:
+    return {
+        "inputs": _joined(row_sketch(each, count) for each in inputs),
+        "outputs": _joined(row_sketch(each, count) for each in outputs),
+        "across": _joined(row_sketch(each, count, True) for each in outputs),
+    }
+
+
+def _joined(sketches: Iterable[Tensor | None]) -> Tensor | None:
+    found = [each for each in sketches if each is not None]
+    return torch.cat(found, 1) if found else None
+
+
+def _brief(module: nn.Module) -> Tensor:
+    """Two numbers of each parameter."""
+    samples = [value_sample(each) for each in module.parameters()]
+    return torch.stack([number for each in samples for number in (each.sum(), each[-1])])
+
+
+def _parameters_of(optimizer: Any) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _gradients_of(optimizer: Any) -> list[Tensor | None]:
+    return [None if each.grad is None else value_sample(each.grad) for each in _parameters_of(optimizer)]
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in _SETTINGS:
+        value = group.get(name)
+        if isinstance(value, Tensor):
+            value = float(value)
+        if isinstance(value, int | float | tuple):  # of numpy, too
+            found[name] = tuple(map(float, value)) if isinstance(value, tuple) else float(value)
+    return found
