@@ -60,7 +60,7 @@ __all__ = [
     "describe_batches",
     "fingerprint_of",
     "gather",
-    "gather_texts",
+    "texts_that_differ",
 ]
 
 _GROUP_BYTES = 32 << 20  # of tensors that begin in one call of broadcast, as many small ones do
@@ -502,12 +502,7 @@ def check_same_model(
     """
     lines = [f"{name}: {_describe(tensor)}" for name, tensor in tensors.items()]
     lines += [f"{name}={value}" for name, value in settings.items()]
-    text = "\n".join(lines).encode()
-    own = torch.tensor([fingerprint(text), len(text)], dtype=torch.int64, device=device)
-    summaries = gather(own, group)
-    if bool((summaries[:, 0] == summaries[0, 0]).all()):
-        return
-    texts = gather_texts(text, summaries[:, 1].tolist(), group, device)
+    texts = texts_that_differ("\n".join(lines), group, device)
     for rank, other in enumerate(texts):
         pairs = zip_longest(texts[0].split("\n"), other.split("\n"), fillvalue="nothing more")
         for here, there in pairs:
@@ -529,11 +524,17 @@ def _describe(tensor: torch.Tensor) -> str:
     return text if laid_out.is_contiguous() else f"{text} with strides {list(laid_out.stride())}"
 
 
-def gather_texts(text: bytes, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """What each rank says, of as many bytes as `lengths` has for it. Collective."""
+def texts_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """What each rank says, in rank order; nothing where all say the same, which takes one gather. Collective."""
+    own = text.encode()
+    summary = torch.tensor([fingerprint(own), len(own)], dtype=torch.int64, device=device)
+    summaries = gather(summary, group)
+    if bool((summaries[:, 0] == summaries[0, 0]).all()):
+        return []
+    lengths = summaries[:, 1].tolist()
     padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8, device="cpu")
-    if text:
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if own:
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     rows = gather(padded.to(device), group)
     return [bytes(row[:length].numpy()).decode() for row, length in zip(rows, lengths, strict=True)]
 

@@ -15,10 +15,9 @@ from torch.optim.optimizer import Optimizer
 
 from lockstep.agreement import collective_device
 from lockstep.comm.engine import Engine
-from lockstep.comm.flight_recorder import fingerprint
 from lockstep.errors import CollectiveMismatch, InputError, ModelError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
-from lockstep.parallel.rank_agreement import gather, gather_texts
+from lockstep.parallel.rank_agreement import texts_that_differ
 from lockstep.parallel.sharded.engines import shard
 from lockstep.parallel.sharded.exchange import exchange
 from lockstep.parallel.sharded.gradients import ShardedGradient, whole_gradients
@@ -289,12 +288,9 @@ class HostBacking(Backing):
 
 def _compare(description: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Whether all ranks take the same step, where no memory is shared that tells. Collective."""
-    text = description.encode()
-    own = torch.tensor([fingerprint(text), len(text)], dtype=torch.int64, device=device)
-    summaries = gather(own, group)
-    if bool((summaries[:, 0] == summaries[0, 0]).all()):
+    texts = texts_that_differ(description, group, device)
+    if not texts:
         return
-    texts = gather_texts(text, summaries[:, 1].tolist(), group, device)
     other = next(rank for rank, each in enumerate(texts) if each != texts[0])
     ranks = dist.get_process_group_ranks(group)
     raise CollectiveMismatch(
