@@ -7,7 +7,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from lockstep.shm import kernels
-from lockstep.shm.kernels import find_kernel
+from lockstep.shm.kernels import divide, find_kernel
 
 COUNTS = (15, 16, 17, 23, 31, 32, 33, 64)
 
@@ -44,3 +44,12 @@ def test_result_may_lie_in_a_part() -> None:
     parts = [torch.full((5,), float(i)) for i in range(20)]
     find_kernel(ReduceOp.SUM, torch.float32).reduce(parts, parts[3])
     assert parts[3].tolist() == [190.0] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 3, 64])
+def test_a_mean_of_every_number_of_16_bits_is_its_quotient(dtype: torch.dtype, count: int) -> None:
+    total = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    mean = total.clone()
+    divide(mean, count)
+    torch.testing.assert_close(mean, total / count, rtol=0, atol=0, equal_nan=True)

@@ -155,7 +155,10 @@ def divide(total: torch.Tensor, count: int) -> None:
         count: of parts.
     """
     if total.is_floating_point() or total.is_complex():
-        total.div_(count)
+        if count.bit_count() == 1:  # the same bits, in half of the time
+            total.mul_(1 / count)
+        else:
+            total.div_(count)
         return
     mean = total.div(count, rounding_mode="trunc")
     if not torch.equal(mean * count, total):
