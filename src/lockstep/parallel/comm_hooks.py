@@ -14,50 +14,42 @@ from lockstep.errors import ModelError
 __all__ = ["CommHook", "GradBucket", "HookedBuckets"]
 
 
+@dataclass(eq=False)
 class GradBucket:
     """One bucket of gradients on its way through a communication hook.
 
     Has the methods of `torch.distributed.GradBucket`, so that hooks written for torch's DDP
     (those of `torch.distributed.algorithms.ddp_comm_hooks` among them) work unchanged.
-
-    Args:
-        index: of the bucket, in the order in which buckets are reduced.
-        buffer: flat tensor with all gradients of the bucket, unscaled; a hook may reduce it in place.
-        gradients: views of the buffer, one per parameter.
-        parameters: the parameters, in the same order.
-        is_last: whether no bucket follows in this backward pass.
     """
 
-    def __init__(
-        self,
-        index: int,
-        buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        is_last: bool,
-    ) -> None:
-        self._index = index
-        self._buffer = buffer
-        self._gradients = list(gradients)
-        self._parameters = list(parameters)
-        self._is_last = is_last
+    _index: int
+    _buffer: torch.Tensor
+    _gradients: list[torch.Tensor]
+    _parameters: list[torch.Tensor]
+    _is_last: bool
 
     def index(self) -> int:
+        """Its place in the order in which buckets are reduced."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
+        """All its gradients, flat and unscaled; a hook may reduce it in place."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer, one for each parameter."""
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
+        """Those whose gradients these are, in the same order."""
         return self._parameters
 
     def is_last(self) -> bool:
+        """Whether no bucket follows in this backward pass."""
         return self._is_last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Put another flat tensor of the same shape in the place of the buffer."""
         self._buffer = tensor
 
 
@@ -82,7 +74,7 @@ class HookedBuckets:
     ) -> None:
         """Hand the hook a bucket, see `GradBucket`; ModelError if it returns no future."""
         is_last = bucket == self.num_buckets - 1
-        future = self.hook(self.state, GradBucket(bucket, buffer, gradients, parameters, is_last))
+        future = self.hook(self.state, GradBucket(bucket, buffer, list(gradients), list(parameters), is_last))
         if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
             raise ModelError(
                 f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
