@@ -120,6 +120,16 @@ RIGHT = {
                 scaler.step(optimizer)
                 scaler.update()
     """,
+    "a loader anew for each training": """
+        for _ in range(3):
+            model, optimizer = trained(nn.Linear(6, 4))
+            loader = lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0)
+            for epoch in range(2):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    cross_entropy(model(x), y).backward()
+                    optimizer.step()
+    """,
     "numbers of 16 bits alone": """
         torch.set_default_dtype(torch.bfloat16)
         torch.manual_seed(0)

@@ -291,6 +291,31 @@ WRONG = {
                 optimizer.step()
         """,
     ),
+    "a loader anew for each epoch": (
+        ("samples", "set-epoch"),
+        """
+        model, optimizer = trained(nn.Linear(6, 4))
+        for epoch in range(2):
+            for x, y in lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+    ),
+    "a sampler anew for each epoch": (
+        ("samples", "set-epoch"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(2):
+            sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+            for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+    ),
     "a batch that is divided by the ranks": (
         ("samples", "batch-size"),
         """

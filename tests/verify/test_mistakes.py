@@ -323,7 +323,15 @@ def test_accelerate_draws_another_order_and_fills_up_the_last_batch(
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_pass_that_does_not_train_is_no_epoch(trains: bool) -> None:
-    one = {"loader": 0, "trains": True, "finished": True, "keys": [[(1, 1), (2, 2)]]}
+    one = {
+        "loader": 0,
+        "anew": False,
+        "line": "",
+        "optimizer": 0,
+        "trains": True,
+        "finished": True,
+        "keys": [[(1, 1), (2, 2)]],
+    }
     facts = {
         "loaders": [{"shuffles": True}],
         "saves": [],

@@ -57,12 +57,15 @@ def _same_epochs(facts: Facts) -> list[Difference]:
         passes = [each for each in passes if each["trains"] or not each["finished"]]  # nor a statistic or an evaluation
         while passes and not passes[0]["trains"]:  # a look at a batch before the training
             del passes[0]
+        # A further training begins with a loader and an optimizer of its own.
+        passes = [each for each in passes if not each["anew"] or each["optimizer"] == passes[0]["optimizer"]]
         if loader["shuffles"] and len(passes) > 1 and all(each["keys"][0] == passes[0]["keys"][0] for each in passes):
             measured = (
                 f"the second epoch began with the same {len(passes[0]['keys'][0])} samples as the first, in the same "
                 "order, though the sampler shuffles"
             )
-            return [difference(0, "samples", "set-epoch never", measured)]
+            cause = "set-epoch anew" if all(each["anew"] for each in passes) else "set-epoch never"
+            return [difference(0, "samples", cause, measured, _some(passes[0]["line"]))]
     return []
 
 

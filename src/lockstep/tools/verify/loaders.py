@@ -4,13 +4,15 @@ Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: 
 where nobody knows, `joins`: has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much
 of the step its loader takes it for, or None; `indices` of the dataset or None), the fact `made` (batch sizes of
 torch's loaders, in the order in which they were made), and the facts `loaders` (see `_describe`) and `passes`
-(`loader`, `keys`, `trains`, `finished`, `asked`: the indices of each batch, None where they are no numbers, `stream`:
-has no length, `epoch`: that its sampler was told).
+(`loader`, `anew`: it is the first one over this object, `line`, `keys`, `trains`, `optimizer`: that has stepped last
+by it, `finished`, `asked`: the indices of each batch, None where they are no numbers, `stream`: has no length,
+`epoch`: that its sampler was told).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections import deque
@@ -26,7 +28,7 @@ import lockstep
 from lockstep.data.iteration import EpochIterator
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
-from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder
+from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder, line_of_script
 from lockstep.tools.verify.rows import is_time_first, sample_keys, samples_first
 from lockstep.tools.verify.settings import OF_RANK_0, Orders
 from lockstep.tree import tensors_in
@@ -96,6 +98,7 @@ class LoaderWatch:
             if latest["stream"] and not latest["trains"]:
                 self._recorder.end_whole_epoch()
             latest["trains"] = True
+            latest["optimizer"] = self._recorder.step["optimizer"]
 
     # ---- a pass --------------------------------------------------------------------------------------
 
@@ -149,15 +152,14 @@ class LoaderWatch:
         return one
 
     def _begin_pass(self, loader: Any, iterator: Any) -> None:
-        number = self._numbers.get(loader)
-        if number is None:
-            loaders = self._recorder.facts["loaders"]
-            number = self._numbers[loader] = len(loaders)
-            loaders.append(_describe(loader))
+        is_new = loader not in self._numbers
         one = self._pass_of(iterator)
         one.number = len(self._passes)
         one.facts = {
-            "loader": number,
+            "loader": self._number_of(loader),
+            "anew": is_new,
+            "line": line_of_script(),
+            "optimizer": None,
             "keys": [],
             "trains": False,
             "finished": False,
@@ -166,6 +168,17 @@ class LoaderWatch:
             "epoch": getattr(distributed_sampler(loader), "epoch", None),
         }
         self._passes.append(one.facts)
+
+    def _number_of(self, loader: Any) -> int:
+        """A new one that is as one was which is gone has its number: scripts make them anew for each epoch."""
+        if loader not in self._numbers:
+            loaders, described = self._recorder.facts["loaders"], _describe(loader)
+            gc.collect()
+            kept = set(self._numbers.values())
+            gone = [number for number, each in enumerate(loaders) if each == described and number not in kept]
+            self._numbers[loader] = gone[-1] if gone else len(loaders)
+            loaders += [] if gone else [described]
+        return self._numbers[loader]
 
     def _next_index(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """What is fetched in place of the samples that a loader has chosen."""
@@ -331,6 +344,6 @@ def _describe(loader: Any) -> dict[str, Any]:
         "batches": _length_of(loader),
         "splits": sampler is not None,
         "draws_order": not isinstance(getattr(loader, "sampler", None), SequentialSampler),
-        "shuffles": bool(sampler is not None and sampler.shuffle),
+        "shuffles": bool(loader.shuffle if isinstance(loader, lockstep.DataLoader) else sampler and sampler.shuffle),
         "padding": 0 if sampler is None or sampler.drop_last else sampler.total_size - len(sampler.dataset),
     }

@@ -122,6 +122,10 @@ _WORDS = {
         "a DistributedSampler draws its order from the epoch that it is told, and nobody tells it",
         "sampler.set_epoch(epoch) at the beginning of each epoch",
     ),
+    "set-epoch anew": (
+        "the loader is made anew for each epoch, and begins with the order of epoch 0",
+        "make it once, before the epochs (and with a DistributedSampler, sampler.set_epoch(epoch) in each)",
+    ),
     # inputs
     "drawn inputs": (
         "each rank draws its own numbers, where one process draws once for all samples",
