@@ -25,8 +25,10 @@ WRONG = {
         model = nn.parallel.DistributedDataParallel(net)
         mean.load_state_dict(net.state_dict())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        batches = split()
         for epoch in range(2):
-            for x, y in split():
+            batches.sampler.set_epoch(epoch)
+            for x, y in batches:
                 optimizer.zero_grad()
                 cross_entropy(model(x), y).backward()
                 optimizer.step()

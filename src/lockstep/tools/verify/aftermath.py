@@ -7,6 +7,7 @@ the second time, such as seconds, is none.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
@@ -53,20 +54,24 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
 def _same_epochs(facts: Facts) -> list[Difference]:
     """A sampler that shuffles, and a second epoch that begins as the first did."""
     for number, loader in enumerate(facts["loaders"]):
-        passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
-        passes = [each for each in passes if each["trains"] or not each["finished"]]  # nor a statistic or an evaluation
-        while passes and not passes[0]["trains"]:  # a look at a batch before the training
-            del passes[0]
-        # A further training begins with a loader and an optimizer of its own.
-        passes = [each for each in passes if not each["anew"] or each["optimizer"] == passes[0]["optimizer"]]
-        if loader["shuffles"] and len(passes) > 1 and all(each["keys"][0] == passes[0]["keys"][0] for each in passes):
+        epochs = _epochs_of(facts, number)
+        if loader["shuffles"] and len(epochs) > 1 and all(each["keys"][0] == epochs[0]["keys"][0] for each in epochs):
             measured = (
-                f"the second epoch began with the same {len(passes[0]['keys'][0])} samples as the first, in the same "
+                f"the second epoch began with the same {len(epochs[0]['keys'][0])} samples as the first, in the same "
                 "order, though the sampler shuffles"
             )
-            cause = "set-epoch anew" if all(each["anew"] for each in passes) else "set-epoch never"
-            return [difference(0, "samples", cause, measured, _some(passes[0]["line"]))]
+            cause = "set-epoch anew" if all(each["anew"] for each in epochs) else "set-epoch never"
+            return [difference(0, "samples", cause, measured, _some(epochs[0]["line"]))]
     return []
+
+
+def _epochs_of(facts: Facts, loader: int) -> list[Facts]:
+    """The passes over a loader in which one training took its samples."""
+    passes = [each for each in facts["passes"] if each["loader"] == loader and each["keys"]]
+    passes = [each for each in passes if each["trains"] or not each["finished"]]  # nor a statistic or an evaluation
+    passes = list(itertools.dropwhile(lambda each: not each["trains"], passes))  # a look at a batch before it
+    # A further training begins with a loader and an optimizer of its own.
+    return [each for each in passes if not each["anew"] or each["optimizer"] == passes[0]["optimizer"]]
 
 
 def _other_models(facts: Facts, one: Facts, again: Facts) -> list[Difference]:
