@@ -107,7 +107,7 @@ class RankFailure:
         known = self.statuses.get(self.rank)
         where = f" {known.describe()}" if known is not None and known.latest is not None else ""
         if self.is_blamed:
-            how = f"ended (exit code {self.ended.code})" if self.ended.is_good else "left the group"
+            how = "left the group" if self.ended.stopped else f"ended (exit code {self.ended.code})"
             return f"{who} {how}{where} while other ranks still needed it"
         if self.ended.signal is not None:
             return f"{who} was killed by signal {_describe_signal(self.ended.signal)}{where}"
@@ -172,16 +172,14 @@ def find_first_failure(
     """
     known = statuses or {}
     failures = [
-        RankFailure(ended, reports.get(rank), known)
+        RankFailure(ended, reports.get(rank), known, is_blamed=ended.is_missed)
         for rank, ended in exits.items()
         if not ended.is_good or rank in reports or rank in announced
     ]
     failures.sort(key=lambda failure: failure._order)
     blamed = [one for one in _find_lost(failures, exits, known) if one.rank not in reports]
-    lost = {one.rank for one in blamed}
-    return [RankFailure(one, None, known, is_blamed=True) for one in blamed] + [
-        failure for failure in failures if failure.rank not in lost
-    ]
+    others = [one for one in failures if one.ended not in blamed]
+    return [RankFailure(one, None, known, is_blamed=True) for one in blamed] + others
 
 
 def _find_lost(
