@@ -37,7 +37,7 @@ def any(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> 
         >>> any(torch.tensor(0.25) > 1)
         False
     """
-    return _largest("any", _read("any", flag), process_group)
+    return _agree(_read("any", flag), dist.ReduceOp.MAX, process_group)
 
 
 def all(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> bool:
@@ -55,7 +55,7 @@ def all(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> 
         >>> all(torch.tensor(0.25) < 1)
         True
     """
-    return not _largest("all", not _read("all", flag), process_group)
+    return _agree(_read("all", flag), dist.ReduceOp.MIN, process_group)
 
 
 def _read(name: str, flag: bool | Tensor) -> bool:
@@ -71,11 +71,11 @@ def _read(name: str, flag: bool | Tensor) -> bool:
     )
 
 
-def _largest(name: str, flag: bool, group: dist.ProcessGroup | None) -> bool:
+def _agree(flag: bool, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return flag
     answer = torch.full((), int(flag), dtype=torch.int32, device=collective_device(group))
-    dist.all_reduce(answer, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(answer, op, group=group)
     return bool(answer.item())
 
 

@@ -8,7 +8,8 @@ stays, however the process ends. The file is memory that the launcher holds, und
 
 Layout of the file, all integers 64 bit in the order of the machine::
 
-    0        magic, pid, who ever joined a group (see the note)    HEADER_BYTES
+    0        magic, pid, who ever joined a group (see the note)    64
+    64       text: which group this rank waits for others to make  512, up to HEADER_BYTES
     4096     section 0, section 1, …                               SECTION_BYTES each
 
     section:
@@ -36,13 +37,14 @@ SIGBUS at the first write.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import struct
 import threading
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +54,7 @@ __all__ = [
     "CALL",
     "EXIT_STOPPED",
     "FINISHED",
+    "JOINING",
     "NUMBER",
     "RING",
     "SECTION_BYTES",
@@ -62,12 +65,14 @@ __all__ = [
     "Section",
     "call_field",
     "find_joined",
+    "find_missed",
     "find_unjoined",
     "has_stopping_ranks",
     "make_status_files",
     "note_joined",
     "note_stopping",
     "note_torch",
+    "noting_meeting",
     "open_section",
     "read_positions",
     "read_text",
@@ -77,6 +82,9 @@ __all__ = [
 
 EXIT_STOPPED = 75
 """Exit code of ranks that were told to stop, have saved, and want to be started again: EX_TEMPFAIL of sysexits.h."""
+
+JOINING = "init_process_group"
+"""What `noting_meeting` is told of a rank that joins the group of all ranks of the launcher."""
 
 RING = 64
 TEXT_BYTES = 256
@@ -96,6 +104,8 @@ _HEADER = struct.Struct("=5q")
 _WORD = struct.Struct("=q")
 _BY_ITSELF, _BY_CHILD, _BY_OTHERS = 16, 24, 32
 """Offsets of the words of [Note: who joined]."""
+_MEETING = (64, 512)
+_DEFAULT_GROUP = "the default group"
 _WORDS = struct.Struct("=2qd4q")
 _NAME = (128, 384)
 _WAITING = (512, 512)
@@ -224,6 +234,16 @@ class _StatusFile:
     def release(self, index: int) -> None:
         self._free.append(index)
 
+    def write_meeting(self, text: str) -> None:
+        start, capacity = _MEETING
+        field = bytearray(capacity)
+        write_text(memoryview(field), 0, capacity, text)
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, field, start)
+        finally:
+            os.close(fd)
+
 
 def make_status_files(folder: Path, ranks: Iterable[int]) -> list[int]:
     """Room for the status files of these ranks in memory: the launcher's part. Local.
@@ -297,6 +317,27 @@ def note_joined(rank: int, world_size: int) -> None:
                 os.pwrite(fd, _WORD.pack(1), word)
         finally:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def noting_meeting(text: str) -> Iterator[None]:
+    """A context in which the launcher can tell that this rank waits for others, to make a group with them. Local.
+
+    Args:
+        text: what it called, and from where, such as `new_group([0, 1]) at train.py:81 in main`.
+    """
+    _note_meeting(text)
+    try:
+        yield
+    finally:
+        _note_meeting("")
+
+
+def _note_meeting(text: str) -> None:
+    with _lock, contextlib.suppress(OSError):
+        status_file = _file_of_process()
+        if status_file is not None:
+            status_file.write_meeting(text)
 
 
 def note_stopping() -> None:
@@ -415,13 +456,33 @@ def find_joined(folder: Path, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if _has_joined(folder, rank)]
 
 
+def find_missed(folder: Path, ended: Iterable[int], others: Iterable[int]) -> list[int]:
+    """Ranks that ended before they or a child joined a group, if another waits for all ranks. Local; its part.
+
+    Args:
+        folder: private folder of the attempt.
+        ended: ranks that have exited.
+        others: those that have not.
+    """
+    waiting = (position for rank in others for position in _read_file(folder, rank)[:1])
+    if any(position.waiting.startswith(f"{JOINING} ") for position in waiting):
+        return [rank for rank in ended if not any(_who_joined(folder, rank))]
+    return []
+
+
 def _has_joined(folder: Path, rank: int) -> bool | None:
     """See [Note: who joined]. None for a rank that has not imported torch, so that nobody can tell what it is for."""
+    words = _who_joined(folder, rank)
+    return bool(words[0] or (words[1] and not words[2])) if words else None
+
+
+def _who_joined(folder: Path, rank: int) -> list[int]:
+    """The words of [Note: who joined]; none of a rank that has not imported torch."""
     try:
-        magic, _, itself, child, others = _HEADER.unpack(_path(folder, rank).read_bytes()[: _HEADER.size])
+        magic, _, *words = _HEADER.unpack(_path(folder, rank).read_bytes()[: _HEADER.size])
     except (OSError, struct.error):
-        return None
-    return bool(itself or (child and not others)) if magic == _MAGIC else None
+        return []
+    return words if magic == _MAGIC else []
 
 
 def _path(folder: Path, rank: int) -> Path:
@@ -431,7 +492,8 @@ def _path(folder: Path, rank: int) -> Path:
 def _read_file(folder: Path, rank: int) -> list[Position]:
     try:
         with open(_path(folder, rank), "rb") as file:
-            magic, pid, *_ = _HEADER.unpack(file.read(_HEADER.size))
+            header = file.read(HEADER_BYTES)
+            magic, pid, *_ = _HEADER.unpack(header[: _HEADER.size])
             size = os.fstat(file.fileno()).st_size
             starts = range(HEADER_BYTES, size - SECTION_BYTES + 1, SECTION_BYTES)
             positions = [_read_section(file.fileno(), start, rank, pid) for start in starts]
@@ -440,6 +502,9 @@ def _read_file(folder: Path, rank: int) -> list[Position]:
     if magic != _MAGIC:
         return []
     said = [position for position in positions if position is not None]
+    meeting = read_text(header[_MEETING[0] :], 0, _MEETING[1])
+    if meeting:
+        said.append(Position(rank, pid, _DEFAULT_GROUP, 0, "", "", False, meeting, math.inf, True))
     # Of two that are equally late, the one that it is still in.
     return sorted(said, key=lambda one: (one.inside or bool(one.waiting), one.since_s), reverse=True)
 

@@ -340,6 +340,23 @@ except KeyboardInterrupt:
     assert "errors.RankLost:" not in err
 
 
+def test_stopped_rank_may_end_within_the_grace(launches: Launches) -> None:
+    script = launches.script(
+        NOTE_PID
+        + """
+if RANK == 1:
+    signal.signal(signal.SIGTERM, lambda *_: (note('ended'), sys.exit(1)))
+    note('stopped')
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not os.path.exists('stopped'): time.sleep(0.01)
+while open(f"/proc/{int(open('stopped').read())}/stat").read().split()[2] != 'T': time.sleep(0.01)
+raise ValueError('bad')
+"""
+    )
+    assert launches.run("--nproc", "2", script).returncode == 1
+    assert (launches.folder / "ended").exists()
+
+
 def test_second_ctrl_c_kills_at_once(launches: Launches) -> None:
     script = launches.script(
         NOTE_PID

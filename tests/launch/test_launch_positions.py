@@ -12,10 +12,13 @@ from torch.distributed import ProcessGroup
 
 from launching import NOTE_PID, Launches, wait_until
 from lockstep import rank_status
+from lockstep.comm import torch_record
 from lockstep.launch.positions import find_missing, look
 from lockstep.launch.stacks import dump_stacks
 from lockstep.testing import limit_s
 from test_launch_failures import summary_of
+
+JOINS = rank_status.JOINING
 
 # For scripts: what a collective writes into the status file, without the seconds that importing torch takes.
 RECORD = """
@@ -104,6 +107,33 @@ raise RankLost('rank 1 left', (1,))
         "lockstep: rank 1 (pid N) ended (exit code 0) after all_reduce #3 at train.py:81 while other ranks still "
         "needed it; ranks 0, 2 were in all_reduce #3 at train.py:81"
     )
+
+
+JOINING = """
+from contextlib import ExitStack
+from lockstep import rank_status
+if RANK == 1:
+    sys.exit()
+with ExitStack() as stack:
+    stack.enter_context(rank_status.noting_meeting(f'{MEETING} at {os.getcwd()}/train.py:7 in main'))
+    time.sleep(NAP_S)
+"""
+
+
+def test_rank_that_ends_before_all_have_met_is_the_cause(launches: Launches) -> None:
+    script = launches.script(f"MEETING, NAP_S = {JOINS!r}, 600" + JOINING)
+    done = launches.run("--nproc", "3", script)
+    assert done.returncode == 1
+    assert opening_of(done.stderr) == (
+        "lockstep: rank 1 (pid N) ended (exit code 0) while other ranks still needed it; "
+        "ranks 0, 2 were in init_process_group at train.py:7"
+    )
+
+
+def test_rank_that_ends_early_is_no_failure_where_others_meet_without_it(launches: Launches) -> None:
+    script = launches.script("MEETING, NAP_S = 'init_process_group(rank=0, world_size=2)', 1.5" + JOINING)
+    done = launches.run("--nproc", "3", script)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_setup_error_of_all_ranks_is_one_block(launches: Launches) -> None:
@@ -219,6 +249,27 @@ def test_status_file_keeps_each_groups_last_call(status_folder: Path) -> None:
     assert rank_status.open_section("group 3").words[rank_status.NUMBER] == 0
     assert [one.group for one in rank_status.read_positions(status_folder, [0])[0]] == ["the default group"]
     unused.close()
+
+
+def test_status_file_says_which_group_a_rank_waits_to_make(status_folder: Path) -> None:
+    enter(rank_status.open_section("the default group"), 3, "barrier()", 50.0)
+    with rank_status.noting_meeting("new_group([0, 1]) at train.py:3 in main"):
+        status = look(status_folder, {0: os.getpid()})[0]
+        assert status.describe() == "in new_group([0, 1]) at train.py:3"
+    assert look(status_folder, {0: os.getpid()})[0].latest.number == 3  # type: ignore[union-attr]
+
+
+def test_names_of_groups_that_ranks_wait_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for values, options, expected in (
+        ((), {}, JOINS),
+        (("gloo", "env://"), {"rank": 1, "world_size": 3}, JOINS),
+        (("gloo", None, None, 3, 1, object()), {}, JOINS),
+        (("gloo",), {"rank": 0, "world_size": 2}, f"{JOINS}(rank=0, world_size=2)"),
+        (("gloo", "tcp://127.0.0.1:1?rank=0&world_size=2"), {}, f"{JOINS}()"),
+    ):
+        assert torch_record._name_of_joining(values, options) == expected
 
 
 def test_status_file_is_no_necessity(status_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

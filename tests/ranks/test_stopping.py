@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.errors import InputError, InputTypeError, NotInitialized, SetupError
+from lockstep.errors import CollectiveMismatch, InputError, InputTypeError, NotInitialized, SetupError
 from lockstep.testing import limit_s, run_ranks
 
 each_size = pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -31,6 +31,20 @@ def test_any_and_all(world_size: int) -> None:
     for on in ((), last, everybody):
         expected = bool(on), len(on) == world_size, bool(on)
         assert run_ranks(decide, world_size, on) == [expected] * world_size
+
+
+def decide_by_other_words() -> str:
+    try:
+        lockstep.all(True) if lockstep.init().rank else lockstep.any(False)
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_any_does_not_meet_all() -> None:
+    for text in run_ranks(decide_by_other_words, 2):
+        assert "lockstep.any" in text
+        assert "lockstep.all" in text
 
 
 def test_any_without_a_group_and_what_is_no_flag() -> None:

@@ -163,6 +163,7 @@ def register(module: ModuleType) -> None:
     _module = module
     rank_status.note_torch()
     wrap(f"{_C10D}.init_process_group", _noting_that_it_joins, alias="torch.distributed")
+    wrap(f"{_C10D}.new_group", _noting_that_it_meets, alias="torch.distributed")
     for method, name in {**_VERBS, **_MESSAGES}.items():
         original = getattr(module.ProcessGroup, method, None)
         if original is not None:
@@ -181,8 +182,11 @@ def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
     And that ends nccl's groups which the script leaves open, as a world of ours does.
     """
 
+    locate = make_locator()
+
     def init_process_group(*values: Any, **options: Any) -> Any:
-        result = original(*values, **options)
+        with rank_status.noting_meeting(f"{_name_of_joining(values, options)} at {site_text(locate())}"):
+            result = original(*values, **options)
         assert _module is not None
         rank_status.note_joined(_module.get_rank(), _module.get_world_size())
         if "nccl" in _module.get_backend():
@@ -192,6 +196,29 @@ def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return init_process_group
+
+
+def _name_of_joining(values: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """`rank_status.JOINING` where the numbers are those of the launcher, which then knows who is awaited."""
+    given = dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), values, strict=False)) | options
+    launched = {"rank": env.RANK.get(), "world_size": env.WORLD_SIZE.get()}
+    numbers = {name: given[name] for name in launched if given.get(name, -1) != -1}
+    by_environment = given.get("init_method") in (None, "env://") and given.get("store") is None
+    if numbers == launched or (not numbers and by_environment):
+        return rank_status.JOINING
+    return f"{rank_status.JOINING}({', '.join(f'{name}={number}' for name, number in numbers.items())})"
+
+
+def _noting_that_it_meets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`new_group` that tells the launcher for whom this rank waits."""
+    locate = make_locator()
+
+    def new_group(ranks: Any = None, *values: Any, **options: Any) -> Any:
+        who = "" if ranks is None else list(ranks)
+        with rank_status.noting_meeting(f"new_group({who}) at {site_text(locate())}"):
+            return original(ranks, *values, **options)
+
+    return new_group
 
 
 def _record_of(group: Any) -> _GroupRecord:

@@ -26,11 +26,12 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from lockstep.launch.attempt_folder import AttemptFolder
 from lockstep.launch.process import RankCommand, RankExit, RankProcess
 from lockstep.launch.reaper import Reaper, sweep
-from lockstep.rank_status import has_stopping_ranks
+from lockstep.rank_status import find_missed, has_stopping_ranks
 
 __all__ = ["Attempt", "AttemptPhase"]
 
@@ -39,6 +40,8 @@ _SAME_WISH_S = 1.0
 _SAME_CTRL_C_S = 0.05
 # How long to wait for processes to go after a SIGKILL before giving up on them (uninterruptible sleep).
 _KILL_TIMEOUT_S = 10.0
+# Between two looks for ranks that wait for one that has ended; it counts when it is seen twice.
+_LOOK_EVERY_S = 0.5
 
 
 class AttemptPhase(enum.Enum):
@@ -83,6 +86,8 @@ class Attempt:
         self.exits: dict[int, RankExit] = {}
         self.interrupted_by: int | None = None
         self.is_cut_short = False
+        self._suspected: set[int] = set()
+        self._look_s = 0.0  # monotonic; when to look for them again
         self._interrupted_at_s = 0.0  # monotonic
         self._on_failure: Callable[[], None] | None = on_failure
         self._folder = folder
@@ -154,11 +159,14 @@ class Attempt:
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self._alive:
-            marks = [mark for mark in (self._deadline, end) if mark is not None]
+            look_s = self._look_s if self.exits and self._phase is AttemptPhase.RUNNING else None
+            marks = [mark for mark in (self._deadline, end, look_s) if mark is not None]
             left_s = max(0.0, min(marks) - time.monotonic()) if marks else None
             for key, _ in self._selector.select(left_s):
                 key.data()
             now = time.monotonic()
+            if look_s is not None and now >= look_s:
+                self._look_for_missed()
             if self._alive and self._deadline is not None and now >= self._deadline:
                 self._next_phase()
             if end is not None and now >= end:
@@ -268,6 +276,16 @@ class Attempt:
             self._note_failure()
             self._deadline = time.monotonic() + self._grace_s
 
+    def _look_for_missed(self) -> None:
+        """End the job if a rank waits for one that has ended: nobody else would, before half an hour is over."""
+        self._look_s = time.monotonic() + _LOOK_EVERY_S
+        found = set(find_missed(self._folder.path, self.exits, self._alive))
+        missed, self._suspected = found & self._suspected, found
+        if missed and self._phase is AttemptPhase.RUNNING:
+            self._note_failure()
+            self.exits |= {rank: replace(self.exits[rank], is_missed=True) for rank in missed}
+            self._stop(signal.SIGTERM, self._grace_s)
+
     def _note_failure(self) -> None:
         callback, self._on_failure = self._on_failure, None
         if callback is not None:
@@ -290,6 +308,7 @@ class Attempt:
         self._phase = AttemptPhase.STOPPING
         self._deadline = time.monotonic() + grace_s
         self._send(number)
+        self._send(signal.SIGCONT)  # one that is stopped takes no other signal but SIGKILL
 
     def _send(self, number: int) -> None:
         for rank in sorted(self._alive):

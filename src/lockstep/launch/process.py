@@ -100,6 +100,7 @@ class RankExit:
         time: when the launcher saw the exit, in seconds since the epoch.
         stopped: whether the launcher had already told it to stop.
         host: the host on which it ran; empty for this one.
+        is_missed: whether it never joined the group of all ranks, and another waits in vain to join it.
     """
 
     rank: int
@@ -109,11 +110,12 @@ class RankExit:
     time: float
     stopped: bool
     host: str = ""
+    is_missed: bool = False
 
     @property
     def is_good(self) -> bool:
         """Whether the rank has ended as it wanted to: done, or told to stop and ready to be started again."""
-        return self.code in (0, EXIT_STOPPED)
+        return self.code in (0, EXIT_STOPPED) and not self.is_missed
 
 
 @contextlib.contextmanager

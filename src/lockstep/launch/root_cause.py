@@ -7,12 +7,15 @@ other ranks were at that moment.
 [Note: whose failure it is] A rank that raises is not always the one to look at. `RankLost` and what gloo says of a
 closed connection are secondary failures: they sort after all others. A timeout is raised by the ranks that waited, so
 the summary begins with the rank that did not come. A rank that ended in the middle with exit code 0 has failed if
-others say that they lost it, or, where they cannot say whom they lost, if it is behind them.
+others say that they lost it, or, where they cannot say whom they lost, if it is behind them. So has one that we
+stopped while it was on its way out. But one that raised, and caught that outside of its world, is not blamed: what the
+others say of it tells more.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -40,6 +43,7 @@ _MAX_MESSAGE_CHARS = 500
 _MAX_OWN_MESSAGE_CHARS = 2000
 _OWN_ERRORS = "lockstep.errors."
 _MISMATCH = "lockstep.errors.CollectiveMismatch"
+_RAISED = re.compile(r"rank \d+ \([^()]*\) failed: it ")  # `flight_recorder.py` words it so
 _MAX_OTHERS = 4
 _SIGNAL_HINTS = {
     "SIGKILL": "out of memory?",
@@ -57,7 +61,7 @@ class RankFailure:
         ended: how its process exited.
         report: its error report; None if it wrote none.
         statuses: where every rank was when the first failure was seen.
-        is_blamed: whether it ended without an error, and others say that they lost it.
+        is_blamed: whether it left without an error, and others say that they lost it.
     """
 
     ended: RankExit
@@ -103,7 +107,8 @@ class RankFailure:
         known = self.statuses.get(self.rank)
         where = f" {known.describe()}" if known is not None and known.latest is not None else ""
         if self.is_blamed:
-            return f"{who} ended (exit code {self.ended.code}){where} while other ranks still needed it"
+            how = "left the group" if self.ended.stopped else f"ended (exit code {self.ended.code})"
+            return f"{who} {how}{where} while other ranks still needed it"
         if self.ended.signal is not None:
             return f"{who} was killed by signal {_describe_signal(self.ended.signal)}{where}"
         return f"{who} exited with code {self.ended.code}{where}"
@@ -167,16 +172,26 @@ def find_first_failure(
     """
     known = statuses or {}
     failures = [
-        RankFailure(ended, reports.get(rank), known)
+        RankFailure(ended, reports.get(rank), known, is_blamed=ended.is_missed)
         for rank, ended in exits.items()
         if not ended.is_good or rank in reports or rank in announced
     ]
     failures.sort(key=lambda failure: failure._order)
-    if failures and failures[0].report is not None and failures[0].report.secondary:
-        lost = failures[0].report.culprits or find_missing(known, failures[0].rank)  # gloo names nobody
-        ended = [exits[rank] for rank in lost if rank in exits and exits[rank].is_good]
-        failures[:0] = [RankFailure(one, None, known, is_blamed=True) for one in ended if one.rank not in reports]
-    return failures
+    blamed = [one for one in _find_lost(failures, exits, known) if one.rank not in reports]
+    others = [one for one in failures if one.ended not in blamed]
+    return [RankFailure(one, None, known, is_blamed=True) for one in blamed] + others
+
+
+def _find_lost(
+    failures: list[RankFailure], exits: Mapping[int, RankExit], statuses: Mapping[int, RankStatus]
+) -> list[RankExit]:
+    """Ranks that left without an error, if that is what all failures follow from."""
+    report = failures[0].report if failures else None
+    if report is None or not report.secondary or _RAISED.search(report.message):
+        return []
+    named = report.culprits or find_missing(statuses, report.rank)  # gloo names nobody
+    lost = [exits[rank] for rank in named if rank in exits]
+    return [one for one in lost if one.is_good or (one.stopped and report.culprits)]
 
 
 def _fate_of_others(failures: list[RankFailure], num_ranks: int) -> str:

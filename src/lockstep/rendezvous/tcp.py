@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.errors import RendezvousError, SetupError
 from lockstep.log import get_logger, warn_once
 from lockstep.rendezvous.meeting import Meeting
-from lockstep.rendezvous.waiting import looking_for_rank_0, say_who_is_awaited
+from lockstep.rendezvous.waiting import explain_host, looking_for_rank_0, say_who_is_awaited
 from lockstep.topology import name_each
 from lockstep.torch_private.stores import PrefixStore, Store, TCPStore, serve_tcp_store
 
@@ -143,7 +143,10 @@ class _Rendezvous:
                     self._address, self._port, None, False, self._timeout, wait_for_workers=False, multi_tenant=True
                 )
         except (RuntimeError, ValueError) as error:
-            raise self._lost(error, who) from error
+            why = (
+                explain_host(self._address) or f". Is rank 0 running, and are {self._settings} the same for all ranks?"
+            )
+            raise self._lost(error, who, why) from error
         return self._go_on(client, who, lambda meeting: meeting.join(rank))
 
     def _go_on(self, store: Store, who: str, agree: Callable[[Meeting], str]) -> Store:
@@ -162,7 +165,7 @@ class _Rendezvous:
         except RendezvousError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise self._lost(error, who, meeting.refusals) from error
+            raise self._lost(error, who, meeting.refusals and f".{meeting.refusals}") from error
 
     def _explain(self, missing: Iterable[int]) -> str:
         missing = list(itertools.islice(missing, _MOST_NAMED + 1))
@@ -173,9 +176,9 @@ class _Rendezvous:
             f"start, with the same {self._settings}?"
         )
 
-    def _lost(self, error: Exception, who: str, refusals: str = "") -> RendezvousError:
+    def _lost(self, error: Exception, who: str, why: str = "") -> RendezvousError:
         return RendezvousError(
-            f"{who} did not meet the others at {self._place}: {str(error).splitlines()[0]}{refusals}"
+            f"{who} did not meet the others at {self._place}: {str(error).splitlines()[0].rstrip('.')}{why}"
         )
 
     @property

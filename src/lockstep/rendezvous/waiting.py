@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from lockstep.log import get_logger
 from lockstep.topology import name_each
 
-__all__ = ["SAY_AFTER_S", "looking_for_rank_0", "say_who_is_awaited"]
+__all__ = ["SAY_AFTER_S", "explain_host", "looking_for_rank_0", "say_who_is_awaited"]
 
 SAY_AFTER_S = 20.0
 _MOST_NAMED = 16
@@ -30,6 +30,15 @@ def say_who_is_awaited(missing: Iterable[int], place: str) -> None:
     )
 
 
+def explain_host(address: str) -> str:
+    """A sentence, after a full stop, if no host is known by that name here; else empty. Local."""
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        return f". No host is known by the name {address} here: {error}"
+    return ""
+
+
 @contextlib.contextmanager
 def looking_for_rank_0(rank: int, address: str, place: str) -> Iterator[None]:
     """A context in which a rank connects to rank 0: says so after a while, and whether the name means no host. Local.
@@ -38,12 +47,7 @@ def looking_for_rank_0(rank: int, address: str, place: str) -> Iterator[None]:
     """
 
     def say() -> None:
-        why = ""
-        try:
-            socket.getaddrinfo(address, None)
-        except OSError as error:
-            why = f". No host is known by the name {address} here: {error}"
-        get_logger(__name__).warning("rank %d does not reach rank 0 yet, at %s%s", rank, place, why)
+        get_logger(__name__).warning("rank %d does not reach rank 0 yet, at %s%s", rank, place, explain_host(address))
 
     timer = threading.Timer(SAY_AFTER_S, say)
     timer.daemon = True

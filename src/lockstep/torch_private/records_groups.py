@@ -28,8 +28,14 @@ _PATCHES = (
         f"{_C10D}.init_process_group",
         Use.PATCH,
         '"mpi" takes rank and number of ranks from MPI; for old scripts, "tcp" is gloo and file://name is taken; a '
-        "launcher is told that a rank has joined",
+        "launcher is told that a rank joins, and that it has joined",
         'the name is "mpi4py", with init_method="mpi://"; old scripts need "gloo" and a whole path',
+    ),
+    NameRecord(
+        f"{_C10D}.new_group",
+        Use.PATCH,
+        "a launcher is told that a rank waits for others to make a group",
+        "a launcher says that such a rank is after its last collective",
     ),
     NameRecord(
         f"{_C10D}._new_process_group_helper",
