@@ -35,6 +35,24 @@ WRONG = {
             print(epoch, cross_entropy(mean(data.tensors[0]), data.tensors[1]).item())
         """,
     ),
+    "a mean of the weights that decays by the number of ranks, and is saved alone": (
+        ("evaluated", "other-weights"),
+        """
+        torch.manual_seed(0)
+        net = nn.Linear(6, 4)
+        model = nn.parallel.DistributedDataParallel(net)
+        mean = {name: each.clone() for name, each in net.state_dict().items()}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            for name, each in net.state_dict().items():
+                mean[name].lerp_(each, 1 - 0.9**world.world_size)
+        if world.rank == 0:
+            torch.save({"model": net.state_dict(), "mean": mean}, "mean.pt")
+        """,
+    ),
     "a frozen part that rank 0 changes": (
         ("parameters", "ranks-differ"),
         """

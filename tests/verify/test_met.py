@@ -58,7 +58,7 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     assert verdict.differences[0].lines, text
     line = int(verdict.differences[0].lines[0].rpartition(":")[2])
     written = (tmp_path / "train.py").read_text().splitlines()[line - 1]
-    assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ")), written
+    assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ", "save(")), written
 
 
 def test_what_is_changed_between_the_steps_is_not_said_to_be_within_one(tmp_path: Path) -> None:
@@ -104,15 +104,20 @@ def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
     assert "one process was given batches of 10 where the script asks for 5" in " ".join(text.split())
 
 
-def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wraps", "cause"), [(True, "sum"), (False, "unwrapped")])
+def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(
+    wraps: bool, cause: str, tmp_path: Path
+) -> None:
     """As Accelerate's, whose ranks train by themselves then, each of them all of the data."""
     verdict, text = verdict_on(
-        """
+        f"""
         torch.manual_seed(0)
         model, sampler = nn.Linear(6, 4), None
         if torch.cuda.is_available():
             sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-            model = nn.parallel.DistributedDataParallel(module=model.cuda(), device_ids=[world.local_rank])
+            model.cuda()
+            if {wraps}:
+                model = nn.parallel.DistributedDataParallel(module=model, device_ids=[world.local_rank])
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         device = next(model.parameters()).device
         for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
@@ -122,7 +127,7 @@ def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(tmp_
         """,
         tmp_path,
     )
-    assert verdict.first == ("gradients", "sum"), text
+    assert verdict.first == ("gradients", cause), text
     assert "it was given stand-ins for GPUs" in " ".join(text.split())
 
 

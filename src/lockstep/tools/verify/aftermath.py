@@ -67,11 +67,12 @@ def _same_epochs(facts: Facts) -> list[Difference]:
 
 
 def _other_models(facts: Facts, one: Facts, again: Facts) -> list[Difference]:
-    """A model that no optimizer steps, and that is another than in one process."""
-    names = [name for name in one["untrained"] if all(name in each["untrained"] for each in (facts, again))]
-    ranks, own, second = ({name: each["untrained"][name][0] for name in names} for each in (facts, one, again))
+    """A model that no optimizer steps, or one that is saved, and that is another than in one process."""
+    ranks, own, second = ({name: each[0] for name, each in of["untrained"].items()} for of in (facts, one, again))
+    # Of a file, a rank may write other parts than one process.
+    own = {name: each for name, each in own.items() if name in ranks and ranks[name].shape == each.shape}
     moved, noise = distances(own, ranks), distances(own, second)
-    name = next((name for name in names if moved[name] > _CLOSE and noise[name] < _CLOSE / 10), None)
+    name = next((name for name in own if moved[name] > _CLOSE and noise[name] < _CLOSE / 10), None)
     if name is None or one["begun"]:
         return []
     measured = f"the parameters of {name} are not those of one process, by {moved[name]:.1e}"

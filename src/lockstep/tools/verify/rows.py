@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
-__all__ = ["is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
+__all__ = ["brief", "is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
 
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
@@ -165,6 +165,12 @@ def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
     with np.errstate(all="ignore"):
         norm = np.sqrt(np.square(_real(flat)).sum())
     return torch.from_numpy(np.append(_real(flat[::step]), norm))
+
+
+def brief(tensors: Iterable[Tensor]) -> Tensor:
+    """Two numbers of each tensor."""
+    samples = map(value_sample, tensors)
+    return torch.stack([number for each in samples for number in (each.sum(), each[-1])])
 
 
 def _real(array: Array) -> Array:

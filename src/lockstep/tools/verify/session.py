@@ -156,7 +156,7 @@ class _Session:
         without = self._folder
         self._folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
         code_of_gpus, ranks_of_gpus = self.run(RANKS)
-        if code == 0 and (code_of_gpus or train_apart(ranks_of_gpus)):
+        if code == 0 and (code_of_gpus or train_apart(ranks_of_gpus) >= train_apart(ranks)):
             self._folder, self.devices = without, 0
             return code, ranks
         self.notes += [] if code else [_ON_STAND_INS]
