@@ -189,8 +189,9 @@ def test_what_cannot_be_told_is_no_finding(kind: str, tmp_path: Path) -> None:
     assert UNKNOWN[kind] in text
 
 
-def facts_of(line: str, count: int) -> dict[str, Any]:
-    one = {"loader": 0, "trains": False, "finished": True, "keys": [[(number, number) for number in range(count)]]}
+def facts_of(line: str, count: int, first: int = 0) -> dict[str, Any]:
+    keys = [(number, number) for number in range(first, first + count)]
+    one = {"loader": 0, "trains": False, "finished": True, "keys": [keys]}
     return {
         "loaders": [],
         "saves": [],
@@ -218,6 +219,14 @@ def test_a_number_is_of_the_evaluation_if_it_moves_with_that_at_all(moved: str) 
     found, notes = judge(ranks, one, facts_of(line.format(moved), 16))
     assert [each.stage for each in found] == (["evaluated"] if moved != "1.41257" else [])
     assert len(notes) == (moved == "1.41257")
+
+
+@pytest.mark.parametrize(("moved", "cause"), [("1.40817", "metric"), ("1.41213", "padded-evaluation")])
+def test_a_number_of_rank_0s_samples_is_none_that_padding_has_moved(moved: str, cause: str) -> None:
+    line = "epoch 0: val loss {}"
+    ranks = [facts_of(line.format(1.40817), 16), facts_of(line.format(1.42), 16, 15)]
+    (found,), _ = judge(ranks, facts_of(line.format(1.41257), 31), facts_of(line.format(moved), 16))
+    assert found.cause == cause
 
 
 def test_the_time_of_day_is_no_number_of_an_evaluation() -> None:

@@ -133,7 +133,8 @@ def _printed(
         stays = tried and all(tried[place] == theirs[place] for place in wrong)
         is_times = any(_is_times(line.numbers[each], theirs[each], len(ranks)) for each in wrong)
         if line.is_evaluation and (not stays or is_times):
-            return [_evaluated(ranks, one, measured, line.where, evaluates_all)], notes
+            is_own = bool(tried) and all(_is_close(line.numbers[place], tried[place]) for place in wrong)
+            return [_evaluated(ranks, one, measured, line.where, evaluates_all, is_own)], notes
         notes = notes or [
             f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
             "lockstep.mean(loss * len(y), len(y)) makes it that of all"
@@ -181,10 +182,11 @@ def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
 
 
 def _evaluated(
-    ranks: Sequence[Facts], one: Facts, measured: str, lines: tuple[str, ...], evaluates_all: bool
+    ranks: Sequence[Facts], one: Facts, measured: str, lines: tuple[str, ...], evaluates_all: bool, is_own: bool
 ) -> Difference:
+    """Which number of an evaluation it is: of one process that evaluates what rank 0 does, it `is_own`."""
     own, *each = (_evaluation_keys(facts)[-1:] for facts in (one, *ranks))
-    if own and all(each):
+    if own and all(each) and not is_own:
         counts = [keys.total() for (keys,) in each]
         total = sum((keys for (keys,) in each), Counter[int]())
         extra = (total - own[0]).total()

@@ -179,7 +179,7 @@ class TrainingWatch:
         """Of a model that is none of those which are trained, such as a mean of their weights: what it consists of."""
 
         def own() -> list[Tensor]:
-            parameters = list(module.parameters())
+            parameters = list[Tensor](module.parameters())
             trained = {id(each) for root in self._recorder.roots for each in root.parameters()}
             return parameters if _have_numbers(parameters) and trained.isdisjoint(map(id, parameters)) else []
 
