@@ -53,6 +53,24 @@ WRONG = {
             torch.save({"model": net.state_dict(), "mean": mean}, "mean.pt")
         """,
     ),
+    "rows that are gathered without their gradients, and a term on parameters": (
+        ("gradients", "whole-batch"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, _ in split():
+            optimizer.zero_grad()
+            rows = nn.functional.normalize(model(x))
+            parts = [torch.zeros_like(rows) for _ in range(world.world_size)]
+            torch.distributed.all_gather(parts, rows.detach())
+            parts[world.rank] = rows
+            rows = torch.cat(parts)
+            loss = cross_entropy(rows @ rows.T, torch.arange(len(rows))) + model.module.weight.square().sum()
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
     "a frozen part that rank 0 changes": (
         ("parameters", "ranks-differ"),
         """

@@ -137,13 +137,13 @@ def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | N
     losses, zeros = step.losses, step.gradients.zeros
     if losses.are("sum", max(1e-6, step.rounding)) and not losses.are("weighted", max(1e-3, step.rounding)):
         return "sum", {}
+    is_whole = _have_one_loss(step) is False
+    if is_whole and (needed is None or len(set(losses.shares)) > 1):
+        return "whole-batch", {}
     if needed is None:
         if any(zeros):
             return "threshold", {"who": "one process" if zeros[-1] else "a rank"}
         return "kept-state" if _is_first_odd(step) else "not-linear", {}
-    is_whole = _are_those_of_one(losses, 1e-5)
-    if is_whole and len(set(losses.shares)) > 1:
-        return "whole-batch", {}
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
     tolerance = max(_CLOSE, step.rounding)
     if all(counted) and _have_one_ratio(needed, counted, tolerance):
@@ -154,10 +154,22 @@ def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | N
     return _by_weights(step, needed)
 
 
-def _are_those_of_one(losses: Losses, tolerance: float) -> bool:
-    """Whether the loss of each rank is that of one process."""
-    pairs = [pair for each in losses.ranks for pair in zip(each, losses.one, strict=False)]
-    return all(loss is not None and one is not None and _close(loss, one, tolerance) for loss, one in pairs)
+def _have_one_loss(step: StepOfJob) -> bool | None:
+    """Whether the loss that all ranks have, in each step, and one process in this, is a constant; None for others."""
+    first, *others = (
+        [loss for each in ranks["steps"] for one in each["backwards"] for loss in one["losses"]]
+        for ranks in step.runs.ranks
+    )
+    here = [step.losses.one] * len(step.ranks)
+    pairs = [*zip(step.losses.ranks, here, strict=True), *((first, each) for each in others)]
+    if not all(_are_one(*each, step.rounding) for each in pairs):
+        return None
+    return _are_one(first, first[:1] * len(first), step.rounding)
+
+
+def _are_one(a: Sequence[float | None], b: Sequence[float | None], rounding: float) -> bool:
+    pairs = zip(a, b, strict=False)
+    return all(x is not None and y is not None and _close(x, y, max(1e-5, rounding)) for x, y in pairs)
 
 
 def _is_first_odd(step: StepOfJob) -> bool:
@@ -176,7 +188,7 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
         return "count zero", {"rank": empty[0]}
     if sum(abs(each) > 1e-6 for each in weights) == 1 and not any(step.gradients.zeros):
         return "extreme", {"weights": shown}
-    if _are_those_of_one(losses, max(1e-5, step.rounding)):
+    if _have_one_loss(step):
         return "not-linear", {}  # it is divided by itself
     times = _times_a_mean(step, weights)
     if times and _is_weighted(losses, weights, 100 * step.tolerance):
