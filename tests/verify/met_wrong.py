@@ -71,6 +71,28 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "an accuracy of rank 0's samples, in a file": (
+        ("evaluated", "metric"),
+        """
+        import json, pathlib
+
+        model, optimizer = trained(net)
+        for epoch in range(2):
+            model.train()
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+            model.eval()
+            right, count = 0, 0
+            with torch.no_grad():
+                for x, y in lockstep.DataLoader(data, batch_size=16, evaluation=True):
+                    right, count = right + (model(x).argmax(1) == y).sum().item(), count + len(y)
+            if world.rank == 0:
+                with pathlib.Path("log.jsonl").open("a") as log:
+                    print(json.dumps({"epoch": epoch, "accuracy": right / count}), end="", file=log)
+        """,
+    ),
     "a frozen part that rank 0 changes": (
         ("parameters", "ranks-differ"),
         """

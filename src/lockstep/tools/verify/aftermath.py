@@ -125,7 +125,7 @@ def _printed(
         wrong = _wrong_places(line.numbers, theirs, second.get(key, own[key]).numbers, counts)
         if not wrong:
             continue
-        measured = f"rank 0 prints {line.text!r}, one process {own[key].text!r}"
+        measured = f"rank 0 writes {line.text!r}, one process {own[key].text!r}"
         if len(theirs) > 1:
             measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
         # A number of an evaluation moves with the samples that are evaluated; a loss of the training does not.

@@ -1,14 +1,17 @@
-"""What a script prints and saves: lines on stdout and stderr, and who writes which checkpoint.
+"""What a script prints and saves: lines on stdout, stderr and in files, and who writes which checkpoint.
 
-Writes the facts `texts` (whether an evaluation was the last pass over data, what was printed, and by which line of the
+Writes the facts `texts` (whether an evaluation was the last pass over data, what was written, and by which line of the
 script), `saves` (a path, and the line of the script) and `untrained`: of what is saved, two numbers of each tensor that
 has the shape of a parameter, such as a mean of the weights that no model holds.
 """
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,36 +22,38 @@ from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder, is_of_library, line_of_script
 from lockstep.tree import tensors_in
 
-__all__ = ["LineWatch", "install"]
+__all__ = ["install"]
 
 _MOST_LINES = 2000
 
 
-class LineWatch:
-    """Stands for stdout or stderr: hands everything on, and notes the lines.
+class _Lines:
+    """The lines that are written to a text file, as `texts`.
 
     Args:
-        stream: the real one.
+        stream: the file, which is handed everything, and not kept alive.
         recorder: of this process.
     """
 
-    def __init__(self, stream: Any, recorder: StepRecorder) -> None:
-        self._stream = stream
+    def __init__(self, stream: io.TextIOWrapper, recorder: StepRecorder) -> None:
+        self._stream = weakref.ref(stream)
+        self._write = type(stream).write
         self._recorder = recorder
-        self._rest = ""
+        self._line: list[Any] | None = None  # that is not ended
+        self._count = 0
+        stream.write = self.write  # type: ignore[method-assign]
 
     def write(self, text: str) -> Any:
-        """Hand on, and note whole lines."""
-        lines = (self._rest + text).replace("\r", "\n").split("\n")
-        self._rest = lines.pop()
-        texts = self._recorder.facts["texts"]
-        if len(texts) < _MOST_LINES:
-            where = line_of_script()
-            texts.extend((self._recorder.is_evaluating, line, where) for line in lines if line.strip())
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        """Note, and hand on."""
+        for part in text.replace("\r", "\n").splitlines(keepends=True):
+            if self._line is None:
+                self._line = [self._recorder.is_evaluating, "", line_of_script()]
+                self._count += 1
+                if self._count <= _MOST_LINES:
+                    self._recorder.facts["texts"].append(self._line)
+            self._line[1] += part
+            self._line = None if part.endswith("\n") else self._line
+        return self._write(self._stream(), text)  # type: ignore[arg-type]
 
 
 def install(recorder: StepRecorder) -> None:
@@ -67,9 +72,17 @@ def install(recorder: StepRecorder) -> None:
 
         return save
 
-    if recorder.rank == 0:
-        sys.stdout, sys.stderr = LineWatch(sys.stdout, recorder), LineWatch(sys.stderr, recorder)
+    def watch(stream: Any) -> Any:
+        if isinstance(stream, io.TextIOWrapper) and stream.writable():
+            _Lines(stream, recorder)
+        return stream
+
     wrap(torch, "save", make)
+    if recorder.rank == 0:
+        for stream in (sys.stdout, sys.stderr):
+            watch(stream)
+        for module in (builtins, io):
+            wrap(module, "open", lambda original: lambda *args, **kwargs: watch(original(*args, **kwargs)))
 
 
 def _weights_in(saved: Any, roots: Iterable[nn.Module]) -> list[Tensor]:
