@@ -93,6 +93,25 @@ WRONG = {
                     print(json.dumps({"epoch": epoch, "accuracy": right / count}), end="", file=log)
         """,
     ),
+    "weights that are saved where rank 0's own loss is the best": (
+        ("saved", "other-steps"),
+        """
+        held = torch.utils.data.TensorDataset(torch.eye(6).repeat(5, 1)[:24], torch.arange(24) % 4)
+        model, optimizer = trained(nn.Linear(6, 4))
+        best = torch.inf
+        for epoch in range(4):
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+            with torch.no_grad():
+                part = torch.utils.data.DistributedSampler(held, shuffle=False)
+                (loss,) = [cross_entropy(model(x), y) for x, y in torch.utils.data.DataLoader(held, 24, sampler=part)]
+            if world.rank == 0 and loss < best:
+                best = loss
+                torch.save(model.module.state_dict(), "best.pt")
+        """,
+    ),
     "a frozen part that rank 0 changes": (
         ("parameters", "ranks-differ"),
         """

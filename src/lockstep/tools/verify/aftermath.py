@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.tools.verify.compare import distances
@@ -45,7 +45,12 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
     """Differences, and notes on what is no difference of the training."""
     ranks, one = [each["facts"] for each in runs.ranks], runs.one["facts"]
     again, moved = (None if each is None else each["facts"] for each in (runs.again, runs.moved))
-    found = [*_same_epochs(ranks[0]), *_saved_by_all(ranks), *_other_models(ranks[0], one, again or one)]
+    found = [
+        *_same_epochs(ranks[0]),
+        *_saved_by_all(ranks),
+        *_saved_at_other_times(ranks[0], one, again or one),
+        *_other_models(ranks[0], one, again or one),
+    ]
     evaluated, notes = _printed(ranks, one, again, moved)
     return found + evaluated, notes
 
@@ -88,7 +93,7 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
     writers: dict[str, set[int]] = {}
     lines: dict[str, str] = {}
     for rank, facts in enumerate(ranks):
-        for path, line in facts["saves"]:
+        for path, line, _ in facts["saves"]:
             if path and not path.startswith("/dev/"):
                 writers.setdefault(path, set()).add(rank)
                 lines[path] = line
@@ -97,6 +102,17 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
         difference(0, "saved", "all-ranks-save", f"ranks {who} write {path}", _some(lines[path]))
         for path, who in shared.items()
     ]
+
+
+def _saved_at_other_times(*runs: Facts) -> Iterator[Difference]:
+    """Files that rank 0 writes after other steps than one process, in either of its runs."""
+    lines = {path: line for path, line, _ in runs[0]["saves"]}
+    for path, line in lines.items():
+        ranks, own, again = ([steps for name, _, steps in facts["saves"] if name == path] for facts in runs)
+        if own and own == again != ranks:
+            texts = (", ".join(map(str, each)) for each in (ranks, own))
+            measured = "rank 0 writes {} after {} steps, one process after {}".format(path, *texts)
+            yield difference(0, "saved", "other-steps", measured, _some(line))
 
 
 # ---- printed numbers ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What a script prints and saves: lines on stdout, stderr and in files, and who writes which checkpoint.
 
 Writes the facts `texts` (whether an evaluation was the last pass over data, what was written, and by which line of the
-script), `saves` (a path, and the line of the script) and `untrained`: of what is saved, two numbers of each tensor that
-has the shape of a parameter, such as a mean of the weights that no model holds.
+script), `saves` (a path, the line of the script, and after how many steps) and `untrained`: of what is saved, two
+numbers of each tensor that has the shape of a parameter, such as a mean of the weights that no model holds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def install(recorder: StepRecorder) -> None:
                 path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
                 # A library, such as Accelerate in save_state(), knows who has to write.
                 if not is_of_library(sys._getframe(1).f_code.co_filename):
-                    recorder.facts["saves"].append((path, line_of_script()))
+                    recorder.facts["saves"].append((path, line_of_script(), len(recorder.steps)))
                 if recorder.rank == 0:
                     recorder.note_untrained(os.path.basename(path), lambda: _weights_in(obj, recorder.roots))
             return original(obj, f, *args, **kwargs)
