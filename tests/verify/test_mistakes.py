@@ -12,7 +12,7 @@ import torch
 from another_answers import ANOTHER_ANSWERS
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.report import format_text
-from lockstep.tools.verify.rows import is_time_first
+from lockstep.tools.verify.rows import is_time_first, sample_keys
 from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict
@@ -295,6 +295,12 @@ def test_samples_are_columns_only_where_the_first_tensor_has_them_so() -> None:
     assert is_time_first((torch.zeros(7, 4, 3), torch.zeros(4)), 4)
     assert not is_time_first((torch.zeros(4, 3, 8, 8), boxes), 4)
     assert not is_time_first((torch.zeros(18, 5), torch.zeros(2, 36), torch.zeros(18)), 5)
+
+
+def test_images_in_a_list_are_samples_where_they_have_as_many_channels_too() -> None:
+    images, targets = torch.randn(3, 3, 4, 5).unbind(), [{"boxes": torch.rand(number, 4)} for number in range(1, 4)]
+    alone = [sample_keys(([image], [target]), 1) for image, target in zip(images, targets, strict=True)]
+    assert sample_keys((images, targets), 3) == [key for (key,) in alone]
 
 
 BY_ACCELERATE = """
