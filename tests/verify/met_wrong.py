@@ -112,6 +112,37 @@ WRONG = {
                 torch.save(model.module.state_dict(), "best.pt")
         """,
     ),
+    "a count of all ranks that is 4 at least for each": (
+        ("gradients", "function-of-mean"),
+        """
+        place = torch.arange(61)
+        data = torch.utils.data.TensorDataset(*data.tensors, (place < 20) | (place >= 40))
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False, drop_last=True)
+        for x, y, most in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            each = cross_entropy(model(x), y, reduction="none") + 1
+            count = (most | (x[:, 0] > 1)).sum().double()
+            torch.distributed.all_reduce(count)
+            (each * (most | (x[:, 0] > 1))).sum().div((count / world.world_size).clamp(min=4)).backward()
+            optimizer.step()
+        """,
+    ),
+    "a statistic that is the same on all ranks in the first step by chance": (
+        ("loss", "not-linear"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number, (x, y) in enumerate(split()):
+            optimizer.zero_grad()
+            each = cross_entropy(model(x), y, reduction="none")
+            (each * (each.detach() > each.mean().item() * (number % 3 == 1))).square().sum().div(len(y)).backward()
+            optimizer.step()
+        """,
+    ),
     "a frozen part that rank 0 changes": (
         ("parameters", "ranks-differ"),
         """

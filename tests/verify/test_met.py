@@ -147,6 +147,21 @@ def test_a_script_that_asks_lockstep_for_nccl_is_given_gpus(tmp_path: Path) -> N
     assert verdict.code == 0, text
 
 
+def test_of_ranks_that_fail_the_first_is_told(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        model, optimizer = nn.parallel.DistributedDataParallel(nn.Linear(6, 4)), None
+        for x, y in split():
+            if world.rank == 1:
+                raise ValueError("of rank 1")
+            cross_entropy(model(x), y).backward()
+        """,
+        tmp_path,
+    )
+    assert verdict.first == ("steps", "fails"), text
+    assert "ranks end with: ValueError: of rank 1" in " ".join(text.split())
+
+
 def test_what_computes_in_16_bits_is_compared_in_64(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

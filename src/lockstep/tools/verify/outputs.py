@@ -8,10 +8,10 @@ numbers of each tensor that has the shape of a parameter, such as a mean of the 
 from __future__ import annotations
 
 import builtins
+import inspect
 import io
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,24 +27,26 @@ __all__ = ["install"]
 _MOST_LINES = 2000
 
 
-class _Lines:
-    """The lines that are written to a text file, as `texts`.
+class _File(io.TextIOWrapper):
+    """A text file whose lines are noted as `texts` when they are written.
 
     Args:
-        stream: the file, which is handed everything, and not kept alive.
+        stream: the same file, in whose place this is.
+        newline: as `open` takes it.
         recorder: of this process.
     """
 
-    def __init__(self, stream: io.TextIOWrapper, recorder: StepRecorder) -> None:
-        self._stream = weakref.ref(stream)
-        self._write = type(stream).write
+    def __init__(self, stream: io.TextIOWrapper, newline: str | None, recorder: StepRecorder) -> None:
+        how = stream.encoding, stream.errors, newline, stream.line_buffering, stream.write_through
+        super().__init__(stream.buffer, *how)
+        self.mode = getattr(stream, "mode", "w")  # type: ignore[misc]
+        self._stream = stream  # which closes the buffer when it goes
         self._recorder = recorder
         self._line: list[Any] | None = None  # that is not ended
         self._count = 0
-        stream.write = self.write  # type: ignore[method-assign]
 
-    def write(self, text: str) -> Any:
-        """Note, and hand on."""
+    def write(self, text: str) -> int:
+        """Note, and write."""
         for part in text.replace("\r", "\n").splitlines(keepends=True):
             if self._line is None:
                 self._line = [self._recorder.is_evaluating, "", line_of_script()]
@@ -53,7 +55,7 @@ class _Lines:
                     self._recorder.facts["texts"].append(self._line)
             self._line[1] += part
             self._line = None if part.endswith("\n") else self._line
-        return self._write(self._stream(), text)  # type: ignore[arg-type]
+        return super().write(text)
 
 
 def install(recorder: StepRecorder) -> None:
@@ -72,17 +74,24 @@ def install(recorder: StepRecorder) -> None:
 
         return save
 
-    def watch(stream: Any) -> Any:
-        if isinstance(stream, io.TextIOWrapper) and stream.writable():
-            _Lines(stream, recorder)
-        return stream
+    def open_watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def open_file(*args: Any, **kwargs: Any) -> Any:
+            stream = original(*args, **kwargs)
+            if type(stream) is not io.TextIOWrapper or not stream.writable():
+                return stream
+            return _File(stream, signature.bind(*args, **kwargs).arguments.get("newline"), recorder)
+
+        return open_file
 
     wrap(torch, "save", make)
     if recorder.rank == 0:
-        for stream in (sys.stdout, sys.stderr):
-            watch(stream)
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            setattr(sys, name, _File(stream, None, recorder) if isinstance(stream, io.TextIOWrapper) else stream)
         for module in (builtins, io):
-            wrap(module, "open", lambda original: lambda *args, **kwargs: watch(original(*args, **kwargs)))
+            wrap(module, "open", open_watched)
 
 
 def _weights_in(saved: Any, roots: Iterable[nn.Module]) -> list[Tensor]:

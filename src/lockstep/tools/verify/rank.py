@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from lockstep import env
@@ -98,6 +99,7 @@ def main(arguments: list[str]) -> None:
     # Where `-m` put the current folder; the script gets its own.
     if sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
+    tempfile.tempdir = None  # the launcher has one of its own
     settings = VerifySettings.load()
     if settings.keeper:
         enter(settings.keeper)
