@@ -144,12 +144,10 @@ def _printed(
         measured = f"rank 0 writes {line.text!r}, one process {own[key].text!r}"
         if len(theirs) > 1:
             measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
-        # A number of an evaluation moves with the samples that are evaluated; a loss of the training does not.
         tried = theirs if evaluates_all else third[key].numbers if key in third else []
-        stays = tried and all(tried[place] == theirs[place] for place in wrong)
-        is_times = any(_is_times(line.numbers[each], theirs[each], len(ranks)) for each in wrong)
-        if line.is_evaluation and (not stays or is_times):
-            is_own = bool(tried) and all(_is_close(line.numbers[place], tried[place]) for place in wrong)
+        here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
+        if line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
+            is_own = len(tried) == len(here) and all(map(_is_close, here, tried))
             return [_evaluated(ranks, one, measured, line.where, evaluates_all, is_own)], notes
         notes = notes or [
             f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
@@ -164,6 +162,11 @@ def _wrong_places(
     """Which numbers of a line are not those of one process; but for such counts, and seconds."""
     triples = enumerate(zip(numbers, theirs, repeated, strict=False))
     return [place for place, (a, b, c) in triples if (a, b) not in counts and not _is_close(a, b) and _is_close(b, c)]
+
+
+def _is_of_evaluation(numbers: list[str], own: list[str], tried: list[str], world_size: int) -> bool:
+    """Whether numbers move with the samples that are evaluated, as a loss of the training does not, or are counts."""
+    return tried != own or any(_is_times(a, b, world_size) for a, b in zip(numbers, own, strict=True))
 
 
 def _trained(facts: Facts) -> list[str]:

@@ -149,14 +149,19 @@ def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | N
         if any(zeros):
             return "threshold", {"who": "one process" if zeros[-1] else "a rank"}
         return "kept-state" if _is_kept(step) else "not-linear", {}
+    factor = _common_factor(step, needed, taken) if is_always else None
+    if factor is None:
+        return _by_weights(step, needed)
+    if _close(factor * len(step.ranks), 1.0, max(_CLOSE, step.rounding)):
+        return "whole-batch" if is_whole else "sum", {}
+    return "factor", {"factor": _factor(factor)}
+
+
+def _common_factor(step: StepOfJob, needed: list[float], taken: list[float] | None) -> float | None:
+    """How often each rank's part counts as much as in one process; None where that differs."""
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
-    tolerance = max(_CLOSE, step.rounding)
-    if is_always and all(counted) and _have_one_ratio(needed, counted, tolerance):
-        factor = counted[0] / needed[0]
-        if _close(factor * len(step.ranks), 1.0, tolerance):
-            return "whole-batch" if is_whole else "sum", {}
-        return "factor", {"factor": _factor(factor)}
-    return _by_weights(step, needed)
+    is_one = all(counted) and _have_one_ratio(needed, counted, max(_CLOSE, step.rounding))
+    return counted[0] / needed[0] if is_one else None
 
 
 def _have_one_loss(step: StepOfJob) -> bool | None:
