@@ -75,6 +75,24 @@ RIGHT = {
             cross_entropy(model(x), y).backward()
             optimizer.step()
     """,
+    "a loss of rank 0 that is saved, and a parameter that is one number": """
+        class Scaled(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * self.scale
+
+        torch.manual_seed(0)
+        module = Scaled(6, 4)
+        module.scale = nn.Parameter(torch.ones(()))
+        model = nn.parallel.DistributedDataParallel(module)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        if world.rank == 0:
+            torch.save({"model": module.state_dict(), "loss": loss.detach()}, "last.pt")
+    """,
     "parameters in shards": """
         torch.manual_seed(0)
         model = sharded(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))

@@ -95,7 +95,7 @@ def install(recorder: StepRecorder) -> None:
 
 
 def _weights_in(saved: Any, roots: Iterable[nn.Module]) -> list[Tensor]:
-    """Tensors that this rank holds whole, and that have the shape of a parameter."""
-    shapes = {each.shape for root in roots for each in root.parameters()}
+    """Tensors that this rank holds whole, and that have the shape and type of a parameter; no single numbers."""
+    kinds = {(each.shape, each.dtype) for root in roots for each in root.parameters() if each.numel() > 1}
     tensors = tensors_in(saved.state_dict() if isinstance(saved, nn.Module) else saved)
-    return [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.shape in shapes]
+    return [each for each in tensors if type(each) in (Tensor, nn.Parameter) and (each.shape, each.dtype) in kinds]
