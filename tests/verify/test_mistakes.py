@@ -203,9 +203,12 @@ def facts_of(line: str, count: int, first: int = 0) -> dict[str, Any]:
 
 
 def judge(
-    ranks: list[dict[str, Any]], one: dict[str, Any], moved: dict[str, Any] | None = None
+    ranks: list[dict[str, Any]],
+    one: dict[str, Any],
+    moved: dict[str, Any] | None = None,
+    again: dict[str, Any] | None = None,
 ) -> tuple[list[Difference], list[str]]:
-    runs = ({"facts": each} for each in (one, one, moved) if each)
+    runs = ({"facts": each} for each in (one, again or one, moved) if each)
     return judge_aftermath(Runs([{"facts": each} for each in ranks], *runs))
 
 
@@ -227,6 +230,16 @@ def test_a_number_of_rank_0s_samples_is_none_that_padding_has_moved(moved: str, 
     ranks = [facts_of(line.format(1.40817), 16), facts_of(line.format(1.42), 16, 15)]
     (found,), _ = judge(ranks, facts_of(line.format(1.41257), 31), facts_of(line.format(moved), 16))
     assert found.cause == cause
+
+
+def test_seconds_that_are_the_same_twice_by_chance_are_no_number_of_an_evaluation() -> None:
+    def facts(*seconds: float) -> dict[str, Any]:
+        return facts_of("", 31) | {
+            "texts": [(True, f"epoch {epoch}: {each} s", "") for epoch, each in enumerate(seconds)]
+        }
+
+    ranks, one, again, moved = facts(0.0772, 0.0651), facts(0.055, 0.061), facts(0.055, 0.0688), facts(0.0541, 0.07)
+    assert judge([ranks] * 2, one, moved, again) == ([], [])
 
 
 def test_the_time_of_day_is_no_number_of_an_evaluation() -> None:
