@@ -147,14 +147,19 @@ def test_a_script_that_asks_lockstep_for_nccl_is_given_gpus(tmp_path: Path) -> N
     assert verdict.code == 0, text
 
 
-def test_of_ranks_that_fail_the_first_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_of_ranks_that_fail_the_first_is_told(epoch: int, tmp_path: Path) -> None:
     verdict, text = verdict_on(
-        """
-        model, optimizer = nn.parallel.DistributedDataParallel(nn.Linear(6, 4)), None
-        for x, y in split():
-            if world.rank == 1:
+        f"""
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(2):
+            if epoch == {epoch} and world.rank == 1:
                 raise ValueError("of rank 1")
-            cross_entropy(model(x), y).backward()
+            for x, y in split():
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
         """,
         tmp_path,
     )
