@@ -150,7 +150,7 @@ def _printed(
         measured = f"rank 0 writes {line.text!r}, one process {own[key].text!r}"
         if len(theirs) > 1:
             measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
-        tried = theirs if evaluates_all else third[key].numbers if key in third else []
+        tried = (own if evaluates_all else third).get(key, _Line(False, [], "", ())).numbers
         here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
         if line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
             is_own = len(tried) == len(here) and all(map(_is_close, here, tried))
