@@ -84,10 +84,11 @@ def test_what_one_process_draws_as_the_ranks_do_is_not_said_to_be_given(tmp_path
     assert "random numbers drawn within" not in text
 
 
-def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["(z.T @ z / 5).square().sum()", "cross_entropy(z, y, reduction='sum') / 5"])
+def test_a_number_for_the_size_of_a_batch_is_told_of(loss: str, tmp_path: Path) -> None:
     """One process has N times the batch, and the script's constant stays."""
     verdict, text = verdict_on(
-        """
+        f"""
         sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
         torch.manual_seed(0)
         model = torch.nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
@@ -95,7 +96,7 @@ def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
         for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
             optimizer.zero_grad()
             z = model(x)
-            (z.T @ z / 5).square().sum().backward()
+            ({loss}).backward()
             optimizer.step()
         """,
         tmp_path,
