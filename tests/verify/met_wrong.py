@@ -143,6 +143,19 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "a batch norm that is called by itself": (
+        ("outputs", "batch-norm"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        norm = nn.BatchNorm1d(4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(norm(model(x)), y).backward()
+            optimizer.step()
+        """,
+    ),
     "a frozen part that rank 0 changes": (
         ("parameters", "ranks-differ"),
         """
