@@ -238,10 +238,19 @@ def test_schedule_of_the_loss_scale() -> None:
         floor.clear_overflow_state()
         assert not floor._has_overflow
         assert floor.loss_scale() == expected
-    fixed = LossScaler(4.0)
-    (same,) = fixed.unscale([torch.tensor([float("inf"), 8.0])])
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_a_fixed_scale_skips_no_step(default: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        fixed = LossScaler(4.0)
+        (same,) = fixed.unscale([torch.tensor([float("inf"), 8.0])])
+    finally:
+        torch.set_default_dtype(before)
     assert same.tolist() == [float("inf"), 2.0]
-    assert not fixed.update_scale(), "with a fixed scale no step is skipped"
+    assert not fixed.update_scale()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -55,6 +55,44 @@ RIGHT = {
             cross_entropy(model(x + torch.from_numpy(noise.normal(size=(len(x), 1)))), y).backward()
             optimizer.step()
     """,
+    "files for temporary use, that are read where nobody has closed them": """
+        import csv, pathlib, tempfile
+
+        folder = pathlib.Path(tempfile.gettempdir(), f"verify-{world.rank}")
+        folder.mkdir()  # no run sees what another has made
+        open(folder / "log", "w").write("é")
+        assert open(folder / "log").read() == "é"
+        with open(folder / "table", "w", newline="") as table:
+            csv.writer(table).writerow([1, 2])
+        assert (folder / "table").read_bytes() == b"1,2\\r\\n"
+        with open(folder / "both", "w+") as both:
+            both.write("abc")
+            both.seek(1)
+            assert (both.read(), both.mode) == ("bc", "w+")
+        model, optimizer = trained(net)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "a loss of rank 0 that is saved, and a parameter that is one number": """
+        class Scaled(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * self.scale
+
+        torch.manual_seed(0)
+        module = Scaled(6, 4)
+        module.scale = nn.Parameter(torch.ones(()))
+        model = nn.parallel.DistributedDataParallel(module)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        if world.rank == 0:
+            torch.save({"model": module.state_dict(), "loss": loss.detach()}, "last.pt")
+    """,
     "parameters in shards": """
         torch.manual_seed(0)
         model = sharded(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))

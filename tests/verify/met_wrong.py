@@ -37,6 +37,127 @@ WRONG = {
             print(epoch, cross_entropy(mean(data.tensors[0]), data.tensors[1]).item())
         """,
     ),
+    "a mean of the weights that decays by the number of ranks, and is saved alone": (
+        ("evaluated", "other-weights"),
+        """
+        torch.manual_seed(0)
+        net = nn.Linear(6, 4)
+        model = nn.parallel.DistributedDataParallel(net)
+        mean = {name: each.clone() for name, each in net.state_dict().items()}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            for name, each in net.state_dict().items():
+                mean[name].lerp_(each, 1 - 0.9**world.world_size)
+        if world.rank == 0:
+            torch.save({"model": net.state_dict(), "mean": mean}, "mean.pt")
+        """,
+    ),
+    "rows that are gathered without their gradients, and a term on parameters": (
+        ("gradients", "whole-batch"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, _ in split():
+            optimizer.zero_grad()
+            rows = nn.functional.normalize(model(x))
+            parts = [torch.zeros_like(rows) for _ in range(world.world_size)]
+            torch.distributed.all_gather(parts, rows.detach())
+            parts[world.rank] = rows
+            rows = torch.cat(parts)
+            loss = cross_entropy(rows @ rows.T, torch.arange(len(rows))) + model.module.weight.square().sum()
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
+    "an accuracy of rank 0's samples, in a file": (
+        ("evaluated", "metric"),
+        """
+        import json, pathlib
+
+        model, optimizer = trained(net)
+        for epoch in range(2):
+            model.train()
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+            model.eval()
+            right, count = 0, 0
+            with torch.no_grad():
+                for x, y in lockstep.DataLoader(data, batch_size=16, evaluation=True):
+                    right, count = right + (model(x).argmax(1) == y).sum().item(), count + len(y)
+            if world.rank == 0:
+                with pathlib.Path("log.jsonl").open("a") as log:
+                    print(json.dumps({"epoch": epoch, "accuracy": right / count}), end="", file=log)
+        """,
+    ),
+    "weights that are saved where rank 0's own loss is the best": (
+        ("saved", "other-steps"),
+        """
+        held = torch.utils.data.TensorDataset(torch.eye(6).repeat(5, 1)[:24], torch.arange(24) % 4)
+        model, optimizer = trained(nn.Linear(6, 4))
+        best = torch.inf
+        for epoch in range(4):
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+            with torch.no_grad():
+                part = torch.utils.data.DistributedSampler(held, shuffle=False)
+                (loss,) = [cross_entropy(model(x), y) for x, y in torch.utils.data.DataLoader(held, 24, sampler=part)]
+            if world.rank == 0 and loss < best:
+                best = loss
+                torch.save(model.module.state_dict(), "best.pt")
+        """,
+    ),
+    "a count of all ranks that is 4 at least for each": (
+        ("gradients", "function-of-mean"),
+        """
+        place = torch.arange(61)
+        data = torch.utils.data.TensorDataset(*data.tensors, (place < 20) | (place >= 40))
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False, drop_last=True)
+        for x, y, most in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            each = cross_entropy(model(x), y, reduction="none") + 1
+            count = (most | (x[:, 0] > 1)).sum().double()
+            torch.distributed.all_reduce(count)
+            (each * (most | (x[:, 0] > 1))).sum().div((count / world.world_size).clamp(min=4)).backward()
+            optimizer.step()
+        """,
+    ),
+    "a statistic that is the same on all ranks in the first step by chance": (
+        ("loss", "not-linear"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number, (x, y) in enumerate(split()):
+            optimizer.zero_grad()
+            each = cross_entropy(model(x), y, reduction="none")
+            (each * (each.detach() > each.mean().item() * (number % 3 == 1))).square().sum().div(len(y)).backward()
+            optimizer.step()
+        """,
+    ),
+    "a batch norm that is called by itself": (
+        ("outputs", "batch-norm"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        norm = nn.BatchNorm1d(4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(norm(model(x)), y).backward()
+            optimizer.step()
+        """,
+    ),
     "a frozen part that rank 0 changes": (
         ("parameters", "ranks-differ"),
         """

@@ -58,7 +58,7 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     assert verdict.differences[0].lines, text
     line = int(verdict.differences[0].lines[0].rpartition(":")[2])
     written = (tmp_path / "train.py").read_text().splitlines()[line - 1]
-    assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ")), written
+    assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ", "save(")), written
 
 
 def test_what_is_changed_between_the_steps_is_not_said_to_be_within_one(tmp_path: Path) -> None:
@@ -84,10 +84,11 @@ def test_what_one_process_draws_as_the_ranks_do_is_not_said_to_be_given(tmp_path
     assert "random numbers drawn within" not in text
 
 
-def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["(z.T @ z / 5).square().sum()", "cross_entropy(z, y, reduction='sum') / 5"])
+def test_a_number_for_the_size_of_a_batch_is_told_of(loss: str, tmp_path: Path) -> None:
     """One process has N times the batch, and the script's constant stays."""
     verdict, text = verdict_on(
-        """
+        f"""
         sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
         torch.manual_seed(0)
         model = torch.nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
@@ -95,7 +96,7 @@ def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
         for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
             optimizer.zero_grad()
             z = model(x)
-            (z.T @ z / 5).square().sum().backward()
+            ({loss}).backward()
             optimizer.step()
         """,
         tmp_path,
@@ -104,15 +105,20 @@ def test_a_number_for_the_size_of_a_batch_is_told_of(tmp_path: Path) -> None:
     assert "one process was given batches of 10 where the script asks for 5" in " ".join(text.split())
 
 
-def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wraps", "cause"), [(True, "sum"), (False, "unwrapped")])
+def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(
+    wraps: bool, cause: str, tmp_path: Path
+) -> None:
     """As Accelerate's, whose ranks train by themselves then, each of them all of the data."""
     verdict, text = verdict_on(
-        """
+        f"""
         torch.manual_seed(0)
         model, sampler = nn.Linear(6, 4), None
         if torch.cuda.is_available():
             sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-            model = nn.parallel.DistributedDataParallel(module=model.cuda(), device_ids=[world.local_rank])
+            model.cuda()
+            if {wraps}:
+                model = nn.parallel.DistributedDataParallel(module=model, device_ids=[world.local_rank])
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         device = next(model.parameters()).device
         for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
@@ -122,7 +128,7 @@ def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(tmp_
         """,
         tmp_path,
     )
-    assert verdict.first == ("gradients", "sum"), text
+    assert verdict.first == ("gradients", cause), text
     assert "it was given stand-ins for GPUs" in " ".join(text.split())
 
 
@@ -140,6 +146,26 @@ def test_a_script_that_asks_lockstep_for_nccl_is_given_gpus(tmp_path: Path) -> N
         tmp_path,
     )
     assert verdict.code == 0, text
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_of_ranks_that_fail_the_first_is_told(epoch: int, tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        f"""
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(2):
+            if epoch == {epoch} and world.rank == 1:
+                raise ValueError("of rank 1")
+            for x, y in split():
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.first == ("steps", "fails"), text
+    assert "ranks end with: ValueError: of rank 1" in " ".join(text.split())
 
 
 def test_what_computes_in_16_bits_is_compared_in_64(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from another_answers import ANOTHER_ANSWERS
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.report import format_text
-from lockstep.tools.verify.rows import is_time_first
+from lockstep.tools.verify.rows import is_time_first, sample_keys
 from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict
@@ -189,8 +189,9 @@ def test_what_cannot_be_told_is_no_finding(kind: str, tmp_path: Path) -> None:
     assert UNKNOWN[kind] in text
 
 
-def facts_of(line: str, count: int) -> dict[str, Any]:
-    one = {"loader": 0, "trains": False, "finished": True, "keys": [[(number, number) for number in range(count)]]}
+def facts_of(line: str, count: int, first: int = 0) -> dict[str, Any]:
+    keys = [(number, number) for number in range(first, first + count)]
+    one = {"loader": 0, "trains": False, "finished": True, "keys": [keys]}
     return {
         "loaders": [],
         "saves": [],
@@ -202,9 +203,12 @@ def facts_of(line: str, count: int) -> dict[str, Any]:
 
 
 def judge(
-    ranks: list[dict[str, Any]], one: dict[str, Any], moved: dict[str, Any] | None = None
+    ranks: list[dict[str, Any]],
+    one: dict[str, Any],
+    moved: dict[str, Any] | None = None,
+    again: dict[str, Any] | None = None,
 ) -> tuple[list[Difference], list[str]]:
-    runs = ({"facts": each} for each in (one, one, moved) if each)
+    runs = ({"facts": each} for each in (one, again or one, moved) if each)
     return judge_aftermath(Runs([{"facts": each} for each in ranks], *runs))
 
 
@@ -218,6 +222,24 @@ def test_a_number_is_of_the_evaluation_if_it_moves_with_that_at_all(moved: str) 
     found, notes = judge(ranks, one, facts_of(line.format(moved), 16))
     assert [each.stage for each in found] == (["evaluated"] if moved != "1.41257" else [])
     assert len(notes) == (moved == "1.41257")
+
+
+@pytest.mark.parametrize(("moved", "cause"), [("1.40817", "metric"), ("1.41213", "padded-evaluation")])
+def test_a_number_of_rank_0s_samples_is_none_that_padding_has_moved(moved: str, cause: str) -> None:
+    line = "epoch 0: val loss {}"
+    ranks = [facts_of(line.format(1.40817), 16), facts_of(line.format(1.42), 16, 15)]
+    (found,), _ = judge(ranks, facts_of(line.format(1.41257), 31), facts_of(line.format(moved), 16))
+    assert found.cause == cause
+
+
+def test_seconds_that_are_the_same_twice_by_chance_are_no_number_of_an_evaluation() -> None:
+    def facts(*seconds: float) -> dict[str, Any]:
+        return facts_of("", 31) | {
+            "texts": [(True, f"epoch {epoch}: {each} s", "") for epoch, each in enumerate(seconds)]
+        }
+
+    ranks, one, again, moved = facts(0.0772, 0.0651), facts(0.055, 0.061), facts(0.055, 0.0688), facts(0.0541, 0.07)
+    assert judge([ranks] * 2, one, moved, again) == ([], [])
 
 
 def test_the_time_of_day_is_no_number_of_an_evaluation() -> None:
@@ -286,6 +308,12 @@ def test_samples_are_columns_only_where_the_first_tensor_has_them_so() -> None:
     assert is_time_first((torch.zeros(7, 4, 3), torch.zeros(4)), 4)
     assert not is_time_first((torch.zeros(4, 3, 8, 8), boxes), 4)
     assert not is_time_first((torch.zeros(18, 5), torch.zeros(2, 36), torch.zeros(18)), 5)
+
+
+def test_images_in_a_list_are_samples_where_they_have_as_many_channels_too() -> None:
+    images, targets = torch.randn(3, 3, 4, 5).unbind(), [{"boxes": torch.rand(number, 4)} for number in range(1, 4)]
+    alone = [sample_keys(([image], [target]), 1) for image, target in zip(images, targets, strict=True)]
+    assert sample_keys((images, targets), 3) == [key for (key,) in alone]
 
 
 BY_ACCELERATE = """

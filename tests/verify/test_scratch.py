@@ -21,7 +21,8 @@ NOBODY, SET_DUMPABLE = 65534, 4
 def folder() -> Iterator[Path]:
     """One that every user may enter and write."""
     made = Path(tempfile.mkdtemp())
-    (made / "data").mkdir()
+    for name in ("data", "shared"):
+        (made / name).mkdir()
     for name in ("kept.pt", "old.pt"):
         (made / "data" / name).write_text("the user's")
     for each in (made, *made.rglob("*")):
@@ -53,17 +54,19 @@ def write_in(data: Path, keeper: scratch.Keeper) -> None:
     os.remove("old.pt")
     os.makedirs("runs/1")
     Path("runs/1/new.pt").write_text("the run's")
+    data.with_name("shared").joinpath("record").write_text("for all")
 
 
 def use(folder: Path) -> None:
     data = folder / "data"
-    for number in range(2):  # the second run sees nothing of the first
-        with scratch.kept_apart([str(data)], folder / f"memory-{number}") as keeper:
+    for number, covered in enumerate([data, data, folder, folder]):  # a run sees nothing of another
+        with scratch.kept_apart([str(covered)], folder / "shared" / f"memory-{number}") as keeper:
             assert keeper.why == "", keeper.why
             assert in_child(lambda: write_in(data, keeper)) == 0
         assert keeper.written == [str(data / name) for name in ("kept.pt", "old.pt", "runs/1/new.pt")]
     assert sorted(each.name for each in data.iterdir()) == ["kept.pt", "old.pt"]
     assert {each.read_text() for each in data.iterdir()} == {"the user's"}
+    assert (folder / "shared" / "record").read_text() == "for all"
 
 
 def why_not(folder: Path) -> str:
@@ -89,16 +92,12 @@ def test_a_user_without_privileges_has_them_kept_apart_too(folder: Path) -> None
         pytest.skip("only root can become another user")
     if why := why_not(folder):
         pytest.skip(why)
-    for each in (folder / "data").iterdir():
+    for each in folder.rglob("*"):
         os.chown(each, NOBODY, NOBODY)
     assert in_child(become_nobody_and_use) == 0
 
 
-def test_a_folder_that_cannot_be_covered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "here"))
-    with scratch.kept_apart([str(tmp_path)], tmp_path / "memory") as keeper:
-        assert keeper.pid == 0
-        assert keeper.why == f"{tmp_path} holds the folder for temporary files"
+def test_a_folder_that_cannot_be_covered_is_named(tmp_path: Path) -> None:
     with scratch.kept_apart(["/"], tmp_path / "memory") as keeper:
         assert "/ has another file system inside it" in keeper.why
 
@@ -109,7 +108,10 @@ def test_folders_are_the_current_one_the_scripts_and_those_of_arguments(
     for name in ("here/inside", "code", "out"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tempfile, "tempdir", "/")  # which has file systems inside it
     args = ("--epochs", "1", f"--out={tmp_path}/out/model.pt", str(tmp_path / "here" / "inside"), "relative/path")
     found = scratch.folders_of("../code/train.py", False, args)
     assert found == [str(tmp_path / name) for name in ("code", "here", "out")]
     assert scratch.folders_of("package.train", True, ()) == [str(tmp_path / "here")]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert scratch.folders_of("package.train", True, ()) == [str(tmp_path)]

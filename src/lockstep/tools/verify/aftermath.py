@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.tools.verify.compare import distances
@@ -26,6 +26,8 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 # 12:59:07,123, whose parts may be the same twice in one process, and others on the ranks.
 _CLOCK = re.compile(r"\d+(?::\d+)+(?:[.,]\d+)?")
 _CLOSE = 5e-4
+# Of a number that one process writes twice, which rounding moves: seconds come closer by chance, but not each time.
+_REPEATED = 1e-5
 Facts = Mapping[str, Any]
 
 
@@ -46,7 +48,12 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
     """Differences, and notes on what is no difference of the training."""
     ranks, one = [each["facts"] for each in runs.ranks], runs.one["facts"]
     again, moved = (None if each is None else each["facts"] for each in (runs.again, runs.moved))
-    found = [*_same_epochs(ranks[0]), *_saved_by_all(ranks), *_other_models(ranks[0], one, again or one)]
+    found = [
+        *_same_epochs(ranks[0]),
+        *_saved_by_all(ranks),
+        *_saved_at_other_times(ranks[0], one, again or one),
+        *_other_models(ranks[0], one, again or one),
+    ]
     evaluated, notes = _printed(ranks, one, again, moved)
     return found + evaluated, notes
 
@@ -75,11 +82,12 @@ def _epochs_of(facts: Facts, loader: int) -> list[Facts]:
 
 
 def _other_models(facts: Facts, one: Facts, again: Facts) -> list[Difference]:
-    """A model that no optimizer steps, and that is another than in one process."""
-    names = [name for name in one["untrained"] if all(name in each["untrained"] for each in (facts, again))]
-    ranks, own, second = ({name: each["untrained"][name][0] for name in names} for each in (facts, one, again))
+    """A model that no optimizer steps, or one that is saved, and that is another than in one process."""
+    ranks, own, second = ({name: each[0] for name, each in of["untrained"].items()} for of in (facts, one, again))
+    # Of a file, a rank may write other parts than one process.
+    own = {name: each for name, each in own.items() if name in ranks and ranks[name].shape == each.shape}
     moved, noise = distances(own, ranks), distances(own, second)
-    name = next((name for name in names if moved[name] > _CLOSE and noise[name] < _CLOSE / 10), None)
+    name = next((name for name in own if moved[name] > _CLOSE and noise[name] < _CLOSE / 10), None)
     if name is None or one["begun"]:
         return []
     measured = f"the parameters of {name} are not those of one process, by {moved[name]:.1e}"
@@ -95,7 +103,7 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
     writers: dict[str, set[int]] = {}
     lines: dict[str, str] = {}
     for rank, facts in enumerate(ranks):
-        for path, line in facts["saves"]:
+        for path, line, _ in facts["saves"]:
             if path and not path.startswith("/dev/"):
                 writers.setdefault(path, set()).add(rank)
                 lines[path] = line
@@ -104,6 +112,17 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
         difference(0, "saved", "all-ranks-save", f"ranks {who} write {path}", _some(lines[path]))
         for path, who in shared.items()
     ]
+
+
+def _saved_at_other_times(*runs: Facts) -> Iterator[Difference]:
+    """Files that rank 0 writes after other steps than one process, in either of its runs."""
+    lines = {path: line for path, line, _ in runs[0]["saves"]}
+    for path, line in lines.items():
+        ranks, own, again = ([steps for name, _, steps in facts["saves"] if name == path] for facts in runs)
+        if own and own == again != ranks:
+            texts = (", ".join(map(str, each)) for each in (ranks, own))
+            measured = "rank 0 writes {} after {} steps, one process after {}".format(path, *texts)
+            yield difference(0, "saved", "other-steps", measured, _some(line))
 
 
 # ---- printed numbers ---------------------------------------------------------------------------------
@@ -127,20 +146,23 @@ def _printed(
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
     # Counts that a rank has of its own: of ranks, and of the samples of an epoch.
     counts = {(str(len(ranks)), "1"), *zip(_trained(ranks[0]), _trained(one), strict=False)}
+    unsure = _unsure_places(own, second)
     for key in [key for key in first if key in own]:
         line, theirs = first[key], own[key].numbers
-        wrong = _wrong_places(line.numbers, theirs, second.get(key, own[key]).numbers, counts)
+        pairs = enumerate(zip(line.numbers, theirs, strict=True))
+        wrong = [
+            place for place, each in pairs if not (each in counts or (key[0], place) in unsure or _is_close(*each))
+        ]
         if not wrong:
             continue
-        measured = f"rank 0 prints {line.text!r}, one process {own[key].text!r}"
+        measured = f"rank 0 writes {line.text!r}, one process {own[key].text!r}"
         if len(theirs) > 1:
             measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
-        # A number of an evaluation moves with the samples that are evaluated; a loss of the training does not.
-        tried = theirs if evaluates_all else third[key].numbers if key in third else []
-        stays = tried and all(tried[place] == theirs[place] for place in wrong)
-        is_times = any(_is_times(line.numbers[each], theirs[each], len(ranks)) for each in wrong)
-        if line.is_evaluation and (not stays or is_times):
-            return [_evaluated(ranks, one, measured, line.where, evaluates_all)], notes
+        tried = (own if evaluates_all else third).get(key, _Line(False, [], "", ())).numbers
+        here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
+        if line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
+            is_own = len(tried) == len(here) and all(map(_is_close, here, tried))
+            return [_evaluated(ranks, one, measured, line.where, evaluates_all, is_own)], notes
         notes = notes or [
             f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
             "lockstep.mean(loss * len(y), len(y)) makes it that of all"
@@ -148,12 +170,19 @@ def _printed(
     return [], notes
 
 
-def _wrong_places(
-    numbers: list[str], theirs: list[str], repeated: list[str], counts: Container[tuple[str, str]]
-) -> list[int]:
-    """Which numbers of a line are not those of one process; but for such counts, and seconds."""
-    triples = enumerate(zip(numbers, theirs, repeated, strict=False))
-    return [place for place, (a, b, c) in triples if (a, b) not in counts and not _is_close(a, b) and _is_close(b, c)]
+def _unsure_places(own: _Lines, again: _Lines) -> set[tuple[str, int]]:
+    """Where in a line, whenever it is written, one process writes another number the second time, such as seconds."""
+    return {
+        (key[0], place)
+        for key in own.keys() & again.keys()
+        for place, (a, b) in enumerate(zip(own[key].numbers, again[key].numbers, strict=True))
+        if abs(float(a) - float(b)) > _REPEATED * abs(float(a))
+    }
+
+
+def _is_of_evaluation(numbers: list[str], own: list[str], tried: list[str], world_size: int) -> bool:
+    """Whether numbers move with the samples that are evaluated, as a loss of the training does not, or are counts."""
+    return tried != own or any(_is_times(a, b, world_size) for a, b in zip(numbers, own, strict=True))
 
 
 def _trained(facts: Facts) -> list[str]:
@@ -188,10 +217,11 @@ def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
 
 
 def _evaluated(
-    ranks: Sequence[Facts], one: Facts, measured: str, lines: tuple[str, ...], evaluates_all: bool
+    ranks: Sequence[Facts], one: Facts, measured: str, lines: tuple[str, ...], evaluates_all: bool, is_own: bool
 ) -> Difference:
+    """Which number of an evaluation it is: of one process that evaluates what rank 0 does, it `is_own`."""
     own, *each = (_evaluation_keys(facts)[-1:] for facts in (one, *ranks))
-    if own and all(each):
+    if own and all(each) and not is_own:
         counts = [keys.total() for (keys,) in each]
         total = sum((keys for (keys,) in each), Counter[int]())
         extra = (total - own[0]).total()

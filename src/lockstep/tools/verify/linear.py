@@ -9,6 +9,7 @@ it is no such sum with any weights, the loss compares samples with each other, o
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from lockstep.tools.verify.causes import describe_draws, unlike_draws
 from lockstep.tools.verify.compare import Fit
-from lockstep.tools.verify.step import Losses, StepOfJob
+from lockstep.tools.verify.step import Losses, StepOfJob, each_step
 from lockstep.tools.verify.words import Difference
 
 __all__ = ["read_gradients"]
@@ -134,33 +135,60 @@ def _averaging(
 
 def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | None) -> _Cause:
     """What a loss is, or has, that is no mean over samples."""
-    losses, zeros = step.losses, step.gradients.zeros
-    if losses.are("sum", max(1e-6, step.rounding)) and not losses.are("weighted", max(1e-3, step.rounding)):
+    losses, zeros, is_always = step.losses, step.gradients.zeros, not _comes_later(step)
+    if (
+        is_always
+        and losses.are("sum", max(1e-6, step.rounding))
+        and not losses.are("weighted", max(1e-3, step.rounding))
+    ):
         return "sum", {}
+    is_whole = _have_one_loss(step) is False
+    if is_whole and (needed is None or len(set(losses.shares)) > 1):
+        return "whole-batch", {}
     if needed is None:
         if any(zeros):
             return "threshold", {"who": "one process" if zeros[-1] else "a rank"}
-        return "kept-state" if _is_first_odd(step) else "not-linear", {}
-    is_whole = _are_those_of_one(losses, 1e-5)
-    if is_whole and len(set(losses.shares)) > 1:
-        return "whole-batch", {}
+        return "kept-state" if _is_kept(step) else "not-linear", {}
+    factor = _common_factor(step, needed, taken) if is_always else None
+    if factor is None:
+        return _by_weights(step, needed)
+    if _close(factor * len(step.ranks), 1.0, max(_CLOSE, step.rounding)):
+        return "whole-batch" if is_whole else "sum", {}
+    return "factor", {"factor": _factor(factor)}
+
+
+def _common_factor(step: StepOfJob, needed: list[float], taken: list[float] | None) -> float | None:
+    """How often each rank's part counts as much as in one process; None where that differs."""
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
-    tolerance = max(_CLOSE, step.rounding)
-    if all(counted) and _have_one_ratio(needed, counted, tolerance):
-        factor = counted[0] / needed[0]
-        if _close(factor * len(step.ranks), 1.0, tolerance):
-            return "whole-batch" if is_whole else "sum", {}
-        return "factor", {"factor": _factor(factor)}
-    return _by_weights(step, needed)
+    is_one = all(counted) and _have_one_ratio(needed, counted, max(_CLOSE, step.rounding))
+    return counted[0] / needed[0] if is_one else None
 
 
-def _are_those_of_one(losses: Losses, tolerance: float) -> bool:
-    """Whether the loss of each rank is that of one process."""
-    pairs = [pair for each in losses.ranks for pair in zip(each, losses.one, strict=False)]
-    return all(loss is not None and one is not None and _close(loss, one, tolerance) for loss, one in pairs)
+def _have_one_loss(step: StepOfJob) -> bool | None:
+    """Whether the loss that all ranks have, in each step, and one process in this, is a constant; None for others."""
+    first, *others = (
+        [loss for each in ranks["steps"] for one in each["backwards"] for loss in one["losses"]]
+        for ranks in step.runs.ranks
+    )
+    here = [step.losses.one] * len(step.ranks)
+    pairs = [*zip(step.losses.ranks, here, strict=True), *((first, each) for each in others)]
+    if not all(_are_one(*each, step.rounding) for each in pairs):
+        return None
+    return _are_one(first, first[:1] * len(first), step.rounding)
 
 
-def _is_first_odd(step: StepOfJob) -> bool:
+def _are_one(a: Sequence[float | None], b: Sequence[float | None], rounding: float) -> bool:
+    pairs = zip(a, b, strict=False)
+    return all(x is not None and y is not None and _close(x, y, max(1e-5, rounding)) for x, y in pairs)
+
+
+def _is_kept(step: StepOfJob) -> bool:
+    """Whether all steps before were one process's and none after: what is kept, once apart, does not come together."""
+    after = itertools.islice(each_step(step.runs), step.number, None)
+    return _comes_later(step) and all(each.gradients.used.names for each in after)
+
+
+def _comes_later(step: StepOfJob) -> bool:
     """Whether there are steps before, which were one process's, and were divided among the ranks as this one is."""
     if step.number == 1:
         return False
@@ -176,13 +204,13 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
         return "count zero", {"rank": empty[0]}
     if sum(abs(each) > 1e-6 for each in weights) == 1 and not any(step.gradients.zeros):
         return "extreme", {"weights": shown}
-    if _are_those_of_one(losses, max(1e-5, step.rounding)):
+    if _have_one_loss(step):
         return "not-linear", {}  # it is divided by itself
     times = _times_a_mean(step, weights)
     if times and _is_weighted(losses, weights, 100 * step.tolerance):
         words = {"weights": _numbers([each * times for each in weights]), "shares": _numbers(losses.shares)}
         return "count" if times == 1 else "count times", words
-    if _is_first_odd(step):
+    if _is_kept(step):
         return "kept-state", {}
     odd = f"the ranks' losses would have to weigh {shown}, which add up to {sum(weights):.6g} and not to "
     odd += f"{sum(losses.shares):.4g}"

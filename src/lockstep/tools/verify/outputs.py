@@ -1,51 +1,61 @@
-"""What a script prints and saves: lines on stdout and stderr, and who writes which checkpoint.
+"""What a script prints and saves: lines on stdout, stderr and in files, and who writes which checkpoint.
 
-Writes the facts `texts` (whether an evaluation was the last pass over data, what was printed, and by which line of the
-script) and `saves` (a path, and the line of the script).
+Writes the facts `texts` (whether an evaluation was the last pass over data, what was written, and by which line of the
+script), `saves` (a path, the line of the script, and after how many steps) and `untrained`: of what is saved, two
+numbers of each tensor that has the shape of a parameter, such as a mean of the weights that no model holds.
 """
 
 from __future__ import annotations
 
+import builtins
+import inspect
+import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder, is_of_library, line_of_script
+from lockstep.tree import tensors_in
 
-__all__ = ["LineWatch", "install"]
+__all__ = ["install"]
 
 _MOST_LINES = 2000
 
 
-class LineWatch:
-    """Stands for stdout or stderr: hands everything on, and notes the lines.
+class _File(io.TextIOWrapper):
+    """A text file whose lines are noted as `texts` when they are written.
 
     Args:
-        stream: the real one.
+        stream: the same file, in whose place this is.
+        newline: as `open` takes it.
         recorder: of this process.
     """
 
-    def __init__(self, stream: Any, recorder: StepRecorder) -> None:
-        self._stream = stream
+    def __init__(self, stream: io.TextIOWrapper, newline: str | None, recorder: StepRecorder) -> None:
+        how = stream.encoding, stream.errors, newline, stream.line_buffering, stream.write_through
+        super().__init__(stream.buffer, *how)
+        self.mode = getattr(stream, "mode", "w")  # type: ignore[misc]
+        self._stream = stream  # which closes the buffer when it goes
         self._recorder = recorder
-        self._rest = ""
+        self._line: list[Any] | None = None  # that is not ended
+        self._count = 0
 
-    def write(self, text: str) -> Any:
-        """Hand on, and note whole lines."""
-        lines = (self._rest + text).replace("\r", "\n").split("\n")
-        self._rest = lines.pop()
-        texts = self._recorder.facts["texts"]
-        if len(texts) < _MOST_LINES:
-            where = line_of_script()
-            texts.extend((self._recorder.is_evaluating, line, where) for line in lines if line.strip())
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    def write(self, text: str) -> int:
+        """Note, and write."""
+        for part in text.replace("\r", "\n").splitlines(keepends=True):
+            if self._line is None:
+                self._line = [self._recorder.is_evaluating, "", line_of_script()]
+                self._count += 1
+                if self._count <= _MOST_LINES:
+                    self._recorder.facts["texts"].append(self._line)
+            self._line[1] += part
+            self._line = None if part.endswith("\n") else self._line
+        return super().write(text)
 
 
 def install(recorder: StepRecorder) -> None:
@@ -53,14 +63,39 @@ def install(recorder: StepRecorder) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            # A library, such as Accelerate in save_state(), knows who has to write.
-            if recorder.busy == 0 and not is_of_library(sys._getframe(1).f_code.co_filename):
+            if recorder.busy == 0:
                 path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
-                recorder.facts["saves"].append((path, line_of_script()))
+                # A library, such as Accelerate in save_state(), knows who has to write.
+                if not is_of_library(sys._getframe(1).f_code.co_filename):
+                    recorder.facts["saves"].append((path, line_of_script(), len(recorder.steps)))
+                if recorder.rank == 0:
+                    recorder.note_untrained(os.path.basename(path), lambda: _weights_in(obj, recorder.roots))
             return original(obj, f, *args, **kwargs)
 
         return save
 
-    if recorder.rank == 0:
-        sys.stdout, sys.stderr = LineWatch(sys.stdout, recorder), LineWatch(sys.stderr, recorder)
+    def open_watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def open_file(*args: Any, **kwargs: Any) -> Any:
+            stream = original(*args, **kwargs)
+            if type(stream) is not io.TextIOWrapper or not stream.writable():
+                return stream
+            return _File(stream, signature.bind(*args, **kwargs).arguments.get("newline"), recorder)
+
+        return open_file
+
     wrap(torch, "save", make)
+    if recorder.rank == 0:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            setattr(sys, name, _File(stream, None, recorder) if isinstance(stream, io.TextIOWrapper) else stream)
+        for module in (builtins, io):
+            wrap(module, "open", open_watched)
+
+
+def _weights_in(saved: Any, roots: Iterable[nn.Module]) -> list[Tensor]:
+    """Tensors that this rank holds whole, and that have the shape and type of a parameter; no single numbers."""
+    kinds = {(each.shape, each.dtype) for root in roots for each in root.parameters() if each.numel() > 1}
+    tensors = tensors_in(saved.state_dict() if isinstance(saved, nn.Module) else saved)
+    return [each for each in tensors if type(each) in (Tensor, nn.Parameter) and (each.shape, each.dtype) in kinds]

@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from lockstep import env
@@ -98,6 +99,7 @@ def main(arguments: list[str]) -> None:
     # Where `-m` put the current folder; the script gets its own.
     if sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
+    tempfile.tempdir = None  # the launcher has one of its own
     settings = VerifySettings.load()
     if settings.keeper:
         enter(settings.keeper)
@@ -113,7 +115,7 @@ def main(arguments: list[str]) -> None:
         if isinstance(error, SetupError) and not recorder.steps:  # the ranks have not met
             recorder.facts["refused"] = str(error)
             print(error, file=sys.stderr)  # for `_Session.ranks`: the worker leaves it to the launcher
-        if not recorder.is_cut and not recorder.is_last_batch:
+        if not recorder.is_cut and (recorder.until == sys.maxsize or not recorder.is_last_batch):
             raise
         # Its loader has ended early, which not every script is written for.
         recorder.end(f"after the steps the script ended with {type(error).__name__}: {error}")

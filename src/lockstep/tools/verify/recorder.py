@@ -17,13 +17,15 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.frames import is_library_file, library_folders
+from lockstep.tools.verify.rows import brief
 from lockstep.tools.verify.settings import RANKS, VerifySettings
 from lockstep.tools.verify.state import dump_state, load_state, others_than, write_at_once
 
@@ -96,7 +98,7 @@ class StepRecorder:
             "refused": "",  # why nothing can be told
             "scales": False,
             "goes_on": False,
-            "untrained": {},  # of other models that are called: two numbers of each parameter, and the line
+            "untrained": {},  # of other models, called or saved: two numbers of each tensor, and the line
             "begun": [],  # parameters that one process had otherwise before the first step
             "returned": False,
             "end": "",
@@ -219,6 +221,21 @@ class StepRecorder:
         lines, line = self.step["lines"].setdefault(event, []), line_of_script()
         if line and line not in lines:
             lines.append(line)
+
+    def note_untrained(self, name: str, weights: Callable[[], list[Tensor]]) -> None:
+        """What no optimizer steps, such as a mean of the weights, once for each number of steps; not of 16 bits.
+
+        Args:
+            name: of the model, or of the file that it is saved in.
+            weights: gives its tensors.
+        """
+        key = f"{name} after {len(self.steps)} steps"
+        if not self.steps or key in self.facts["untrained"] or any(each["rounded"] for each in self.steps):
+            return
+        with self.aside(), torch.no_grad():
+            found = weights()
+            if found:
+                self.facts["untrained"][key] = (brief(found), line_of_script())
 
     @contextlib.contextmanager
     def aside(self) -> Any:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
-__all__ = ["is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
+__all__ = ["brief", "is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
 
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
@@ -76,19 +76,31 @@ def _length(value: Any) -> int | None:
     return len(value) if isinstance(value, list | tuple) else None
 
 
-def _columns(value: Any, count: int) -> list[Any]:
-    """The parts of a batch that hold something for each of `count` samples: tensors, and lists of whatever there is."""
+def _columns(value: Any, count: int, in_lists: bool = False) -> list[Any]:
+    """The parts of a batch that hold something for each of `count` samples: tensors, and lists of whatever there is.
+
+    Images as long as there are samples may be those or their parts: samples, if others beside them are `in_lists`.
+    """
     if isinstance(value, Tensor):
         return [_array(value)] if _length(value) == count else []
-    if isinstance(value, list | tuple) and len(value) == count:
-        # Samples in a list are of one sort; the parts of a batch, such as nodes, edges and labels, are not.
-        sorts = {(type(one), one.dtype, one.ndim) if isinstance(one, Tensor) else type(one) for one in value}
-        if len(sorts) == 1 and not all(_length(one) == count for one in value):
-            return [list(value)]
+    if _is_list_of(value, count) and (in_lists or _says_so(value, count)):
+        return [list(value)]
     if isinstance(value, Mapping | list | tuple):
-        parts = value.values() if isinstance(value, Mapping) else value
-        return [column for part in parts for column in _columns(part, count)]
+        parts = list(value.values() if isinstance(value, Mapping) else value)
+        in_lists = any(_is_list_of(part, count) and _says_so(part, count) for part in parts)
+        return [column for part in parts for column in _columns(part, count, in_lists)]
     return [_array(tensor) for tensor in tensors_in(value) if _length(tensor) == count]
+
+
+def _is_list_of(value: Any, count: int) -> bool:
+    """Whether it may hold so many samples: these are of one sort; parts of a batch (nodes, edges, labels) are not."""
+    if not isinstance(value, list | tuple) or len(value) != count:
+        return False
+    return len({(type(one), one.dtype, one.ndim) if isinstance(one, Tensor) else type(one) for one in value}) == 1
+
+
+def _says_so(value: Any, count: int) -> bool:
+    return not all(_length(one) == count for one in value)
 
 
 def is_time_first(batch: Any, count: int, squares: bool | None = None) -> bool | None:
@@ -165,6 +177,12 @@ def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
     with np.errstate(all="ignore"):
         norm = np.sqrt(np.square(_real(flat)).sum())
     return torch.from_numpy(np.append(_real(flat[::step]), norm))
+
+
+def brief(tensors: Iterable[Tensor]) -> Tensor:
+    """Two numbers of each tensor."""
+    samples = map(value_sample, tensors)
+    return torch.stack([number for each in samples for number in (each.sum(), each[-1])])
 
 
 def _real(array: Array) -> Array:

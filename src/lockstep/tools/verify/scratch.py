@@ -26,16 +26,21 @@ __all__ = ["Keeper", "enter", "folders_of", "kept_apart"]
 
 _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
 _PRIVATE = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
+_BIND = 1 << 12 | 1 << 14  # MS_BIND | MS_REC
 _SET_DUMPABLE = 4
 
 
 def folders_of(target: str, is_module: bool, args: Sequence[str]) -> list[str]:
-    """The folders in which a script is likely to write: the current one, its own, and those that its arguments name."""
+    """The folders in which a script is likely to write: the current one, its own, those that its arguments name, and
+    that for temporary files.
+    """
     found = [Path.cwd()] if is_module else [Path.cwd(), Path(target).resolve().parent]
     for word in args:
         named = Path(word.rpartition("=")[2]).expanduser()
         if named.is_absolute():
             found.append(named if named.is_dir() else named.parent)
+    temporary = Path(tempfile.gettempdir())
+    found += [] if _obstacle(os.path.realpath(temporary)) else [temporary]
     real = {os.path.realpath(each) for each in found if each.is_dir()}
     return sorted(each for each in real if not any(_is_inside(each, other) for other in real - {each}))
 
@@ -50,9 +55,7 @@ def _obstacle(folder: str) -> str:
         return f"{folder} has a character in its name that separates options of mount"
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     inside = [each for each in mounts if each != folder and _is_inside(each, folder)]
-    if inside:
-        return f"{folder} has another file system inside it, {inside[0]}"
-    return f"{folder} holds the folder for temporary files" if _is_inside(tempfile.gettempdir(), folder) else ""
+    return f"{folder} has another file system inside it, {inside[0]}" if inside else ""
 
 
 @dataclass
@@ -76,7 +79,7 @@ def kept_apart(folders: Sequence[str], memory: Path) -> Iterator[Keeper]:
 
     Args:
         folders: real paths, none inside of another.
-        memory: a folder to make, which only the keeper and who enters see filled.
+        memory: a folder to make, which only the keeper and who enters see filled; what is beside it is shared by all.
     """
     keeper = Keeper()
     keeper.why = next((why for why in map(_obstacle, folders) if why), "")
@@ -131,6 +134,7 @@ def _cover(folders: Sequence[str], memory: Path) -> dict[str, str]:
     _call("mount", b"none", b"/", None, _PRIVATE, None)
     memory.mkdir()
     _call("mount", b"tmpfs", bytes(memory), b"tmpfs", 0, None)
+    shared = os.open(memory.parent, os.O_PATH)
     uppers = {folder: f"{memory}/upper{number}" for number, folder in enumerate(folders)}
     for number, (folder, upper) in enumerate(uppers.items()):
         work = f"{memory}/work{number}"
@@ -139,6 +143,8 @@ def _cover(folders: Sequence[str], memory: Path) -> dict[str, str]:
         os.chmod(upper, stat.S_IMODE(os.stat(folder).st_mode))
         places = f"lowerdir={folder},upperdir={upper},workdir={work}{options}"
         _call("mount", b"overlay", os.fsencode(folder), b"overlay", 0, places.encode())
+        if _is_inside(os.path.realpath(memory), folder):
+            _call("mount", b"/proc/self/fd/%d" % shared, bytes(memory.parent), None, _BIND, None)
     return uppers
 
 

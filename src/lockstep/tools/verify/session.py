@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 from lockstep import env
 from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.launch.config import LaunchConfig
+from lockstep.launch.report import read_reports
 from lockstep.launch.supervisor import launch_job
 from lockstep.tools.verify.aftermath import LOGGED
 from lockstep.tools.verify.samples import Record, Samples, batches_of, rows_of
@@ -35,7 +36,6 @@ from lockstep.tools.verify.verdict import Verdict, first_steps, judge, train_apa
 __all__ = ["verify_at"]
 
 _RANK_MODULE = "lockstep.tools.verify.rank"
-_ERROR = re.compile(r"[\w.]*(Error|Exception|Mismatch|Parameters|Lost|Timeout|Exit)\b.*: ")
 # What a script says that cannot do without a GPU.
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
 _SHOWN_FILES = 4
@@ -54,7 +54,7 @@ _WIDE = (
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
 # Causes that may be a number which the script takes for the size of a batch; "" where one process fails by it.
-_BY_SIZE = ("", "drawn", "batch", "not-linear", "factor", "after-averaging", "settings")
+_BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings")
 _NO_SIZE = (
     "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
     "batch_size), so it cannot be given the batches of all ranks"
@@ -66,14 +66,20 @@ _GIVEN = (
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A context: what the launcher says goes nowhere; the report says what matters of it."""
+def _quiet(folder: Path) -> Iterator[None]:
+    """A context: what the launcher says goes nowhere; the report says what matters of it.
+
+    Args:
+        folder: where it makes its own, which the ranks see as it does, other than that for temporary files.
+    """
     saved = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         os.dup2(nowhere, 2)
         yield
     finally:
+        tempfile.tempdir = before
         os.dup2(saved, 2)
         os.close(saved)
         os.close(nowhere)
@@ -97,6 +103,7 @@ class _Session:
         self._time_first: bool | None = None  # as `VerifySettings` has it
         self._written: set[str] = set()
         self._not_kept = ""
+        self._failures: dict[tuple[Path, str], str] = {}
         self.devices = world_size if what.devices == "gpu" else 0
         self.notes: list[str] = []
 
@@ -137,11 +144,11 @@ class _Session:
             is_module=True,
             log_dir=str(self._folder / f"log-{settings.role}"),
             environment=variables,
-            on_end=lambda folder: None,
+            on_end=functools.partial(self._note_failure, settings.role),
             warns_unjoined=False,
             forks=True,
         )
-        with _quiet():
+        with _quiet(self._folder):
             return launch_job(config)
 
     def run_ranks(self) -> tuple[int, list[Record]]:
@@ -156,7 +163,7 @@ class _Session:
         without = self._folder
         self._folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
         code_of_gpus, ranks_of_gpus = self.run(RANKS)
-        if code == 0 and (code_of_gpus or train_apart(ranks_of_gpus)):
+        if code == 0 and (code_of_gpus or train_apart(ranks_of_gpus) >= train_apart(ranks)):
             self._folder, self.devices = without, 0
             return code, ranks
         self.notes += [] if code else [_ON_STAND_INS]
@@ -176,10 +183,16 @@ class _Session:
             lines += [f"{file.stem}: {line}" for line in file.read_text(errors="replace").splitlines()[-most:]]
         return "\n".join(lines[-2 * most :])
 
+    def _note_failure(self, role: str, folder: Path) -> None:
+        reports = read_reports(folder, dict.fromkeys(range(self.world_size), 0)).values()
+        if reports:
+            first = min(reports, key=lambda each: (each.secondary, each.time))
+            self._failures[self._folder, role] = f"{first.type}: {first.message}".strip().splitlines()[0]
+
     def failure(self, role: str) -> str:
-        """The error with which the first rank of a run ended that did."""
-        lines = [line.split(": ", 1)[-1] for line in self.output(role).splitlines()]
-        return next((line for line in lines if _ERROR.match(line)), lines[-1] if lines else "no word")
+        """The error with which a run ended, of the rank that failed first."""
+        lines = self.output(role).splitlines()
+        return self._failures.get((self._folder, role)) or (lines[-1] if lines else "no word")
 
     def ended(self, role: str, code: int, where: str) -> Verdict:
         """Nothing can be said, since a run came to nothing."""

@@ -37,8 +37,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lockstep import batch
 from lockstep.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
 from lockstep.tools.rehearse.patching import wrap
-from lockstep.tools.verify.recorder import StepRecorder, line_of_script
-from lockstep.tools.verify.rows import row_sketch, sample_keys, samples_first, value_sample
+from lockstep.tools.verify.recorder import StepRecorder
+from lockstep.tools.verify.rows import brief, row_sketch, sample_keys, samples_first, value_sample
 from lockstep.tools.verify.state import plain_name
 from lockstep.tree import tensors_in
 
@@ -177,14 +177,13 @@ class TrainingWatch:
 
     def _note_untrained(self, module: nn.Module) -> None:
         """Of a model that is none of those which are trained, such as a mean of their weights: what it consists of."""
-        recorder, key = self._recorder, f"{type(module).__name__} after {len(self._recorder.steps)} steps"
-        if not recorder.steps or key in recorder.facts["untrained"] or any(each["rounded"] for each in recorder.steps):
-            return
-        parameters = list(module.parameters())
-        trained = {id(each) for root in recorder.roots for each in root.parameters()}
-        if parameters and _have_numbers(parameters) and trained.isdisjoint(map(id, parameters)):
-            with recorder.aside(), torch.no_grad():
-                recorder.facts["untrained"][key] = (_brief(module), line_of_script())
+
+        def own() -> list[Tensor]:
+            parameters = list[Tensor](module.parameters())
+            trained = {id(each) for root in self._recorder.roots for each in root.parameters()}
+            return parameters if _have_numbers(parameters) and trained.isdisjoint(map(id, parameters)) else []
+
+        self._recorder.note_untrained(type(module).__name__, own)
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, result: Any = None) -> None:
         # torch leaves an argument out where forward() has raised
@@ -235,7 +234,7 @@ class TrainingWatch:
                 "resting": sum(not each.training for each in module.modules()),
                 "keys": [key for key, _ in sample_keys(given, count)] if count else [],
                 "widths": [each.numel() // count for each in outputs] if count else [],
-                "parameters": _brief(module),
+                "parameters": brief(module.parameters()),
                 "after": len(step["backwards"]),
                 "inner": [{**names, **_sketches(taken, made, count)} for names, taken, made in self._inner],
                 "filler": bool(last and last["filler"]),
@@ -390,12 +389,6 @@ def _sketches(inputs: list[Tensor], outputs: list[Tensor], count: int) -> dict[s
 def _joined(sketches: Iterable[Tensor | None]) -> Tensor | None:
     found = [each for each in sketches if each is not None]
     return torch.cat(found, 1) if found else None
-
-
-def _brief(module: nn.Module) -> Tensor:
-    """Two numbers of each parameter."""
-    samples = [value_sample(each) for each in module.parameters()]
-    return torch.stack([number for each in samples for number in (each.sum(), each[-1])])
 
 
 def _parameters_of(optimizer: Any) -> list[Tensor]:

@@ -255,13 +255,17 @@ def first_steps(ranks: Sequence[Record]) -> list[Record]:
     return [each["steps"][0] for each in ranks] if all(each["steps"] for each in ranks) else []
 
 
-def train_apart(ranks: Sequence[Record]) -> bool:
-    """Whether no engine holds a model, and ranks do the same work in their first step, or step by other gradients."""
+def train_apart(ranks: Sequence[Record]) -> int:
+    """How much ranks train by themselves, where no engine holds a model, in their first step.
+
+    Returns:
+        2 if they do the same work, 1 if they step by other gradients, else 0.
+    """
     first = first_steps(ranks)
     if not first or any(each["facts"]["engines"] for each in ranks):
-        return False
+        return 0
     gradients = Gradients(first, first[0], None, float(first[0]["precision"]))
-    return bool(gradients.between.names) or _work_alike(ranks)
+    return 2 if _work_alike(ranks) else int(bool(gradients.between.names))
 
 
 def _work_alike(ranks: Sequence[Record]) -> bool:

@@ -330,6 +330,10 @@ _WORDS = {
         "what one rank has",
         "leave the number of ranks out of it, and let it follow parameters alone, or what all ranks have",
     ),
+    "other-steps": (
+        "what decides when to save is a number of rank 0's samples, such as the best metric so far",
+        "decide by the metric of all ranks: lockstep.metrics, lockstep.mean(total, count)",
+    ),
     "all-ranks-save": (
         "they write one file at the same time, which one process writes alone: it may end up damaged",
         "if rank == 0: torch.save(…), or lockstep.checkpoint.save, which all ranks call",

@@ -70,8 +70,8 @@ class LossScaler:
         for gradient in wide:
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, _), tensors in by_kind.items():
-            flag = self._overflow_flags.setdefault(device, torch.zeros(1, device=device))
-            inverse = torch.full((1,), 1.0 / self._loss_scale, device=device)
+            flag = self._overflow_flags.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
+            inverse = torch.full((1,), 1.0 / self._loss_scale, dtype=torch.float32, device=device)
             amp_unscale_(tensors, flag, inverse)
         return wide
 
