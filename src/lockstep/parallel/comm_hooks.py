@@ -25,7 +25,7 @@ class GradBucket:
     _index: int
     _buffer: torch.Tensor
     _gradients: list[torch.Tensor]
-    _parameters: list[torch.Tensor]
+    _owners: list[torch.Tensor]
     _is_last: bool
 
     def index(self) -> int:
@@ -42,7 +42,7 @@ class GradBucket:
 
     def parameters(self) -> list[torch.Tensor]:
         """Those whose gradients these are, in the same order."""
-        return self._parameters
+        return self._owners
 
     def is_last(self) -> bool:
         """Whether no bucket follows in this backward pass."""
