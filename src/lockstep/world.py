@@ -47,7 +47,6 @@ from lockstep.network_interfaces import name_for_engines
 from lockstep.placement import place_by_exchange
 from lockstep.rank_status import EXIT_STOPPED
 from lockstep.rendezvous import tcp
-from lockstep.rendezvous.folder import store_on
 from lockstep.rendezvous.mpi import meet_by_mpi, meet_under_mpirun
 from lockstep.rendezvous.slurm_store import meet_in_slurm
 from lockstep.shm.support import lack as shared_memory_lack
@@ -55,7 +54,7 @@ from lockstep.stopping import StopSignals
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation
 from lockstep.torch_private.groups import group_count, plugin_backends, set_group_count
-from lockstep.torch_private.stores import HashStore, Store
+from lockstep.torch_private.stores import FileStore, HashStore, Store
 
 __all__ = ["World", "check_at_shutdown", "current_world", "init", "leave_open_world"]
 
@@ -527,17 +526,17 @@ def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | No
         if topology.num_nodes > 1:
             return _meet_at_master(topology, timeout), None
         _check_private(folder)
-        # Each rendezvous has a file of its own, used by its descriptor: what cleans up where temporary files go may
-        # take the folder from a long run.
-        path = os.path.join(folder, f"store-{_num_rendezvous[folder]}")
+        # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
+        number = _num_rendezvous[folder]
+        path = os.path.join(folder, "store" if number == 0 else f"store-{number}")
         try:  # torch would try again for minutes
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise SetupError(
                 f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}: no file can be made there ({error.strerror}). "
                 "The launcher makes the folder for its ranks: unset it, or start the script with `lockstep run`"
             ) from None
-        return store_on(fd, timeout), None
+        return FileStore(path, topology.world_size), None
     if topology.world_size == 1:
         return HashStore(), None
     found = meet_in_slurm(env.snapshot(), topology, timeout)

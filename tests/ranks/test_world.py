@@ -141,29 +141,6 @@ def test_explicit_store(backend: str, tmp_path: Path) -> None:
         assert found == expected(rank, "lockstep", "gloo" if backend == "gloo" else "lockstep")
 
 
-def lose_the_folder() -> float:
-    folder = env.LOCKSTEP_RENDEZVOUS.get()
-    assert folder is not None
-    with lockstep.init(timeout=limit_s(10)):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            os.rename(folder, folder + ".gone")
-            Path(folder).touch()  # so that nobody makes it anew
-        dist.barrier()
-        tensor = torch.tensor([1.0])
-        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
-        dist.all_reduce(tensor, group=dist.new_group([0, 1], backend="gloo"))
-    if env.RANK.get() == 0:
-        os.unlink(folder)
-        os.rename(folder + ".gone", folder)
-    return tensor.item()
-
-
-def test_what_cleans_up_temporary_files_takes_no_store_from_a_job() -> None:
-    """As systemd-tmpfiles does with folders that are some days old."""
-    assert run_ranks(lose_the_folder, 2, init=False) == [4.0, 4.0]
-
-
 def init_with_the_launchers_numbers() -> list[int]:
     with lockstep.init(rank=env.RANK.get(), world_size=env.WORLD_SIZE.get()):
         dist.barrier()

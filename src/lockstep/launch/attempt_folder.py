@@ -5,7 +5,7 @@ Folder layout::
     events              FIFO: a rank announces that it failed, even if it then hangs on its way out
     error-rank<r>.json  why rank r failed (report.py)
     position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
-    store-<n>           torch's FileStore, put there by the n-th lockstep.init()
+    store               torch's FileStore, put there by lockstep.init()
     result-rank<r>.pkl, exception-rank<r>.pkl   lockstep.spawn only (payload.py)
 """
 

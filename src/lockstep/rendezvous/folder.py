@@ -31,7 +31,7 @@ from lockstep.rendezvous import waiting
 from lockstep.topology import name_each
 from lockstep.torch_private.stores import FileStore, PrefixStore, Store
 
-__all__ = ["open_store", "store_on"]
+__all__ = ["open_store"]
 
 _FILE = "store"
 _COMPLETE = "complete"
@@ -74,7 +74,7 @@ def _publish(path: str, world_size: int, timeout: timedelta) -> Store:
                 os.unlink(_FILE, dir_fd=folder)
             with _explained(path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                store = store_on(os.open(_FILE, flags, 0o600, dir_fd=folder), timeout)
+                store = _store_on(os.open(_FILE, flags, 0o600, dir_fd=folder), timeout)
             _await_signatures(store, path, world_size, timeout)
             store.set(_COMPLETE, "1")
         finally:
@@ -111,7 +111,7 @@ def _join(path: str, rank: int, timeout: timedelta, deadline: float) -> Store:
     """The part of every other rank in [Note: rendezvous in a folder]."""
     while True:
         fd = _find(path, rank, timeout, deadline)
-        store = store_on(fd, timeout)
+        store = _store_on(fd, timeout)
         own, signed_by = str(os.getpid()), _sign(store, rank)
         if signed_by != own and os.path.exists(f"/proc/{signed_by}"):
             raise RendezvousError(
@@ -150,8 +150,7 @@ def _sign(store: Store, rank: int) -> str:
     return bytes(store.compare_set(_signature(rank), "", str(os.getpid()))).decode()
 
 
-def store_on(fd: int, timeout: timedelta) -> Store:
-    """A store in an open file, which need not have a name any more. Local; the descriptor is never closed."""
+def _store_on(fd: int, timeout: timedelta) -> Store:
     # No number of ranks: with it torch removes the file of the last one to leave, by a name that it has no more.
     store = FileStore(f"/proc/self/fd/{fd}", -1)
     store.set_timeout(timeout)
