@@ -167,8 +167,12 @@ def test_hosts_that_lose_their_power_are_done_without(job: Job, hosts: Cluster) 
     job.start(one, "--nproc", "1", *arguments)
     second = job.start(two, "--nproc", "2", *arguments)
     job.start(three, "--nproc", "1", *arguments)
-    wait_until(lambda: all(4 in sizes(job, host) for host in hosts.hosts), job, hosts)
-    found = {line[2]: line for host in hosts.hosts for line in job.lines(host) if line[3] == 4}
+
+    def ranks_of_four() -> dict[object, list[object]]:
+        return {line[2]: line for host in hosts.hosts for line in job.lines(host) if line[3] == 4}
+
+    wait_until(lambda: len(ranks_of_four()) == 4, job, hosts)
+    found = ranks_of_four()
     (count,) = {line[0] for line in found.values()}
     owners = {host.name: [rank for rank in found if found[rank][1] == host.name] for host in hosts.hosts}
     assert sorted(map(len, owners.values())) == [1, 1, 2]
