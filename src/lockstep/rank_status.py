@@ -217,12 +217,9 @@ class _StatusFile:
         index = self._free.pop(0) if self._free else self._num_sections
         start = HEADER_BYTES + index * SECTION_BYTES
         # Opened anew for each, so that a rank without groups holds no descriptor.
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, start, SECTION_BYTES)
-            memory = _map(fd, start)
-        finally:
-            os.close(fd)
+        with open(self._path, "r+b", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), start, SECTION_BYTES)
+            memory = _map(file.fileno(), start)
         self._num_sections = max(self._num_sections, index + 1)
         memory[:4096] = bytes(4096)
         section = Section(memory)
@@ -238,11 +235,8 @@ class _StatusFile:
         start, capacity = _MEETING
         field = bytearray(capacity)
         write_text(memoryview(field), 0, capacity, text)
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.pwrite(fd, field, start)
-        finally:
-            os.close(fd)
+        with open(self._path, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), field, start)
 
 
 def make_status_files(folder: Path, ranks: Iterable[int]) -> list[int]:
@@ -308,15 +302,12 @@ def note_joined(rank: int, world_size: int) -> None:
         if owner is None:
             return
         _file_of_process()
-        fd = os.open(_path(Path(owner[0]), owner[1]), os.O_RDWR | os.O_CLOEXEC)  # of another process, maybe
-        try:
-            magic, pid, *_ = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+        with open(_path(Path(owner[0]), owner[1]), "r+b", buffering=0) as file:  # of another process, maybe
+            magic, pid, *_ = _HEADER.unpack(file.read(_HEADER.size))
             is_it = (rank, world_size) == (owner[1], env.WORLD_SIZE.get())
             word = _BY_ITSELF if pid == os.getpid() else _BY_CHILD if is_it else _BY_OTHERS
             if magic == _MAGIC and (word != _BY_OTHERS or world_size > 1):
-                os.pwrite(fd, _WORD.pack(1), word)
-        finally:
-            os.close(fd)
+                os.pwrite(file.fileno(), _WORD.pack(1), word)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,12 @@ def sharded(net):
 def trained(net):
     model = lockstep.DistributedDataParallel(net)
     return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def by_torch():
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+    return model, torch.optim.SGD(model.parameters(), 0.1)
 """
 RIGHT = {
     "numbers of each sample, by its own generator": """
@@ -170,9 +176,7 @@ RIGHT = {
     """,
     "numbers of 16 bits alone": """
         torch.set_default_dtype(torch.bfloat16)
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x.bfloat16()), y).backward()
@@ -220,9 +224,7 @@ RIGHT = {
             optimizer.step()
     """,
     "accumulation whose last pass is in a closure": """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
         batches = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
         for number, (x, y) in enumerate(batches):

@@ -8,9 +8,7 @@ WRONG = {
         """
         torch.set_rng_state(unseeded)
         data, _ = torch.utils.data.random_split(data, [40, 21])
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
@@ -58,9 +56,7 @@ WRONG = {
     "rows that are gathered without their gradients, and a term on parameters": (
         ("gradients", "whole-batch"),
         """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for x, _ in split():
             optimizer.zero_grad()
             rows = nn.functional.normalize(model(x))
@@ -119,9 +115,7 @@ WRONG = {
         """
         place = torch.arange(61)
         data = torch.utils.data.TensorDataset(*data.tensors, (place < 20) | (place >= 40))
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         sampler = torch.utils.data.DistributedSampler(data, shuffle=False, drop_last=True)
         for x, y, most in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
             optimizer.zero_grad()
@@ -135,9 +129,7 @@ WRONG = {
     "a statistic that is the same on all ranks in the first step by chance": (
         ("loss", "not-linear"),
         """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for number, (x, y) in enumerate(split()):
             optimizer.zero_grad()
             each = cross_entropy(model(x), y, reduction="none")
@@ -176,9 +168,7 @@ WRONG = {
     "weights that are put back by rank 0's loss": (
         ("parameters", "moved"),
         """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for x, y in split():
             optimizer.zero_grad()
             loss = cross_entropy(model(x), y)
@@ -192,9 +182,7 @@ WRONG = {
     "a limit for values times the number of ranks": (
         ("gradients", "after-averaging"),
         """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
@@ -205,9 +193,7 @@ WRONG = {
     "a limit for the norm times the number of ranks": (
         ("gradients", "after-averaging"),
         """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
@@ -233,9 +219,7 @@ WRONG = {
     "a mean over tokens times the number of ranks": (
         ("loss", "count"),
         """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for x, y in split():
             optimizer.zero_grad()
             (cross_entropy(model(x), y.where(y > 1, -100)) * world.world_size).backward()
@@ -358,9 +342,7 @@ WRONG = {
         ("gradients", "count"),
         """
         torch.set_default_dtype(torch.float32)
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for x, y in split():
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
@@ -400,9 +382,7 @@ WRONG = {
     "set_epoch on rank 0": (
         ("samples", "set-epoch"),
         """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
         batches = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
         for epoch in range(2):
@@ -428,9 +408,7 @@ WRONG = {
     "a sampler anew for each epoch": (
         ("samples", "set-epoch"),
         """
-        torch.manual_seed(0)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = by_torch()
         for epoch in range(2):
             sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
             for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):

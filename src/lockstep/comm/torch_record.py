@@ -214,7 +214,7 @@ def _noting_that_it_meets(original: Callable[..., Any]) -> Callable[..., Any]:
     locate = make_locator()
 
     def new_group(ranks: Any = None, *values: Any, **options: Any) -> Any:
-        who = "" if ranks is None else list(ranks)
+        who = "" if ranks is None else ranks  # as it is: an iterator is torch's to walk
         with rank_status.noting_meeting(f"new_group({who}) at {site_text(locate())}"):
             return original(ranks, *values, **options)
 
