@@ -293,6 +293,11 @@ def test_missing_ranks_are_those_behind(status_folder: Path, monkeypatch: pytest
     assert find_missing(statuses, 3) == ()
 
 
+def test_ranks_of_a_group_may_be_an_iterator() -> None:
+    new_group = torch_record._noting_that_it_meets(lambda ranks: list(ranks))
+    assert new_group(iter([0, 1])) == [0, 1]
+
+
 def test_plain_torch_on_gloo_gets_the_same_summary(launches: Launches) -> None:
     """Nothing of Lockstep in the script: torch's own group, sub-group, DDP and messages are recorded all the same."""
     script = launches.script(
