@@ -38,8 +38,7 @@ class GlobalBatches(Iterator[GlobalBatch]):
         self.sampler = sampler
         self._epoch = epoch
         self._thread = thread
-        with preserve_global_rngs():
-            self._states = states_after(derive_seed(b"sampler", seed, epoch))  # of the streams of its own
+        self._states = states_after(derive_seed(b"sampler", seed, epoch))  # of the streams of its own
         self._batches: Iterator[Any] | None = None
         self._hash = hashlib.blake2b(str(seed).encode(), digest_size=_MARK_BYTES)
         self._num_samples = num_samples

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ __all__ = ["GLOBAL_RNGS", "GlobalRng", "make_generator", "preserve_global_rngs",
 
 _get_bit_generator = getattr(np.random, "get_bit_generator", None)  # since numpy 1.24
 _STATE_BYTES = 625 * 4  # of a Mersenne Twister: 624 numbers, and the position among them
+_Memory = ctypes.c_char * _STATE_BYTES
+_Normal = ctypes.c_char * 16  # whether there is one, and it
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
@@ -88,51 +91,48 @@ class _Python(GlobalRng):
         random.seed(value)
 
     def state(self) -> tuple[Any, ...]:
-        generator = _known_python()
-        return random.getstate() if generator is None else (_python_memory(generator), generator.gauss_next)
+        known = _known_python()
+        if known is None:
+            return random.getstate()
+        generator, memory = known
+        return memory.raw, generator.gauss_next
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        generator = _known_python()
-        if generator is None:
+        known = _known_python()
+        if known is None:
             random.setstate(state)
             return
-        memory, generator.gauss_next = state
-        ctypes.memmove(id(generator) + object.__basicsize__, memory, _STATE_BYTES)
+        generator, memory = known
+        memory.raw, generator.gauss_next = state
 
     def is_at(self, state: tuple[Any, ...]) -> bool:
         return self.state() == state
 
 
-def _python_memory(generator: random.Random) -> bytes:
-    return ctypes.string_at(id(generator) + object.__basicsize__, _STATE_BYTES)
+def _python_memory(generator: random.Random) -> Any:
+    return _Memory.from_address(id(generator) + object.__basicsize__)
 
 
 @cache
-def _known_python() -> Any:
-    """What `random` draws from, if this is CPython, and keeps position and numbers behind the header of the object."""
+def _known_python() -> tuple[Any, Any] | None:
+    """What `random` draws from and its memory, if CPython keeps position and numbers after the header of the object."""
     generator = getattr(random.getstate, "__self__", None)
     if sys.implementation.name != "cpython" or type(generator) is not random.Random:
         return None
     example = random.Random(1)
     example.getrandbits(5 * 32)
     *numbers, position = example.getstate()[1]
-    is_known = _python_memory(example) == np.array([position, *numbers], np.uint32).tobytes()
-    return generator if is_known else None
+    is_known = _python_memory(example).raw == np.array([position, *numbers], np.uint32).tobytes()
+    return (generator, _python_memory(generator)) if is_known else None
 
 
 class _Numpy(GlobalRng):
     """That behind `np.random.rand` and its like.
 
     `np.random.get_state` and `set_state` copy the state number by number, and take as long together as seeding 20
-    samples. numpy tells where a Mersenne Twister's state lies, and there it is copied at once.
-
-    [Note: the second normal number] Normal numbers are made in pairs, and the second one is kept beside the state.
-    Whether there is one, only `get_state` says. So one is drawn: if the position stays as it was, this was the kept
-    one, and now its value is known; else there was none, and the second of the new pair is drawn, too. A copy of the
-    state is put there when none is kept, and none is until somebody has drawn.
+    samples. numpy tells where a Mersenne Twister's state lies, and there it is copied at once. Normal numbers are made
+    in pairs; the second one is kept in the object that draws, and where it lies there is found by an example.
     """
-
-    _without_normal = b""  # what was put there last, with none
 
     def seed(self, value: int) -> None:
         np.random.seed(value >> 32)  # the half that torch's generator drops
@@ -141,71 +141,63 @@ class _Numpy(GlobalRng):
         generator = _mersenne_twister()
         if generator is None:
             return np.random.get_state(legacy=False)
-        memory, normal = _memory_of(generator), _take_normal(generator)
-        self._put(generator, memory)
-        return generator, memory, normal
+        memory, normal = _memory_of(generator)
+        with generator.lock:
+            return generator, memory.raw, normal.raw
 
     def restore(self, state: Any) -> None:
         if isinstance(state, dict):
             np.random.set_state(state)
             return
-        generator, memory, normal = state
+        generator, numbers, kept = state
         if _mersenne_twister() is not generator:  # a sample has put another one there
             np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
-        if _memory_of(generator) != self._without_normal:
-            _take_normal(generator)
-        self._put(generator, memory)
-        if normal is not None:
-            self._without_normal = b""
-            np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": normal})
+        memory, normal = _memory_of(generator)
+        with generator.lock:
+            memory.raw, normal.raw = numbers, kept
 
     def is_at(self, state: Any) -> bool:
-        if isinstance(state, dict):
-            return _are_equal(np.random.get_state(legacy=False), state)
-        generator, memory, _ = state
-        return _mersenne_twister() is generator and _memory_of(generator) == memory
-
-    def _put(self, generator: Any, memory: bytes) -> None:
-        with generator.lock:
-            ctypes.memmove(generator.ctypes.state_address, memory, _STATE_BYTES)
-        self._without_normal = memory
-
-
-def _take_normal(generator: Any) -> float | None:
-    """The normal number that was kept beside the state, and is kept no more; None if none was. Moves the state."""
-    position = ctypes.c_uint32.from_address(generator.ctypes.state_address + _STATE_BYTES - 4)
-    before = position.value
-    normal = np.random.standard_normal()
-    if position.value == before:
-        return normal
-    np.random.standard_normal()  # the second of the pair
-    return None
+        return _are_equal(self.state(), state)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
+    if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    return bool(np.all(one == other))
+    return bool(np.all(one == other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def _mersenne_twister() -> Any:
     """numpy's process-wide generator; None where it is of another kind, or its memory is laid out in another way."""
     generator = None if _get_bit_generator is None else _get_bit_generator()
-    return generator if type(generator) is np.random.MT19937 and _is_numpys_as_known() else None
+    return generator if type(generator) is np.random.MT19937 and _place_of_normal() is not None else None
 
 
-def _memory_of(generator: Any) -> bytes:
-    with generator.lock:
-        return ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES)
+@lru_cache(maxsize=4)
+def _memory_of(generator: Any) -> tuple[Any, Any]:
+    """Where numbers and position of numpy's process-wide generator lie, and whether a normal number is kept, and it."""
+    place = _place_of_normal()
+    assert place is not None, "asked for a generator that is not known"
+    drawing = getattr(np.random.get_state, "__self__")  # noqa: B009
+    return _Memory.from_address(generator.ctypes.state_address), _Normal.from_address(id(drawing) + place)
 
 
 @cache
-def _is_numpys_as_known() -> bool:
-    """Whether this release of numpy keeps the state as the numbers and the position after them."""
-    example = np.random.MT19937(1)
-    example.random_raw(5)
-    state = example.state["state"]
-    return _memory_of(example) == np.append(state["key"], state["pos"]).astype(np.uint32).tobytes()
+def _place_of_normal() -> int | None:
+    """Where in numpy's `RandomState` a normal number is kept; None if this release lays it or the numbers out anew."""
+    generator = np.random.MT19937(1)
+    example = np.random.RandomState(generator)
+    before = ctypes.string_at(id(example), object_size := type(example).__basicsize__)
+    example.standard_normal()
+    state = example.get_state(legacy=False)
+    after = ctypes.string_at(id(example), object_size)
+    place = after.find(struct.pack("d", state["gauss"])) - 8
+    numbers = np.append(state["state"]["key"], state["state"]["pos"]).astype(np.uint32).tobytes()
+    is_known = (
+        type(getattr(np.random.get_state, "__self__", None)) is np.random.RandomState
+        and _Memory.from_address(generator.ctypes.state_address).raw == numbers
+        and [struct.unpack_from("i", memory, place) for memory in (before, after)] == [(0,), (1,)]
+    )
+    return place if is_known else None
 
 
 class _Cuda(GlobalRng):
@@ -252,19 +244,20 @@ def seed_global_rngs(value: int) -> None:
 
 
 def states_after(value: int) -> Sequence[Any]:
-    """The states in which `seed_global_rngs` leaves the generators. They are to be put back afterwards."""
+    """The states in which `seed_global_rngs` would leave the generators."""
     return _states_after(value, _mersenne_twister(), _cudas_generator())
 
 
 @lru_cache(maxsize=4)
 def _states_after(value: int, *_: Any) -> Sequence[Any]:
-    seed_global_rngs(value)
-    return [rng.state() for rng in GLOBAL_RNGS]
+    with preserve_global_rngs():
+        seed_global_rngs(value)
+        return [rng.state() for rng in GLOBAL_RNGS]
 
 
 @contextmanager
-def preserve_global_rngs(thread: int | None = None, advice: str = "") -> Iterator[None]:
-    """Put the process-wide generators back afterwards, whatever happens inside.
+def preserve_global_rngs(thread: int | None = None, advice: str = "") -> Iterator[list[Any]]:
+    """Put the process-wide generators back afterwards, whatever happens inside, where their states are given.
 
     Args:
         thread: the one that trains; seeding in another one is an error, unless it is the main thread. None for any.
@@ -273,8 +266,7 @@ def preserve_global_rngs(thread: int | None = None, advice: str = "") -> Iterato
     Raises:
         DataError: another thread may draw from them meanwhile.
     """
-    now = threading.current_thread()
-    if now is not threading.main_thread() and thread not in (None, now.ident):
+    if thread not in (None, threading.get_ident()) and threading.current_thread() is not threading.main_thread():
         raise DataError(
             "batches are fetched in another thread than the one that made the loader. Torch's, numpy's and "
             "Python's generators belong to all threads, so seeding them here would change what the training draws "
@@ -282,7 +274,7 @@ def preserve_global_rngs(thread: int | None = None, advice: str = "") -> Iterato
         )
     before = [rng.state() for rng in GLOBAL_RNGS]
     try:
-        yield
+        yield before
     finally:
         for rng, state in zip(GLOBAL_RNGS, before, strict=True):
             rng.restore(state)

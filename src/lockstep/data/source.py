@@ -13,11 +13,11 @@ A dataset with a `__getitems__` fetches a batch in one go, and can only be seede
 samples depend on which of them a rank fetches together, and so on the number of ranks.
 
 [Note: generators that nobody draws from] Seeding all generators takes longer than fetching a cheap sample, and
-most datasets draw from one of them or from none. So it is measured. A generator that no sample has drawn from yet has
-one state throughout a batch, which depends on seed and epoch alone; so it does not matter which samples come before.
-Whether it was drawn from is seen by comparing: after each sample of the first batch that a process fetches, later after
-each batch. If so, it is seeded for each sample from then on, and what was fetched without is fetched once more. Mostly
-that is the first sample; a batch, where a transform is switched on later. A sample draws the same either way.
+most datasets draw from one of them or from none. So it is measured. Whether a generator was drawn from is seen by
+comparing its state: after each sample of the first batch that a process fetches, later after each batch. If so, it is
+seeded for each sample from then on, and what was fetched without is fetched once more. Mostly that is the first sample;
+a batch, where a transform is switched on later. A sample draws the same either way. Torch's, whose seed can be read
+without drawing, have a state in each batch that depends on seed and epoch alone.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 __all__ = ["DrawnFrom", "SampleSource", "TensorSource", "WorkerInit", "identity", "make_source", "takes_generator"]
 
 Collate = Callable[[list[Any]], Any]
+_SEED_IS_READABLE = (0, 3)  # positions in `GLOBAL_RNGS`: a sample may read `torch.initial_seed()` and draw nothing
 
 # Indexing these runs no code of the user's, so nothing can be drawn.
 _DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range, TensorDataset)
@@ -139,11 +140,13 @@ class DrawnFrom:
         """Whether samples may be fetched without `sample`."""
         return not self._drawn and not self._checks_each
 
-    def batch(self, quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def batch(self, states: list[Any], quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call what fetches and collates a batch; again where it drew from a generator for the first time."""
-        self._states = states_after(quiet_value)
+        self._states = states.copy()
+        for number in _SEED_IS_READABLE:
+            self._states[number] = states_after(quiet_value)[number]
+            GLOBAL_RNGS[number].restore(self._states[number])
         while True:
-            self._rewind_quiet(self._states)
             result = function(*arguments)
             if not self._note(self._states):
                 self._checks_each = False
@@ -153,11 +156,8 @@ class DrawnFrom:
         """Call what fetches a sample, with those generators seeded that are drawn from."""
         while True:
             self._seed_drawn(value)
-            if not self._checks_each:
-                return function(*arguments)
-            self._rewind_quiet(self._states)
             result = function(*arguments)
-            if not self._note(self._states):
+            if not self._checks_each or not self._note(self._states):
                 return result
 
     def collate(self, value: int, function: Collate, samples: list[Any]) -> Any:
@@ -224,12 +224,9 @@ class SampleSource:
             samples = [self.dataset[index] for index in fetch.indices]
             if _are_plain(samples):
                 return default_collate(samples)
-        quiet_value = _quiet_value(fetch.seed, fetch.epoch)
-        if get_worker_info() is not None:
-            return self._drawn_from.batch(quiet_value, self._batch, fetch)
         advice = ", pass num_workers=1, or pass seed_global_rng=False and let __getitem__ take a `generator`"
-        with preserve_global_rngs(self._thread, advice):
-            return self._drawn_from.batch(quiet_value, self._batch, fetch)
+        with preserve_global_rngs(self._thread, advice) as states:
+            return self._drawn_from.batch(states, _quiet_value(fetch.seed, fetch.epoch), self._batch, fetch)
 
     def _batch(self, fetch: Fetch) -> Any:
         try:
