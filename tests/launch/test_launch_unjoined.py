@@ -28,6 +28,9 @@ JOINED = {
     "gloo, without a collective": """
         import torch.distributed as dist
         dist.init_process_group("gloo", init_method="env://")
+        joined = dist.FileStore("joined", 2)  # gloo fails where the other one connects while this one leaves
+        joined.set(str(RANK), "")
+        joined.wait(["0", "1"])
         dist.destroy_process_group()
         """,
     "no torch": "print(RANK)",
@@ -43,6 +46,7 @@ JOINED = {
 
         def learn():
             dist.init_process_group("gloo")
+            dist.barrier()
             dist.destroy_process_group()
 
         if __name__ == "__main__":
@@ -73,6 +77,7 @@ def test_says_that_children_are_a_job_of_their_own(launches: Launches, count: in
 
         def learn(rank, port):
             dist.init_process_group("gloo", f"tcp://127.0.0.1:{{port}}", rank=rank, world_size={count})
+            dist.barrier()
             dist.destroy_process_group()
 
         if __name__ == "__main__":
