@@ -142,10 +142,10 @@ class DrawnFrom:
 
     def batch(self, states: list[Any], quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call what fetches and collates a batch; again where it drew from a generator for the first time."""
-        self._states = states.copy()
+        self._states, quiet = states.copy(), states_after(quiet_value)
         for number in _SEED_IS_READABLE:
-            self._states[number] = states_after(quiet_value)[number]
-            GLOBAL_RNGS[number].restore(self._states[number])
+            self._states[number] = quiet[number]
+            GLOBAL_RNGS[number].restore(quiet[number])
         while True:
             result = function(*arguments)
             if not self._note(self._states):
