@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lockstep import log
-from lockstep.comm import gloo_threads, old_shutdown, recorder_hook, torch_version
+from lockstep.comm import gloo_threads, torch_functions, torch_version
 from lockstep.errors import SetupError
 from lockstep.torch_private import patching
 
@@ -56,14 +56,14 @@ def test_only_our_groups_are_spared_torchs_recorder(
     attached: list[Any] = []
     torchs_own("_maybe_attach_flight_recorder", lambda group, *_: attached.append(group))
     for _ in range(2):
-        recorder_hook.register()
+        torch_functions.register()
     ours, torchs = SimpleNamespace(engine=None), SimpleNamespace()
     for group in (ours, torchs):
         distributed_c10d._maybe_attach_flight_recorder(group, "config", [0])
     assert attached == [torchs]
     monkeypatch.delattr(distributed_c10d, "_maybe_attach_flight_recorder")  # as before torch 2.15
     monkeypatch.setattr(patching, "warn_missing", pytest.fail)
-    recorder_hook.register()
+    torch_functions.register()
     assert not hasattr(distributed_c10d, "_maybe_attach_flight_recorder")
 
 
@@ -71,7 +71,7 @@ def test_old_torch_shuts_our_groups_down(torchs_own: Callable[..., None]) -> Non
     seen: list[Any] = []
     torchs_own("_shutdown_backend", lambda group: seen.append(group))
     for _ in range(2):
-        old_shutdown.register()
+        torch_functions.register()
     torchs = SimpleNamespace()
     distributed_c10d._shutdown_backend(SimpleNamespace(engine=None, shutdown=lambda: seen.append("ours")))
     distributed_c10d._shutdown_backend(torchs)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import env
-from lockstep.comm import creation
+from lockstep.comm import registration
 from lockstep.comm.backend import LockstepProcessGroup
 from lockstep.comm.mpi import group
 from lockstep.errors import (
@@ -184,9 +184,10 @@ def test_rank_and_world_size_go_together() -> None:
         lockstep.init(rank=2, world_size=2)
 
 
-@pytest.mark.parametrize("create", [creation.create, group.create], ids=["lockstep", "mpi4py"])
+@pytest.mark.parametrize("create", [registration.create, group.create], ids=["lockstep", "mpi4py"])
 def test_torch_asks_for_a_rank_that_no_group_of_that_size_has(create: Callable[..., object]) -> None:
     asked = SimpleNamespace(group_rank=2, group_size=2, store=dist.HashStore(), timeout=timedelta(seconds=1))
+    asked.global_ranks_in_group = [3, 4]
     with pytest.raises(SetupError, match=r"rank is 2, but world_size is 2: expected 0 … 1"):
         create(asked, None)
 

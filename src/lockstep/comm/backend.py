@@ -1,6 +1,6 @@
 """The process group "lockstep" of torch.distributed, and what it shares with others that run on an engine.
 
-`import lockstep` registers the name (`registration.py`); torch then asks for a group (`creation.py`).
+`import lockstep` registers the name, and torch then asks for a group (`registration.py`).
 Everything of `torch.distributed` works on it: the functions of `dist`, `new_group`, torch's own DDP,
 FSDP2 and DTensor.
 

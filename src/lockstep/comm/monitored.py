@@ -1,24 +1,16 @@
-"""`monitored_barrier`: a barrier whose error names every rank that did not come, in gloo's words and in ours.
-
-torch's function of that name turns away every backend but gloo by its name. `register` replaces it by one that asks our
-groups, and calls torch's own for all others.
-"""
+"""`monitored_barrier`: a barrier whose error names every rank that did not come, in gloo's words and in ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lockstep.comm.names import is_ours
 from lockstep.errors import CollectiveError, CollectiveTimeout, RankLost
-from lockstep.torch_private.patching import wrap_once
 
 if TYPE_CHECKING:
     from lockstep.comm.engine import Engine
 
-__all__ = ["monitored_barrier", "register"]
+__all__ = ["monitored_barrier"]
 
 
 def monitored_barrier(engine: Engine, timeout: timedelta | None, wait_all_ranks: bool) -> None:
@@ -51,24 +43,3 @@ def _gloo_words(engine: Engine, error: CollectiveError, timeout_s: float, wait_a
         return words
     limit = f"{timeout_s * 1000:.0f} ms"
     return f"Rank {own} timed out in monitoredBarrier after {limit}. {words} in {limit}"
-
-
-def register(module: ModuleType) -> None:
-    """Let `torch.distributed.monitored_barrier` know our groups. Local; may be called again.
-
-    Args:
-        module: `torch.distributed.distributed_c10d`. What `torch.distributed` took from it before is replaced too.
-    """
-
-    def knowing_ours(torchs_own: Callable[..., None]) -> Callable[..., None]:
-        def function(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-            asked = module.GroupMember.WORLD if group is None else group
-            if not is_ours(asked):
-                torchs_own(group, timeout, wait_all_ranks)
-                return
-            limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-            asked.monitored_barrier(limit, wait_all_ranks)
-
-        return function
-
-    wrap_once("torch.distributed.distributed_c10d.monitored_barrier", knowing_ours, alias="torch.distributed")

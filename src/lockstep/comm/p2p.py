@@ -30,10 +30,9 @@ from lockstep.comm.callsite import CallSite, call_site, describe_exception, site
 from lockstep.comm.contract import Team
 from lockstep.comm.deadlock import Deadlock, DeadlockDetector, note_messages, note_other_caller
 from lockstep.comm.flight_recorder import FlightRecorder
-from lockstep.comm.intra_op import compute_alone
-from lockstep.comm.message_work import DoneMessage, MessageWork, source_of
 from lockstep.comm.tensors import FlatTensor, check_memory, check_output, check_tensor, settled
 from lockstep.comm.user_threads import MAIN_THREAD
+from lockstep.comm.work import DoneMessage, MessageWork, compute_alone, source_of
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, InputError, InputTypeError
 from lockstep.shm.base_mailbox import BaseMailbox
 from lockstep.shm.cores import LONG_YIELD_S, LONGEST_NAP_S, own_cores

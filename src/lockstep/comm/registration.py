@@ -3,12 +3,13 @@
 `import lockstep` calls `ensure`. If torch.distributed is loaded, `ensure` registers the names at once; otherwise as
 soon as it is loaded. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported when a
 group over it is made; "mpi" means the same where torch has no MPI (`mpi/name.py`). On the same occasion
-`dist.monitored_barrier` and a private function that sets timeouts learn of our groups (`monitored.py`, `timeouts.py`),
-and the interpreter is made to wait for gloo's threads when groups or it end (`gloo_threads.py`).
+functions of torch that know its own groups alone learn of ours (`torch_functions.py`), and the interpreter is made to
+wait for gloo's threads when groups or it end (`gloo_threads.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -17,7 +18,7 @@ from typing import Any
 from lockstep.after_import import call_after_import
 from lockstep.comm.names import BACKEND_NAME, MPI_BACKEND_NAME
 
-__all__ = ["ensure"]
+__all__ = ["create", "ensure"]
 
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
 
@@ -25,12 +26,31 @@ _TORCH_MODULE = "torch.distributed.distributed_c10d"
 _registrars: list[Callable[[ModuleType], None]] = []
 
 
-def _create(options: Any, backend_options: Any) -> Any:
-    """Make a group of shared memory, for torch."""
-    from lockstep.comm.creation import create
+def create(options: Any, _backend_options: Any) -> Any:
+    """Make the `lockstep` group that torch asks for, alone or with groups of others behind it.
+
+    Args:
+        options: its `_DistributedBackendOptions`.
+
+    Raises:
+        BackendUnavailable: processes of this system cannot share memory; says why.
+        SetupError: there is no such rank in a group of that size.
+    """
+    from lockstep.comm.backend import LockstepProcessGroup, make_group
+    from lockstep.comm.mixed import kinds_beside
+    from lockstep.errors import BackendUnavailable
+    from lockstep.shm.support import lack
 
     _note(options)
-    return create(options, backend_options)
+    missing = lack()
+    if missing is not None:
+        raise BackendUnavailable(f"the lockstep backend cannot be used here: {missing}. Use gloo, or lockstep.init()")
+    beside = kinds_beside(BACKEND_NAME)
+    if not beside:
+        return make_group(LockstepProcessGroup, options)
+    from lockstep.comm.mixed_group import MixedProcessGroup  # needed by few, and it changes fifty methods
+
+    return make_group(functools.partial(MixedProcessGroup, beside), options)
 
 
 def _create_mpi(options: Any, backend_options: Any) -> Any:
@@ -43,9 +63,9 @@ def _create_mpi(options: Any, backend_options: Any) -> Any:
 
 def _note(options: Any) -> None:
     """A group is about to be made."""
-    from lockstep.comm import builtin_hooks
+    from lockstep.comm import torch_functions
 
-    builtin_hooks.register()
+    torch_functions.register_hooks_of_ddp()
     if not options.global_ranks_in_group:  # the default group
         from lockstep.comm import torch_version
 
@@ -54,30 +74,18 @@ def _note(options: Any) -> None:
 
 def _register(module: ModuleType) -> None:
     # Not before torch is there: the launcher and `lockstep --help` need none of them.
-    from lockstep.comm import (
-        gloo_threads,
-        mixed,
-        monitored,
-        old_shutdown,
-        recorder_hook,
-        timeouts,
-        torch_record,
-        torch_version,
-    )
+    from lockstep.comm import gloo_threads, mixed, torch_functions, torch_record, torch_version
     from lockstep.comm.mpi import name as mpi_name
 
     torch_version.check_oldest(sys.modules["torch"].__version__)
     backend = module.Backend
-    for name, create in ((BACKEND_NAME, _create), (MPI_BACKEND_NAME, _create_mpi)):
+    for name, make in ((BACKEND_NAME, create), (MPI_BACKEND_NAME, _create_mpi)):
         if name not in backend.backend_list:
-            backend.register_backend(name, create, extended_api=True, devices=["cpu"])
-    monitored.register(module)
-    timeouts.register(module)
+            backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+    torch_functions.register()
     mixed.register(module)
     mpi_name.register(module, MPI_BACKEND_NAME)
     torch_record.register(module)
-    recorder_hook.register()
-    old_shutdown.register()
     gloo_threads.register()
     for registrar in _registrars:
         registrar(module)

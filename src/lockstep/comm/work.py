@@ -1,4 +1,15 @@
-"""Work handles, and the thread that runs the asynchronous calls of a group in order."""
+"""Work handles of collectives and messages, and the thread that runs the asynchronous calls of a group in order.
+
+[Note: callbacks] Callbacks run in the thread that runs the calls of the group. One that waits for a call queued behind
+its own would wait for its own thread. The handle of that call knows this and runs it (`Runner.run_until`); the wait of
+a future is torch's C++, which does not. Nothing but a deadline ends it (`_CallbackWatch`).
+
+[Note: a thread of its own] A group's thread adds and copies while the thread that called it keeps computing with all
+its intra-op threads. OpenMP gives every thread that computes a team of its own: with eight intra-op threads a rank
+would have sixteen, and those that wait at the end of each operation take the cores by asking (torch's DDP over a group,
+2 ranks of 8 threads on 16 cores: 1.3 to 7.5 times slower than our engine, which computes in the caller's thread). So it
+computes alone, as gloo's threads do.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +20,23 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 from torch.futures import Future
 
+from lockstep import libc
 from lockstep.comm import staging
-from lockstep.comm.callback_watch import CallbackWatch
-from lockstep.comm.intra_op import compute_alone
 from lockstep.comm.torch_version import drops_python_work
 from lockstep.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
+from lockstep.shm.messages import Receive, Send
 from lockstep.torch_private.stores import Work as _TorchWork
 
-__all__ = ["DoneWork", "PendingWork", "Runner"]
+__all__ = ["DoneMessage", "DoneWork", "MessageWork", "PendingWork", "Runner", "compute_alone", "source_of"]
+
+_NO_SOURCE = -1
 
 Result = list[torch.Tensor]
 
@@ -189,7 +203,7 @@ class PendingWork(_TorchWork):
         in it) take it for an error rather than for a value.
         """
         if self._runner is not None and self._runner.is_current_thread:
-            # A callback asks, which may wait for it, in C++; see `callback_watch.py`.
+            # A callback asks, which may wait for it, in C++; see [Note: callbacks].
             self._runner.run_until(self, None)
         with self._lock:
             if self._future is not None:
@@ -206,6 +220,186 @@ class PendingWork(_TorchWork):
     def synchronize(self) -> None:
         """Wait."""
         self.wait()
+
+
+# ---- messages ----------------------------------------------------------------------------------------
+
+
+def source_of(operation: Send | Receive) -> int:
+    """Group rank that a message came from; -1 for a send, or before it is known."""
+    if isinstance(operation, Send) or operation.peer is None:
+        return _NO_SOURCE
+    return operation.peer
+
+
+class _Payload(Protocol):
+    tensor: torch.Tensor
+
+    def write_back(self) -> None: ...
+
+
+class _Owner(Protocol):
+    def drive(self, work: MessageWork, timeout_s: float | None) -> None: ...
+
+    def name_of(self, operation: Send | Receive) -> str: ...
+
+
+class DoneMessage(DoneWork):
+    """A send or receive that had finished before it returned.
+
+    Args:
+        tensor: what was sent or received.
+        source: group rank it came from; -1 for a send.
+    """
+
+    def __init__(self, tensor: torch.Tensor, source: int) -> None:
+        super().__init__([tensor])
+        self._source = source
+
+    def _source_rank(self) -> int:
+        """Group rank of the sender; torch's `recv` from any source asks for it."""
+        return self._source
+
+
+class MessageWork(PendingWork):
+    """A send or receive under way.
+
+    Args:
+        owner: moves the messages of the group.
+        operation: the operation of the mailbox.
+        item: the tensor that is sent, or received into.
+        timeout_s: seconds from the first wait to the deadline.
+
+    Attributes:
+        awaited_since_s: monotonic time at which a thread began to wait for it; None if none has.
+    """
+
+    def __init__(self, owner: _Owner, operation: Send | Receive, item: _Payload, timeout_s: float) -> None:
+        super().__init__(lambda: None, [item.tensor], lambda: owner.name_of(operation))
+        self.operation = operation
+        self.timeout_s = timeout_s
+        self.awaited_since_s: float | None = None
+        self._owner = owner
+        self._item = item
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Keep the outcome and hand it to the waiting threads. Once, and under no lock: callbacks run in here."""
+        if error is None and isinstance(self.operation, Receive):
+            self._item.write_back()
+        self._error = error
+        self._finish()
+
+    def _await(self, timeout_s: float | None) -> bool:
+        """Whether it has finished by then. The thread that waits moves the messages of the group."""
+        if not self.is_completed():
+            self._owner.drive(self, timeout_s)
+        return self.is_completed()
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """A future that finishes with it. The deadline runs from now on."""
+        self.start_deadline()
+        return super().get_future()
+
+    def start_deadline(self) -> None:
+        """Let the deadline run from now on, if it does not run yet."""
+        if self.awaited_since_s is None:
+            self.awaited_since_s = time.monotonic()
+
+    def _source_rank(self) -> int:
+        """Group rank of the sender; torch's `recv` from any source asks for it."""
+        return source_of(self.operation)
+
+
+# ---- the thread --------------------------------------------------------------------------------------
+
+
+def compute_alone() -> None:
+    """Have torch compute in the calling thread with this thread alone; all others keep what they have. Local.
+
+    See [Note: a thread of its own]. Without OpenMP (macOS, some builds) torch's threads are one pool for all callers,
+    and there is nothing to limit.
+    """
+    limit = libc.function("omp_set_num_threads")
+    if limit is not None:
+        # First, torch gives the thread its number, as it does once for each thread.
+        torch.get_num_threads()
+        limit(1)  # `torch.set_num_threads` would hold for all threads that begin from now on
+
+
+class _CallbackWatch:
+    """Looks out for a callback that holds up queued calls for too long.
+
+    Args:
+        limit_s: tells how many seconds are too long.
+        has_queued: tells whether calls are queued that the callback's thread is to run.
+        give_up: called with the seconds, in a thread of its own, when a callback has taken too long.
+    """
+
+    def __init__(
+        self, limit_s: Callable[[], float], has_queued: Callable[[], bool], give_up: Callable[[float], None]
+    ) -> None:
+        self._limit_s = limit_s
+        self._has_queued = has_queued
+        self._give_up = give_up
+        self._since_s: float | None = None  # when the callback began that runs now
+        self._timer: threading.Timer | None = None  # from the first callback with a call behind it on
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Callbacks run, until the block is left."""
+        self._since_s = time.monotonic()
+        self.look_out()
+        try:
+            yield
+        finally:
+            self._since_s = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The callback runs calls, which have deadlines of their own, until the block is left."""
+        is_running, self._since_s = self._since_s is not None, None
+        try:
+            yield
+        finally:
+            if is_running:
+                self._since_s = time.monotonic()
+                self.look_out()
+
+    def look_out(self) -> None:
+        """Begin to look, if a callback runs and calls are queued behind it. Local."""
+        if self._since_s is None or not self._has_queued():
+            return
+        with self._lock:
+            if self._timer is None and not self._is_closed:
+                self._look_in(self._limit_s())
+
+    def _look_in(self, seconds: float) -> None:
+        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._look)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _look(self) -> None:
+        limit_s = self._limit_s()
+        with self._lock:
+            self._timer = None
+            since_s = self._since_s
+            if since_s is None or self._is_closed or not self._has_queued():
+                return
+            left_s = since_s + limit_s - time.monotonic()
+            if left_s > 0:
+                self._look_in(left_s)
+                return
+        self._give_up(limit_s)
+
+    def close(self) -> None:
+        """Look no more. Local."""
+        with self._lock:
+            self._is_closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
 
 # C++ of torch 2.6 holds the C++ half of a Work and lets its Python half go. If that is gone when C++ comes to wait, it
@@ -242,7 +436,7 @@ class Runner:
     ) -> None:
         self._name = name
         self._give_up = give_up
-        self.watch = CallbackWatch(limit_s, lambda: not self._queue.empty(), self._cancel_held_up)
+        self.watch = _CallbackWatch(limit_s, lambda: not self._queue.empty(), self._cancel_held_up)
         self._queue: queue.SimpleQueue[PendingWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.unfinished = 0

@@ -9,7 +9,7 @@ General layout:
 * `environment`: the variables that each rank gets; `control_groups`: what a container leaves of cores and memory.
 * `report`, `root_cause`, `headline`: the error report of a failing rank, which failure was the first, and its one line.
 * `positions`, `stacks`: where every rank is, from its status file, and from py-spy.
-* `streams`, `terminal`, `screen`, `output`: the lines of each rank, and many ranks on one terminal.
+* `streams`, `screen`, `output`: the lines of each rank, and many ranks on one terminal.
 * `signals`, `process`, `attempt`: one start of all ranks, from the first fork to the last process gone.
 * `logs`, `local_workers`: the ranks of one attempt on this host, with their output and how they end.
 * `config`, `supervisor`: a job, which is one attempt or several; `launch_job` runs it.

@@ -1,7 +1,7 @@
 """Many ranks, one terminal: every line whole and with its rank in front.
 
-Each rank writes into two pipes, or, where the launcher's output is a terminal, into a pseudo terminal
-(`terminal.py`), so that it finds one, too, and prints in colour. One thread reads them all and writes to the
+Each rank writes into two pipes, or, where the launcher's output is a terminal, into a pseudo terminal,
+so that it finds one, too, and prints in colour. One thread reads them all and writes to the
 launcher's own stdout and stderr. It is a thread so that a slow reader at the other end (a pager, a stopped
 terminal) holds back the ranks' output, as it would hold back a single process, and never
 the launcher's watch over them.
@@ -18,20 +18,22 @@ Rules for a stream of bytes, of whatever encoding:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import selectors
+import struct
 import threading
 import time
 from typing import TextIO
 
 from lockstep.launch.screen import FileSink, Screen, Sink
 from lockstep.launch.streams import PARTIAL_S, RankStream, TerminalStream
-from lockstep.launch.terminal import fit, open_terminal
 
 __all__ = ["Relay"]
 
 _FIT_INTERVAL_S = 1.0
+_MIN_COLUMNS = 20
 
 
 def _prefix_columns(rank: int) -> int:
@@ -99,7 +101,7 @@ class Relay:
         return stdout, self._open(rank, self._stderr, has_bars)
 
     def _open(self, rank: int, sink: Sink, has_bars: bool) -> int:
-        ends = open_terminal(sink.fd, _prefix_columns(rank)) if sink.is_terminal else None
+        ends = _open_terminal(sink.fd, _prefix_columns(rank)) if sink.is_terminal else None
         kind = RankStream if ends is None else TerminalStream
         read_fd, write_fd = ends or os.pipe()
         os.set_blocking(read_fd, False)
@@ -177,9 +179,55 @@ class Relay:
         """Give the ranks' terminals the present width of ours."""
         for stream in self._streams:
             if isinstance(stream, TerminalStream):
-                fit(stream.fd, stream.sink.fd, _prefix_columns(stream.rank))
+                _fit(stream.fd, stream.sink.fd, _prefix_columns(stream.rank))
 
     def _announce_breakage(self) -> None:
         if self.error is not None and not self._is_broken:
             self._is_broken = True
             os.eventfd_write(self.broken_fd, 1)
+
+
+# ---- pseudo terminals ----------------------------------------------------------------------------------
+
+
+def _open_terminal(like: int, prefix_columns: int) -> tuple[int, int] | None:
+    """A pseudo terminal that hands on bytes as they are written, without echo.
+
+    Args:
+        like: descriptor of the terminal whose size it gets.
+        prefix_columns: how many columns are not the rank's.
+
+    Returns:
+        The end to read from and the end for the rank; None if there is none to be had.
+    """
+    import tty  # not on Windows, where this package can be imported
+
+    try:
+        read_fd, write_fd = os.openpty()
+    except OSError:  # a container without them, or too many
+        return None
+    tty.setraw(write_fd)
+    _fit(write_fd, like, prefix_columns)
+    return read_fd, write_fd
+
+
+def _fit(fd: int, like: int, prefix_columns: int) -> None:
+    """Give one terminal the size of another, less some columns."""
+    with contextlib.suppress(OSError):
+        rows, columns = _size(like)
+        wanted = (rows, max(columns - prefix_columns, _MIN_COLUMNS)) if columns else (rows, columns)
+        if _size(fd) != wanted:
+            _set_size(fd, wanted)
+
+
+def _size(fd: int) -> tuple[int, int]:
+    size = os.get_terminal_size(fd)
+    return size.lines, size.columns
+
+
+def _set_size(fd: int, size: tuple[int, int]) -> None:
+    # termios.tcsetwinsize came with Python 3.11.
+    import fcntl
+    import termios
+
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))

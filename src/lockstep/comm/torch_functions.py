@@ -1,0 +1,104 @@
+"""Functions of torch that ask for the classes of its own groups, and learn of ours here.
+
+- `monitored_barrier` turns away every backend but gloo by its name.
+- `_set_pg_timeout`, which Megatron-LM and `dist.breakpoint` call, asks for the classes of gloo and nccl.
+- `_shutdown_backend` of torch before 2.11 shuts down NCCL's groups alone when they are destroyed. Without it ranks that
+  wait for one that has left the group learn it only when their time is up.
+- `_maybe_attach_flight_recorder`, from 2.15 on, hooks torch's recorder to every group whose backends keep no record
+  themselves. The hook asks the group for a name that only groups with a C++ backend inside have, and ours have none:
+  `init_process_group` raised "ProcessGroup name not set". Nor could it record anything, because it is called by
+  torch's dispatcher, which our verbs do not pass; they have a record of their own (`flight_recorder.py`). Rejected: to
+  add our names to `_FR_SELF_RECORDING_BACKENDS`: torch asks for the backends of all devices, and so attaches its hook
+  for "cpu:lockstep,cuda:nccl" all the same.
+- `DistributedDataParallel._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)` computes in C++, where
+  the future of an all_reduce must hold a list of C++'s. That of a group written in Python holds one of Python's, which
+  ends in an internal error of torch. torch has the same hook in Python, too, so a model on a group of ours gets that
+  one. The other built-in hook, ALLREDUCE, takes either list.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from lockstep.comm.names import is_ours
+from lockstep.torch_private.patching import wrap_once
+
+__all__ = ["register", "register_hooks_of_ddp"]
+
+_C10D = "torch.distributed.distributed_c10d"
+
+
+def register() -> None:
+    """Let the functions of torch.distributed know our groups. Local; may be called again.
+
+    What `torch.distributed` took from its module before is replaced, too. A release that lacks one needs none.
+    """
+    wrap_once(f"{_C10D}.monitored_barrier", _monitored_barrier, alias="torch.distributed")
+    wrap_once(f"{_C10D}._set_pg_timeout", _set_timeout)
+    wrap_once(f"{_C10D}._shutdown_backend", _shut_down)
+    wrap_once(f"{_C10D}._maybe_attach_flight_recorder", _attach_recorder)
+
+
+def register_hooks_of_ddp() -> None:
+    """Let torch's DDP know our groups when it gets a built-in hook; torch is there as a whole. Local."""
+    wrap_once("torch.nn.parallel.distributed.DistributedDataParallel._register_builtin_comm_hook", _register_hook)
+
+
+def _or_default(group: Any) -> Any:
+    return sys.modules[_C10D].GroupMember.WORLD if group is None else group
+
+
+def _monitored_barrier(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    def function(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        asked = _or_default(group)
+        if not is_ours(asked):
+            torchs_own(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        asked.monitored_barrier(limit, wait_all_ranks)
+
+    return function
+
+
+def _set_timeout(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    def function(timeout: timedelta, group: Any = None) -> None:
+        asked = _or_default(group)
+        if is_ours(asked):
+            asked.set_timeout(timeout)
+        else:
+            torchs_own(timeout, group)
+
+    return function
+
+
+def _shut_down(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    def function(pg: Any) -> None:
+        if is_ours(pg):
+            pg.shutdown()
+        else:
+            torchs_own(pg)
+
+    return function
+
+
+def _attach_recorder(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    def function(pg: Any, *values: Any, **options: Any) -> None:
+        if not is_ours(pg):
+            torchs_own(pg, *values, **options)
+
+    return function
+
+
+def _register_hook(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    def register_hook(model: Any, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        if is_ours(model.process_group) and getattr(comm_hook_type, "name", "") == "FP16_COMPRESS":
+            model.register_comm_hook(model.process_group, fp16_compress_hook)
+        else:
+            torchs_own(model, comm_hook_type)
+
+    return register_hook
