@@ -95,12 +95,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._news = ""  # what has been done to the state since the last step
         self._num_steps = 0
         self._collected: tuple[int, int, dict[int, dict[str, Any]] | None] | None = None
-        super().__init__(params, dict(defaults))
+        given = params if isinstance(params, torch.Tensor) else list(params)
+        super().__init__(given, dict(defaults))
         parameters = self._parameters
         if not parameters:
             raise InputError("ZeroRedundancyOptimizer got no parameters")
         is_cut = is_elementwise(self._class, elementwise)
-        self._inner = InnerOptimizer(self._class, defaults, is_cut)
+        self._inner = InnerOptimizer(self._class, defaults, is_cut, in_groups=isinstance(given[0], dict))
         self.process_group = _choose_group(parameters, process_group)
         self._backing = self._choose_backing(is_cut)
         self._take_in(self.param_groups)
