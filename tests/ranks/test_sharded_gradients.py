@@ -129,3 +129,35 @@ def test_gradients_can_be_changed_and_not_read(backend: str, world_size: int) ->
         for name, error in zip(("sum", "clone", "add", "numpy", "tolist", "numpy"), errors, strict=True):
             assert error.startswith(f"{name} of a gradient of which each rank has a share")
             assert "optimizer.full_gradients()" in error
+
+
+def put_there(but_first: bool) -> tuple[float, float, str]:
+    """Gradients of two passes are read whole, changed together and put back; then some that are each rank's own."""
+    (ours, plain), optimizers = models(torch.optim.Adam)
+    norms = []
+    for model, optimizer in zip((ours, plain), optimizers, strict=True):
+        means = []
+        for seed in range(2):
+            optimizer.zero_grad()
+            backward(model, seed)
+            whole = optimizers[0].full_gradients() if model is ours else [each.grad for each in model.parameters()]
+            means.append([each.clone() for each in whole])
+        for position, (parameter, one, other) in enumerate(zip(model.parameters(), *means, strict=True)):
+            if position or not but_first:
+                parameter.grad = one - 0.1 * other
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+    far, apart = distance(ours, plain), abs(norms[0] - norms[1])
+    ours.module[0].bias.grad = torch.full((4,), float(torch.distributed.get_rank()), dtype=torch.float64)
+    return far, apart, str(error_of(optimizers[0].step))
+
+
+@backends
+@pytest.mark.parametrize("but_first", [False, True])
+def test_gradients_that_are_put_there_are_those_of_all_ranks(backend: str, but_first: bool) -> None:
+    for far, apart, error in run_ranks(put_there, 2, but_first, backend=backend):
+        assert far <= 1e-12
+        assert apart <= 1e-12
+        assert error.startswith(
+            "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has"
+        )

@@ -180,6 +180,51 @@ def test_parameters_are_written_by_all_ranks_or_none() -> None:
         assert "changing_parameters" in errors[0]
 
 
+def swap_averages() -> tuple[float, list[Tensor], list[Tensor]]:
+    """As for an evaluation by averaged weights: `p.data` and the averages change places, and back."""
+    sharded, optimizer, plain, plain_optimizer = pair("adam")
+    averages = [each.detach().clone() for each in sharded.parameters()]
+    expected = [each.clone() for each in averages]
+    for step in range(3):
+        for model, each in ((sharded, optimizer), (plain, plain_optimizer)):
+            each.zero_grad()
+            backward(model, step)
+            each.step()
+        for _ in range(2):
+            with optimizer.changing_parameters():
+                for position, parameter in enumerate(sharded.parameters()):
+                    parameter.data, averages[position] = averages[position], parameter.data
+        for ours, theirs, parameter in zip(averages, expected, plain.parameters(), strict=True):
+            ours.lerp_(parameter.detach(), 0.5)
+            theirs.lerp_(parameter.detach(), 0.5)
+    return distance(sharded, plain), averages, expected
+
+
+def test_averages_change_places_with_parameters() -> None:
+    for far, averages, expected in run_ranks(swap_averages, 2):
+        assert far <= 1e-12
+        assert all(map(torch.equal, averages, expected))
+
+
+def give_up_inside() -> bool:
+    sharded, optimizer, _, _ = pair("sgd")
+    before = [each.detach().clone() for each in sharded.parameters()]
+
+    def write() -> None:
+        with optimizer.changing_parameters():
+            for parameter in sharded.parameters():
+                parameter.data.zero_()
+            raise ValueError("halfway")
+
+    with pytest.raises(ValueError, match="halfway"):
+        write()
+    return all(map(torch.equal, before, sharded.parameters()))
+
+
+def test_what_was_being_changed_stays_as_it_was_after_an_error() -> None:
+    assert run_ranks(give_up_inside, 2) == [True, True]
+
+
 def write_a_row() -> str:
     """Of many: no value that is looked at is among them."""
     sharded, optimizer, _, _ = pair("sgd")
