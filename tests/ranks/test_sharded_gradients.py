@@ -161,3 +161,35 @@ def test_gradients_that_are_put_there_are_those_of_all_ranks(backend: str, but_f
         assert error.startswith(
             "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has"
         )
+
+
+def add_under_no_sync() -> tuple[float, list[str]]:
+    """To an averaged gradient: what is zeroed or scaled then is all of it, and what would look at it is an error."""
+    (ours, plain), optimizers = models()
+    errors: list[str] = []
+    for model, optimizer in zip((ours, plain), optimizers, strict=True):
+        backward(model, 0)
+        for seed in range(2):
+            with model.no_sync():
+                backward(model, 1 + seed)
+            for parameter in model.parameters():
+                if seed:
+                    parameter.grad.mul_(0.5).div_(2.0)
+                else:
+                    parameter.grad.zero_()
+        gradient = model.module[2].weight.grad
+        reads = [gradient.norm, gradient.abs_, lambda: nn.utils.clip_grad_norm_(ours.parameters(), 1.0)]
+        if model is ours:
+            errors = [str(error_of(read)) for read in (*reads, optimizer.full_gradients, gradient.share_memory_)]
+        backward(model, 3)
+        optimizer.step()
+    return distance(ours, plain), errors
+
+
+@backends
+def test_what_is_added_under_no_sync_changes_with_the_mean(backend: str) -> None:
+    for far, errors in run_ranks(add_under_no_sync, 2, backend=backend):
+        assert far <= 1e-12
+        for name, error in zip(("norm", "abs_", "norm", "full_gradients()", "share_memory_"), errors, strict=True):
+            late = ", before passes under no_sync() have been averaged," if name != "share_memory_" else ""
+            assert error.startswith(f"{name}{late} of a gradient of which each rank has a share")
