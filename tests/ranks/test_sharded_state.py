@@ -121,20 +121,31 @@ def test_consolidate_state_dict(backend: str) -> None:
     assert run_ranks(consolidate, 2, backend=backend) == [(True, True)] * 2
 
 
-def collect_on_one_rank(name: str) -> None:
+def ask_on_one_rank(name: str) -> None:
     sharded, optimizer, _, _ = pair("adam")
     backward(sharded, 0)
+    if dist.get_rank() == 0 and name == "clip_grad_norm_":
+        nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
     optimizer.step()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and name != "clip_grad_norm_":
         getattr(optimizer, name)()
     backward(sharded, 1)
 
 
-@pytest.mark.parametrize("name", ["state_dict", "consolidate_state_dict"])
-def test_a_state_is_collected_by_all_ranks(name: str) -> None:
-    for error in run_ranks(collect_on_one_rank, 2, name, expect_errors=True):
+@backends
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("state_dict", "state_dict() or consolidate_state_dict(), which every rank calls"),
+        ("consolidate_state_dict", "state_dict() or consolidate_state_dict(), which every rank calls"),
+        ("full_gradients", "full"),
+        ("clip_grad_norm_", "ZeroRedundancyOptimizer(Adam).step("),
+    ],
+)
+def test_what_all_ranks_have_a_share_of_is_asked_for_by_all(backend: str, name: str, words: str) -> None:
+    for error in run_ranks(ask_on_one_rank, 2, name, backend=backend, expect_errors=True):
         assert isinstance(error, CollectiveMismatch)
-        assert "state_dict() or consolidate_state_dict(), which every rank calls" in str(error)
+        assert words in str(error)
 
 
 # ---- who writes parameters -------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from torch.optim.optimizer import Optimizer
 from lockstep.agreement import collective_device
 from lockstep.comm.engine import Engine
 from lockstep.drift.comparison import digest
-from lockstep.errors import CollectiveMismatch, InputError, ModelError, SharedMemoryError
+from lockstep.errors import InputError, ModelError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
 from lockstep.parallel.rank_agreement import texts_that_differ
 from lockstep.parallel.sharded.engines import shard
-from lockstep.parallel.sharded.exchange import exchange
+from lockstep.parallel.sharded.exchange import compare, exchange
 from lockstep.parallel.sharded.gradients import ShardedGradient, whole_gradients
 from lockstep.parallel.sharded.inner import ShardPiece
 from lockstep.parallel.sharded.memory import HostMemory, trim
@@ -127,7 +127,7 @@ class Backing:
             self._num_steps += 1
             device = collective_device(self.group, self._shares[0].parameter.device)
             if device.type == "cpu" or self._num_steps.bit_count() == 1:  # a host waits for its GPU to compare
-                _compare(description, self.group, device)
+                compare(description, self.group, device)
         self._update(update)
         self._note()
         if len(self._loads) > 1:
@@ -292,20 +292,6 @@ class HostBacking(Backing):
                 values.append(f"{name} {flat[0].item()} … {flat[-1].item()}")
         self._engine.run_steps(f"load_state_dict into parameters that the ranks share ({', '.join(values)})")
         self._expects_writes = True
-
-
-def _compare(description: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Whether all ranks take the same step, where no memory is shared that tells. Collective."""
-    texts = texts_that_differ(description, group, device)
-    if not texts:
-        return
-    other = next(rank for rank, each in enumerate(texts) if each != texts[0])
-    ranks = dist.get_process_group_ranks(group)
-    raise CollectiveMismatch(
-        f"the ranks take different steps: rank {ranks[0]} {texts[0]}; rank {ranks[other]} {texts[other]}. Every rank "
-        "must step with the same options, state and gradients: give ReduceLROnPlateau, and whatever else goes by a "
-        "loss, that of all ranks (lockstep.mean(loss * len(y), len(y))), and load states on every rank"
-    )
 
 
 class _LoadHook:

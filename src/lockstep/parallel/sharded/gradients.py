@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from lockstep.agreement import collective_device
+from lockstep.comm.backend import engine_of
 from lockstep.errors import ModelError
-from lockstep.parallel.sharded.exchange import exchange
+from lockstep.parallel.sharded.exchange import compare, exchange
 from lockstep.parallel.sharded.shares import Share, shaped_like
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.tensors import amp_unscale_, make_wrapper, plain_torch_function
@@ -122,6 +123,7 @@ def whole_gradients(gradients: Sequence[ShardedGradient]) -> list[torch.Tensor]:
     """The mean gradients, whole, of the same parameters on all ranks; zeros where there is none. Collective."""
     _check_averaged((each for each in gradients if each.is_held), "full_gradients()")
     shares = [each.share for each in gradients]
+    _compare_calls("full gradients of ZeroRedundancyOptimizer, which every rank asks for", gradients[0])
     flats = [torch.zeros(each.numel(), dtype=each.dtype, device=each.device) for each in gradients]
     for share, flat in zip(shares, flats, strict=True):
         if share.has_gradient:
@@ -243,6 +245,7 @@ def _norm(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
 
 def _compute_norms(gradients: Sequence[ShardedGradient], order: float, group: dist.ProcessGroup) -> None:
     """The norms of whole gradients, of the parts on each rank. Collective."""
+    _compare_calls("norms of gradients of ZeroRedundancyOptimizer, which every rank asks for", gradients[0])
     parts = torch.zeros(len(gradients), dtype=torch.float64, device=collective_device(group, gradients[0].device))
     if order == -math.inf:
         parts.fill_(math.inf)
@@ -258,6 +261,11 @@ def _compute_norms(gradients: Sequence[ShardedGradient], order: float, group: di
     norms = parts ** (1 / order) if is_sum_of_powers else parts
     for gradient, norm in zip(gradients, norms, strict=True):
         gradient.share.norms[order] = norm
+
+
+def _compare_calls(text: str, gradient: ShardedGradient) -> None:
+    if engine_of(gradient.group) is None:  # our own groups compare calls by themselves
+        compare(text, gradient.group, collective_device(gradient.group, gradient.device))
 
 
 def _norms(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
