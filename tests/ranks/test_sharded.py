@@ -304,6 +304,53 @@ def test_classes_of_users(backend: str, kind: type[Sign], elementwise: bool | No
     assert (sum(count for _, count in found) == 6) is (elementwise is None)
 
 
+class Eager(Sign):
+    """A user's class that takes no groups, looks at the first parameter, and makes its state at once."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        parameters = list(params)
+        self.is_matrix = parameters[0].dim() == 2
+        super().__init__(parameters, lr)
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["momentum"] = torch.zeros_like(each)
+
+
+class EagerInGroups(Sign):
+    """One that takes groups, and looks at the first parameter of each."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.dtypes = [group["params"][0].dtype for group in self.param_groups]
+
+
+def train_few(kind: type[Sign]) -> tuple[float, int]:
+    """Fewer parameters than ranks, so that some have none of them, or none of a group."""
+    module = nn.Linear(64, 7).double()
+    models = [DistributedDataParallel(each) for each in (module, copy.deepcopy(module))]
+    optimizers: list[torch.optim.Optimizer] = []
+    for model in models:
+        given: Any = model.parameters()
+        if kind is EagerInGroups:
+            given = [{"params": [each]} for each in given]
+        is_first = model is models[0]
+        optimizers.append(ZeroRedundancyOptimizer(given, kind, lr=0.01) if is_first else kind(given, lr=0.01))
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            inputs, targets = batch(seed)
+            nn.functional.cross_entropy(model(inputs.flatten(1)), targets).backward()
+            optimizer.step()
+    return distance(*models), len(optimizers[0].state)
+
+
+@backends
+@pytest.mark.parametrize("kind", [Eager, EagerInGroups])
+def test_classes_of_users_that_look_at_the_first_parameter(backend: str, kind: type[Sign]) -> None:
+    found = run_ranks(train_few, 3, kind, backend=backend)
+    assert max(far for far, _ in found) <= 1e-12
+    assert sorted(count for _, count in found) == [0, 1, 1]
+
+
 class Counting(torch.optim.Optimizer):
     """A user's class that counts its steps, in itself and in groups, keeps gradients, and decays what has none."""
 

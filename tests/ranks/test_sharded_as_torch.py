@@ -15,7 +15,7 @@ import lockstep
 from ddp_checks import error_of
 from lockstep.errors import CheckpointError, InputError, ModelError
 from lockstep.testing import run_ranks
-from test_sharded import backward, distance, net, pair
+from test_sharded import backends, backward, distance, net, pair
 
 
 def follow_the_recipe(class_of: str, engine_of: str, as_view: bool) -> tuple[float, int]:
@@ -80,6 +80,30 @@ def test_what_is_refused() -> None:
         for each in joins:
             assert each.startswith("Join: a rank that has joined would still have to step its share")
             assert "lockstep.DataLoader" in each
+
+
+def load_by_distributed_checkpoint() -> float:
+    """Into an optimizer that has taken no step; torch's functions make it take one, by gradients of their own."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    sharded, optimizer, plain, plain_optimizer = pair("adam")
+    for model, each in ((sharded, optimizer), (plain, plain_optimizer)):
+        backward(model, 0)
+        each.step()
+    state = copy.deepcopy(get_optimizer_state_dict(sharded, optimizer))
+    again = lockstep.DistributedDataParallel(copy.deepcopy(sharded.module))
+    fresh = lockstep.ZeroRedundancyOptimizer(again.parameters(), torch.optim.Adam, lr=0.01)
+    set_optimizer_state_dict(again, fresh, state)
+    for model, each in ((again, fresh), (plain, plain_optimizer)):
+        each.zero_grad()
+        backward(model, 1)
+        each.step()
+    return distance(again, plain)
+
+
+@backends
+def test_distributed_checkpoint(backend: str) -> None:
+    assert max(run_ranks(load_by_distributed_checkpoint, 2, backend=backend)) <= 1e-12
 
 
 def go_back() -> tuple[float, bool]:

@@ -129,3 +129,67 @@ def test_gradients_can_be_changed_and_not_read(backend: str, world_size: int) ->
         for name, error in zip(("sum", "clone", "add", "numpy", "tolist", "numpy"), errors, strict=True):
             assert error.startswith(f"{name} of a gradient of which each rank has a share")
             assert "optimizer.full_gradients()" in error
+
+
+def put_there(but_first: bool) -> tuple[float, float, str]:
+    """Gradients of two passes are read whole, changed together and put back; then some that are each rank's own."""
+    (ours, plain), optimizers = models(torch.optim.Adam)
+    norms = []
+    for model, optimizer in zip((ours, plain), optimizers, strict=True):
+        means = []
+        for seed in range(2):
+            optimizer.zero_grad()
+            backward(model, seed)
+            whole = optimizers[0].full_gradients() if model is ours else [each.grad for each in model.parameters()]
+            means.append([each.clone() for each in whole])
+        for position, (parameter, one, other) in enumerate(zip(model.parameters(), *means, strict=True)):
+            if position or not but_first:
+                parameter.grad = one - 0.1 * other
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+    far, apart = distance(ours, plain), abs(norms[0] - norms[1])
+    ours.module[0].bias.grad = torch.full((4,), float(torch.distributed.get_rank()), dtype=torch.float64)
+    return far, apart, str(error_of(optimizers[0].step))
+
+
+@backends
+@pytest.mark.parametrize("but_first", [False, True])
+def test_gradients_that_are_put_there_are_those_of_all_ranks(backend: str, but_first: bool) -> None:
+    for far, apart, error in run_ranks(put_there, 2, but_first, backend=backend):
+        assert far <= 1e-12
+        assert apart <= 1e-12
+        assert error.startswith(
+            "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has"
+        )
+
+
+def add_under_no_sync() -> tuple[float, list[str]]:
+    """To an averaged gradient: what is zeroed or scaled then is all of it, and what would look at it is an error."""
+    (ours, plain), optimizers = models()
+    errors: list[str] = []
+    for model, optimizer in zip((ours, plain), optimizers, strict=True):
+        backward(model, 0)
+        for seed in range(2):
+            with model.no_sync():
+                backward(model, 1 + seed)
+            for parameter in model.parameters():
+                if seed:
+                    parameter.grad.mul_(0.5).div_(2.0)
+                else:
+                    parameter.grad.zero_()
+        gradient = model.module[2].weight.grad
+        reads = [gradient.norm, gradient.abs_, lambda: nn.utils.clip_grad_norm_(ours.parameters(), 1.0)]
+        if model is ours:
+            errors = [str(error_of(read)) for read in (*reads, optimizer.full_gradients, gradient.share_memory_)]
+        backward(model, 3)
+        optimizer.step()
+    return distance(ours, plain), errors
+
+
+@backends
+def test_what_is_added_under_no_sync_changes_with_the_mean(backend: str) -> None:
+    for far, errors in run_ranks(add_under_no_sync, 2, backend=backend):
+        assert far <= 1e-12
+        for name, error in zip(("norm", "abs_", "norm", "full_gradients()", "share_memory_"), errors, strict=True):
+            late = ", before passes under no_sync() have been averaged," if name != "share_memory_" else ""
+            assert error.startswith(f"{name}{late} of a gradient of which each rank has a share")

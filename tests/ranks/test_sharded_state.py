@@ -121,20 +121,31 @@ def test_consolidate_state_dict(backend: str) -> None:
     assert run_ranks(consolidate, 2, backend=backend) == [(True, True)] * 2
 
 
-def collect_on_one_rank(name: str) -> None:
+def ask_on_one_rank(name: str) -> None:
     sharded, optimizer, _, _ = pair("adam")
     backward(sharded, 0)
+    if dist.get_rank() == 0 and name == "clip_grad_norm_":
+        nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
     optimizer.step()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and name != "clip_grad_norm_":
         getattr(optimizer, name)()
     backward(sharded, 1)
 
 
-@pytest.mark.parametrize("name", ["state_dict", "consolidate_state_dict"])
-def test_a_state_is_collected_by_all_ranks(name: str) -> None:
-    for error in run_ranks(collect_on_one_rank, 2, name, expect_errors=True):
+@backends
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("state_dict", "state_dict() or consolidate_state_dict(), which every rank calls"),
+        ("consolidate_state_dict", "state_dict() or consolidate_state_dict(), which every rank calls"),
+        ("full_gradients", "full"),
+        ("clip_grad_norm_", "ZeroRedundancyOptimizer(Adam).step("),
+    ],
+)
+def test_what_all_ranks_have_a_share_of_is_asked_for_by_all(backend: str, name: str, words: str) -> None:
+    for error in run_ranks(ask_on_one_rank, 2, name, backend=backend, expect_errors=True):
         assert isinstance(error, CollectiveMismatch)
-        assert "state_dict() or consolidate_state_dict(), which every rank calls" in str(error)
+        assert words in str(error)
 
 
 # ---- who writes parameters -------------------------------------------------------------------------------
@@ -178,6 +189,51 @@ def test_parameters_are_written_by_all_ranks_or_none() -> None:
         assert far <= 1e-10
         assert errors[0].startswith("1 parameter(s), such as 4.bias, were written to outside of")
         assert "changing_parameters" in errors[0]
+
+
+def swap_averages() -> tuple[float, list[Tensor], list[Tensor]]:
+    """As for an evaluation by averaged weights: `p.data` and the averages change places, and back."""
+    sharded, optimizer, plain, plain_optimizer = pair("adam")
+    averages = [each.detach().clone() for each in sharded.parameters()]
+    expected = [each.clone() for each in averages]
+    for step in range(3):
+        for model, each in ((sharded, optimizer), (plain, plain_optimizer)):
+            each.zero_grad()
+            backward(model, step)
+            each.step()
+        for _ in range(2):
+            with optimizer.changing_parameters():
+                for position, parameter in enumerate(sharded.parameters()):
+                    parameter.data, averages[position] = averages[position], parameter.data
+        for ours, theirs, parameter in zip(averages, expected, plain.parameters(), strict=True):
+            ours.lerp_(parameter.detach(), 0.5)
+            theirs.lerp_(parameter.detach(), 0.5)
+    return distance(sharded, plain), averages, expected
+
+
+def test_averages_change_places_with_parameters() -> None:
+    for far, averages, expected in run_ranks(swap_averages, 2):
+        assert far <= 1e-12
+        assert all(map(torch.equal, averages, expected))
+
+
+def give_up_inside() -> bool:
+    sharded, optimizer, _, _ = pair("sgd")
+    before = [each.detach().clone() for each in sharded.parameters()]
+
+    def write() -> None:
+        with optimizer.changing_parameters():
+            for parameter in sharded.parameters():
+                parameter.data.zero_()
+            raise ValueError("halfway")
+
+    with pytest.raises(ValueError, match="halfway"):
+        write()
+    return all(map(torch.equal, before, sharded.parameters()))
+
+
+def test_what_was_being_changed_stays_as_it_was_after_an_error() -> None:
+    assert run_ranks(give_up_inside, 2) == [True, True]
 
 
 def write_a_row() -> str:

@@ -335,9 +335,13 @@ class RankAgreement:
         greatest, negative_least = pair.tolist()
         if greatest != -negative_least:
             self._claim = None
+            came = f"rank {dist.get_rank()} came with {text}, another rank with something else"
+            if not self._on_gpu:  # there, ranks may have come to other things by now
+                found = _first_that_differ(text, self._group, self._device)
+                came = ", ".join(f"rank {rank} came with {each or 'an averaging'}" for rank, each in found)
             raise CollectiveMismatch(
-                f"the ranks averaged gradients of different batches: rank {dist.get_rank()} took {text}, another rank "
-                f"something else. Every rank must take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
+                f"the ranks averaged gradients of different batches: {came}. Every rank must make the same passes, and "
+                f"take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
             )
 
     def _compare_batches(self, batches: Sequence[int]) -> None:
@@ -502,17 +506,16 @@ def check_same_model(
     """
     lines = [f"{name}: {_describe(tensor)}" for name, tensor in tensors.items()]
     lines += [f"{name}={value}" for name, value in settings.items()]
-    texts = texts_that_differ("\n".join(lines), group, device)
-    for rank, other in enumerate(texts):
-        pairs = zip_longest(texts[0].split("\n"), other.split("\n"), fillvalue="nothing more")
-        for here, there in pairs:
-            if here != there:
-                ranks = dist.get_process_group_ranks(group)
-                raise ModelMismatch(
-                    f"ranks hold different models. First difference: rank {ranks[0]} has {here or 'nothing'}; rank "
-                    f"{ranks[rank]} has {there or 'nothing'}. Build the same model on every rank, and wrap it with the "
-                    "same arguments"
-                )
+    found = texts_that_differ("\n".join(lines), group, device)
+    if not found:
+        return
+    (first, ours), (other, theirs) = found
+    pairs = zip_longest(ours.split("\n"), theirs.split("\n"), fillvalue="nothing more")
+    here, there = next((here, there) for here, there in pairs if here != there)
+    raise ModelMismatch(
+        f"ranks hold different models. First difference: rank {first} has {here or 'nothing'}; rank {other} has "
+        f"{there or 'nothing'}. Build the same model on every rank, and wrap it with the same arguments"
+    )
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -524,19 +527,22 @@ def _describe(tensor: torch.Tensor) -> str:
     return text if laid_out.is_contiguous() else f"{text} with strides {list(laid_out.stride())}"
 
 
-def texts_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """What each rank says, in rank order; nothing where all say the same, which takes one gather. Collective."""
-    own = text.encode()
-    summary = torch.tensor([fingerprint(own), len(own)], dtype=torch.int64, device=device)
-    summaries = gather(summary, group)
-    if bool((summaries[:, 0] == summaries[0, 0]).all()):
-        return []
-    lengths = summaries[:, 1].tolist()
-    padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8, device="cpu")
-    if own:
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    rows = gather(padded.to(device), group)
-    return [bytes(row[:length].numpy()).decode() for row, length in zip(rows, lengths, strict=True)]
+def texts_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, str]]:
+    """Rank and text of the first rank, and of the first that says another thing; nothing if none does. Collective."""
+    number = fingerprint(text)
+    pair = torch.tensor([number, -number], dtype=torch.int64, device=device)  # as `begin_comparing_claims` compares
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+    return _first_that_differ(text, group, device) if int(pair.sum()) else []
+
+
+def _first_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, str]]:
+    own = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+    lengths = gather(torch.tensor(len(own), device=device), group)
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
+    padded[: len(own)] = own
+    texts = [bytes(row.numpy()).rstrip(b"\0").decode() for row in gather(padded.to(device), group)]
+    other = next(rank for rank, each in enumerate(texts) if each != texts[0])
+    return [(dist.get_global_rank(group, rank), texts[rank]) for rank in (0, other)]
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int | None = None) -> None:

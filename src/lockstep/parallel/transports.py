@@ -132,12 +132,12 @@ class GroupTransport:
         """Wait for all reductions, compare what the batch was taken for, and broadcast the buffers."""
         start = time.perf_counter()
         compare = self._agreement.begin_comparing_claims(words)
+        if compare is not None:
+            compare()  # first: a rank that has come to something else sends nothing
         for work in self._works:
             work.wait()
         clock.add(time.perf_counter() - start)
         self._begin_anew()
-        if compare is not None:
-            compare()
         if buffers:
             broadcast_tensors(buffers, self._group)
         return None

@@ -15,11 +15,12 @@ from torch.optim.optimizer import Optimizer
 
 from lockstep.agreement import collective_device
 from lockstep.comm.engine import Engine
-from lockstep.errors import CollectiveMismatch, InputError, ModelError, SharedMemoryError
+from lockstep.drift.comparison import digest
+from lockstep.errors import InputError, ModelError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
 from lockstep.parallel.rank_agreement import texts_that_differ
 from lockstep.parallel.sharded.engines import shard
-from lockstep.parallel.sharded.exchange import exchange
+from lockstep.parallel.sharded.exchange import compare, exchange
 from lockstep.parallel.sharded.gradients import ShardedGradient, whole_gradients
 from lockstep.parallel.sharded.inner import ShardPiece
 from lockstep.parallel.sharded.memory import HostMemory, trim
@@ -126,7 +127,7 @@ class Backing:
             self._num_steps += 1
             device = collective_device(self.group, self._shares[0].parameter.device)
             if device.type == "cpu" or self._num_steps.bit_count() == 1:  # a host waits for its GPU to compare
-                _compare(description, self.group, device)
+                compare(description, self.group, device)
         self._update(update)
         self._note()
         if len(self._loads) > 1:
@@ -134,14 +135,21 @@ class Backing:
             exchange(self._shares, [self._flat(each) for each in self._shares], self.group)
 
     def _check(self) -> None:
-        for gradient in self._gradients:
-            found = gradient.share.gradient
-            if found is None or (found is gradient and gradient.share.has_gradient and gradient.added is None):
-                continue
+        """Whether every gradient is one of all ranks. Collective where gradients were put there by hand."""
+        others = [each for each in self._gradients if not (each.is_held or each.share.gradient is None)]
+        is_late = any(
+            each.is_held and (each.added is not None or not each.share.has_gradient) for each in self._gradients
+        )
+        if not is_late and others:
+            assert self.group is not None
+            given = digest(each.share.gradient for each in others if each.share.gradient is not None)
+            text = f"ZeroRedundancyOptimizer.step() by {len(others)} gradients that were put there ({given[:8]})"
+            is_late = bool(texts_that_differ(text, self.group, collective_device(self.group, others[0].device)))
+        if is_late:
             raise ModelError(
                 "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has not averaged: "
-                "make the last backward pass before each step outside of no_sync(), of what model(x) returns, and "
-                "change gradients in place (p.grad.mul_(...), p.grad.copy_(...)) instead of putting others there"
+                "make the last backward pass before each step outside of no_sync(), of what model(x) returns, and put "
+                "gradients of your own (p.grad = ...) there on every rank, the same ones"
             )
 
     def _update(self, update: Callable[[], None]) -> None:
@@ -160,7 +168,7 @@ class Backing:
         if not self._gradients:
             return [share.gradient for share in self._shares]
         found = zip(self._gradients, whole_gradients(self._gradients), strict=True)
-        return [whole if each.is_held else None for each, whole in found]
+        return [whole if each.is_held else each.share.gradient for each, whole in found]
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -231,13 +239,13 @@ class HostBacking(Backing):
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Of what the ranks write, that of the first counts; the others write to copies."""
+        """Every rank writes to a copy; that of the first counts. What a script keeps of `p.data` stays its own."""
         text = "ZeroRedundancyOptimizer.changing_parameters()"
-        self._engine.run_steps(text)
         shared = [share.parameter.data for share in self._shares]
-        for share in self._shares if self._rank > 0 else ():
+        for share in self._shares:  # before the ranks meet: the first may be through, and write, while others copy
             share.parameter.data = share.parameter.data.clone()
         try:
+            self._engine.run_steps(text)
             yield
         finally:
             written = [share.parameter.data for share in self._shares]
@@ -248,7 +256,7 @@ class HostBacking(Backing):
         self._note()
 
     def _put_back(self, written: Sequence[torch.Tensor]) -> None:
-        """Copy what the first rank put elsewhere (`p.data = ...`) to where all ranks read it. Local.
+        """Copy what the first rank has written to where all ranks read it. Local.
 
         Raises:
             ModelError: a parameter was given another shape or dtype.
@@ -261,7 +269,7 @@ class HostBacking(Backing):
                     f"and {data.dtype} inside of changing_parameters(): reshape and convert the model before it is "
                     "wrapped, and make the optimizer then"
                 )
-            if self._rank == 0 and data.data_ptr() != own.data_ptr():
+            if self._rank == 0:
                 own.copy_(data)
 
     def _listen(self, module: torch.nn.Module, known: set[int]) -> None:
@@ -284,20 +292,6 @@ class HostBacking(Backing):
                 values.append(f"{name} {flat[0].item()} … {flat[-1].item()}")
         self._engine.run_steps(f"load_state_dict into parameters that the ranks share ({', '.join(values)})")
         self._expects_writes = True
-
-
-def _compare(description: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Whether all ranks take the same step, where no memory is shared that tells. Collective."""
-    texts = texts_that_differ(description, group, device)
-    if not texts:
-        return
-    other = next(rank for rank, each in enumerate(texts) if each != texts[0])
-    ranks = dist.get_process_group_ranks(group)
-    raise CollectiveMismatch(
-        f"the ranks take different steps: rank {ranks[0]} {texts[0]}; rank {ranks[other]} {texts[other]}. Every rank "
-        "must step with the same options, state and gradients: give ReduceLROnPlateau, and whatever else goes by a "
-        "loss, that of all ranks (lockstep.mean(loss * len(y), len(y))), and load states on every rank"
-    )
 
 
 class _LoadHook:

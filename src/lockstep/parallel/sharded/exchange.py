@@ -1,4 +1,4 @@
-"""What each rank has of some tensors goes to all others."""
+"""What each rank has of some tensors goes to all others; what each has come for is compared."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.backend import engine_of
+from lockstep.errors import CollectiveMismatch
+from lockstep.parallel.rank_agreement import texts_that_differ
 from lockstep.parallel.sharded.shares import Share
 from lockstep.torch_private.tensors import foreach_copy_
 
-__all__ = ["WORTH_SENDING", "exchange"]
+__all__ = ["WORTH_SENDING", "compare", "exchange"]
 
 WORTH_SENDING = 32 << 10  # elements from which on a part is a message of its own
 
@@ -64,3 +66,14 @@ def _gather(by_rank: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup)
         if rank != group.rank():
             sizes = [each.numel() for each in parts]
             foreach_copy_(list(parts), list(torch.split(row[: numels[rank]], sizes)))
+
+
+def compare(description: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Whether all ranks have come for the same, where no memory is shared that tells. Collective."""
+    said = "; ".join(f"rank {rank} {text}" for rank, text in texts_that_differ(description, group, device))
+    if said:
+        raise CollectiveMismatch(
+            f"the ranks take different steps: {said}. Every rank must step with the same options, state and gradients: "
+            "give ReduceLROnPlateau, and whatever else goes by a loss, that of all ranks (lockstep.mean(loss * len(y), "
+            "len(y))), and load states on every rank"
+        )

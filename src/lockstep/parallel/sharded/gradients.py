@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from lockstep.agreement import collective_device
+from lockstep.comm.backend import engine_of
 from lockstep.errors import ModelError
-from lockstep.parallel.sharded.exchange import exchange
+from lockstep.parallel.sharded.exchange import compare, exchange
 from lockstep.parallel.sharded.shares import Share, shaped_like
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.tensors import amp_unscale_, make_wrapper, plain_torch_function
@@ -101,6 +102,10 @@ class ShardedGradient(torch.Tensor):
         """Has all elements on one rank; refused."""
         _refuse("tolist")
 
+    def share_memory_(self) -> NoReturn:
+        """It has no memory of its own, from which torch would copy; refused."""
+        _refuse("share_memory_")
+
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("numpy")
 
@@ -116,7 +121,9 @@ class ShardedGradient(torch.Tensor):
 
 def whole_gradients(gradients: Sequence[ShardedGradient]) -> list[torch.Tensor]:
     """The mean gradients, whole, of the same parameters on all ranks; zeros where there is none. Collective."""
+    _check_averaged((each for each in gradients if each.is_held), "full_gradients()")
     shares = [each.share for each in gradients]
+    _compare_calls("full gradients of ZeroRedundancyOptimizer, which every rank asks for", gradients[0])
     flats = [torch.zeros(each.numel(), dtype=each.dtype, device=each.device) for each in gradients]
     for share, flat in zip(shares, flats, strict=True):
         if share.has_gradient:
@@ -177,11 +184,31 @@ def _change(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     gradient, *others = args
     if not isinstance(gradient, ShardedGradient):
         _refuse(function.overloadpacket.__name__)
+    _change_added(function, gradient, others, kwargs)
     share = gradient.share
     mean = share.mean()
     function(mean, *(_own(share, each) for each in others), **{key: _own(share, each) for key, each in kwargs.items()})
     share.norms.clear()
     return gradient
+
+
+def _change_added(function: Any, gradient: ShardedGradient, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """What passes under `no_sync()` have added, to the mean that is about to be changed, changes with it."""
+    name = function.overloadpacket.__name__
+    if gradient.added is None or name in ("add_", "sub_"):
+        return
+    if name in ("zero_", "fill_", "copy_"):
+        gradient.added = None
+    elif name not in ("mul_", "div_", "neg_") or kwargs or any(isinstance(each, ShardedGradient) for each in others):
+        _check_averaged([gradient], name)
+    else:
+        function(gradient.added, *others)
+
+
+def _check_averaged(gradients: Iterable[ShardedGradient], name: str) -> None:
+    """Whether nothing has been added since the averaging. Local."""
+    if any(each.added is not None for each in gradients):
+        _refuse(f"{name}, before passes under no_sync() have been averaged,")
 
 
 def _own(share: Share, value: Any) -> Any:
@@ -210,6 +237,7 @@ def _norm(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         _refuse("norm over one dimension")
     if order not in gradient.share.norms:
         held = [each for each in gradient.mates if each.is_held or each is gradient]
+        _check_averaged(held, "norm")
         _compute_norms([each for each in held if order not in each.share.norms], order, gradient.group)
     norm: torch.Tensor = gradient.share.norms[order]
     return norm.to(gradient.device, kwargs.get("dtype") or gradient.dtype)
@@ -217,6 +245,7 @@ def _norm(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
 
 def _compute_norms(gradients: Sequence[ShardedGradient], order: float, group: dist.ProcessGroup) -> None:
     """The norms of whole gradients, of the parts on each rank. Collective."""
+    _compare_calls("norms of gradients of ZeroRedundancyOptimizer, which every rank asks for", gradients[0])
     parts = torch.zeros(len(gradients), dtype=torch.float64, device=collective_device(group, gradients[0].device))
     if order == -math.inf:
         parts.fill_(math.inf)
@@ -232,6 +261,11 @@ def _compute_norms(gradients: Sequence[ShardedGradient], order: float, group: di
     norms = parts ** (1 / order) if is_sum_of_powers else parts
     for gradient, norm in zip(gradients, norms, strict=True):
         gradient.share.norms[order] = norm
+
+
+def _compare_calls(text: str, gradient: ShardedGradient) -> None:
+    if engine_of(gradient.group) is None:  # our own groups compare calls by themselves
+        compare(text, gradient.group, collective_device(gradient.group, gradient.device))
 
 
 def _norms(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -251,6 +285,7 @@ def _unscale(_: Any, args: Sequence[Any], __: dict[str, Any]) -> None:
     """GradScaler's: what is not finite on one rank counts for all. Collective."""
     tensors, found, factor = args
     sharded = [each for each in tensors if isinstance(each, ShardedGradient)]
+    _check_averaged(sharded, "unscaling")
     means = [each.share.mean() if isinstance(each, ShardedGradient) else each for each in tensors]
     means = [each for each in means if each.numel()]
     if means:

@@ -7,12 +7,13 @@ kind is known of torch's own; of others only the user knows (`elementwise=True`)
 whole parameters, each on one rank.
 
 A class of the user's may count its steps, in `self` or in a group, and look at what has no gradient. So it is called
-once in a step, on every rank, with all that the rank has.
+once in a step, on every rank, with all that the rank has. Its constructor gets parameters or groups, as the script
+gives them, and may look at the first one: of a group of which a rank has no piece that is an empty one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ class InnerOptimizer:
         optimizer_class: the user's.
         defaults: what it is made with.
         elementwise: whether shares may be cut. See [Note: pieces].
+        in_groups: whether it is made with groups, or with parameters.
 
     Attributes:
         optimizer: that one; made with the first groups.
@@ -123,8 +125,11 @@ class InnerOptimizer:
 
     optimizer: Optimizer
 
-    def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any], elementwise: bool) -> None:
+    def __init__(
+        self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any], elementwise: bool, in_groups: bool
+    ) -> None:
         self._class, self._defaults, self._is_elementwise = optimizer_class, dict(defaults), elementwise
+        self._in_groups = in_groups
         self._goes_piecewise = elementwise and optimizer_class in _ELEMENTWISE
         self.pieces: list[list[ShardPiece]] = []  # by group
 
@@ -141,14 +146,19 @@ class InnerOptimizer:
         for group, members in zip(groups, shares, strict=True):
             pieces = [piece for share, flat in members for piece in self._cut(share, flat)]
             self.pieces.append(pieces)
-            made.append({**_options_of(group), "params": [piece.parameter for piece in pieces]})
+            parameters = _parameters_of(pieces) or [_empty_like(each) for each in group["params"][:1]]
+            made.append({**_options_of(group), "params": parameters})
         if not hasattr(self, "optimizer"):
-            self.optimizer = self._class(made, **self._defaults)
+            self.optimizer = self._class(made if self._in_groups else made[0]["params"], **self._defaults)
         else:
             for each in made:
                 self.optimizer.add_param_group(each)
-        for group, inner in zip(groups, self.optimizer.param_groups[-len(made) :], strict=True):
+        first = len(self.pieces) - len(made)
+        for group, inner, pieces in zip(groups, self.optimizer.param_groups[first:], self.pieces[first:], strict=True):
             group.update({key: value for key, value in inner.items() if key not in group})
+            for each in [] if pieces else inner["params"]:
+                self.optimizer.state.pop(each, None)
+            inner["params"] = _parameters_of(pieces)
         self._step = _plain_step(self.optimizer)
 
     def _cut(self, share: Share, flat: torch.Tensor) -> Iterator[ShardPiece]:
@@ -203,7 +213,7 @@ class InnerOptimizer:
         for piece in self:
             piece.take(gradient_of(piece))
         made = [
-            {**_options_of(group), "params": [piece.parameter for piece in pieces]}
+            {**_options_of(group), "params": _parameters_of(pieces)}
             for group, pieces in zip(groups, self.pieces, strict=True)
         ]
         self.optimizer.param_groups = made
@@ -232,6 +242,15 @@ class InnerOptimizer:
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _parameters_of(pieces: Iterable[ShardPiece]) -> list[torch.nn.Parameter]:
+    return [piece.parameter for piece in pieces]
+
+
+def _empty_like(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """Without elements, of its dtype, on its device and, if it has any, with its dimensions."""
+    return torch.nn.Parameter(parameter.detach().view(parameter.shape or (1,))[:0])
 
 
 def _batches(pieces: Sequence[ShardPiece]) -> Iterator[list[ShardPiece]]:

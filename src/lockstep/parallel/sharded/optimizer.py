@@ -72,6 +72,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             others have.
     """
 
+    _backing: Backing  # made after torch's constructor
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -89,18 +91,17 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "overlap_with_ddp=True would have the optimizer step within a communication hook. Leave both out, and "
                 "call step(): gradients go out during the backward pass anyway"
             )
-        self._backing: Backing | None = None
         self._whole_state: dict[Any, Any] | None = None  # while torch's methods write or read it
         self._taken_in: list[list[int]] = []  # parameters of each group
         self._news = ""  # what has been done to the state since the last step
-        self._num_steps = 0
-        self._collected: tuple[int, int, dict[int, dict[str, Any]] | None] | None = None
-        super().__init__(params, dict(defaults))
+        self._collected: tuple[int, dict[int, dict[str, Any]] | None] | None = None
+        given = params if isinstance(params, torch.Tensor) else list(params)
+        super().__init__(given, dict(defaults))
         parameters = self._parameters
         if not parameters:
             raise InputError("ZeroRedundancyOptimizer got no parameters")
         is_cut = is_elementwise(self._class, elementwise)
-        self._inner = InnerOptimizer(self._class, defaults, is_cut)
+        self._inner = InnerOptimizer(self._class, defaults, is_cut, in_groups=isinstance(given[0], dict))
         self.process_group = _choose_group(parameters, process_group)
         self._backing = self._choose_backing(is_cut)
         self._take_in(self.param_groups)
@@ -124,7 +125,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
-        if self._backing is None:  # torch's constructor
+        if not hasattr(self, "_backing"):  # torch's constructor
             return
         if value:
             raise ModelError("optimizer.state = ...: give ZeroRedundancyOptimizer a whole state by load_state_dict")
@@ -155,7 +156,6 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _take_in(self, groups: Sequence[dict[str, Any]]) -> None:
         """Share the parameters of these groups. Collective."""
-        assert self._backing is not None
         parameters = [each for group in groups for each in group["params"]]
         first = len(self._parameters) - len(parameters)
         known = _names_in_engines()
@@ -189,7 +189,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             param_group: `params` and options, as for a plain optimizer.
         """
         super().add_param_group(param_group)
-        if self._backing is not None:
+        if hasattr(self, "_backing"):
             self._take_in(self.param_groups[-1:])
 
     # ---- a step --------------------------------------------------------------------------------------
@@ -204,14 +204,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         Returns:
             What the closure returned.
         """
-        assert self._backing is not None
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         backing = self._backing
         self._check_groups()
-        self._num_steps += 1
         self._collected = None
         backing.step(self._describe_step(), lambda: self._inner.step(self.param_groups, backing.gradient_of))
         self._news = ""
@@ -243,7 +241,6 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Collective, between `backward` and the next. They are copies: to change gradients, change `p.grad` in place.
         """
-        assert self._backing is not None
         return self._backing.full_gradients()
 
     @contextlib.contextmanager
@@ -252,7 +249,6 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Where a host's ranks share them, what the first rank writes counts.
         """
-        assert self._backing is not None
         with self._backing.changing():
             yield
 
@@ -264,7 +260,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         Args:
             to: rank in the group.
         """
-        assert self._backing is not None
         group, sharing = self.process_group, self._backing.group
         only = to
         if group is not None and sharing is not None and sharing is not group:
@@ -272,7 +267,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             wanted = dist.get_global_rank(group, to)
             only = ranks.index(wanted) if wanted in ranks else -1
         states = collect_states(self._inner, self.optim.state, self._parameters, sharing, only)
-        self._collected = (self._num_steps, to, states)
+        self._collected = (to, states)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain optimizer, whole, which it can load; so can this one, at any world size.
@@ -283,10 +278,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             CheckpointError: `consolidate_state_dict` brought it to another rank.
         """
         if self._collected is None:
-            assert self._backing is not None
             states = collect_states(self._inner, self.optim.state, self._parameters, self._backing.group)
         else:
-            _, to, states = self._collected
+            to, states = self._collected
             if states is None:
                 raise CheckpointError(
                     f"consolidate_state_dict(to={to}) brought the state to rank {to} alone: call state_dict() there, "

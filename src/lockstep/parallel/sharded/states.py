@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lockstep.agreement import collective_device
 from lockstep.comm.backend import engine_of
 from lockstep.errors import CheckpointError, ModelError
+from lockstep.parallel.sharded.exchange import compare
 from lockstep.parallel.sharded.inner import ShardPiece
 from lockstep.parallel.sharded.shares import flat_of, shaped_like
 
@@ -98,8 +99,11 @@ def _gather(
 ) -> _States | None:
     """What all ranks have, one after the other, so that no rank holds the parts of all twice. Collective."""
     engine, device = engine_of(group), collective_device(group, own.device)
+    call = "ZeroRedundancyOptimizer.state_dict() or consolidate_state_dict(), which every rank calls"
     if engine is not None and engine.team.shares_memory:  # a rank that is elsewhere is told what it has left out
-        engine.run_steps("ZeroRedundancyOptimizer.state_dict() or consolidate_state_dict(), which every rank calls")
+        engine.run_steps(call)
+    else:
+        compare(call, group, device)
     text = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([text.numel(), own.numel()], dtype=torch.int64, device=device), group=group)
