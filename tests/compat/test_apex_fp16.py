@@ -474,12 +474,11 @@ def test_multi_tensor_applier_is_not_available() -> None:
 
 def test_normalization() -> None:
     inputs = torch.randn(2, 4)
-    torch.testing.assert_close(normalization.FusedLayerNorm(4)(inputs), nn.LayerNorm(4)(inputs))
-    torch.testing.assert_close(normalization.FusedRMSNorm(4)(inputs), nn.RMSNorm(4, eps=1e-5)(inputs))
-    for kind in (normalization.MixedFusedLayerNorm, normalization.MixedFusedRMSNorm):
-        assert kind(4)(inputs).dtype == torch.float32
-    with pytest.raises(ValueError, match="memory_efficient"):
-        normalization.FusedLayerNorm(4, memory_efficient=True)
+    for options in ({}, {"memory_efficient": True}):
+        torch.testing.assert_close(normalization.FusedLayerNorm(4, **options)(inputs), nn.LayerNorm(4)(inputs))
+        torch.testing.assert_close(normalization.FusedRMSNorm(4, **options)(inputs), nn.RMSNorm(4, eps=1e-5)(inputs))
+        for kind in (normalization.MixedFusedLayerNorm, normalization.MixedFusedRMSNorm):
+            assert kind(4, **options)(inputs).dtype == torch.float32
 
 
 class T5Norm(nn.Module):

@@ -17,14 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.errors import InputError
-
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
-
-
-def _check(name: str, memory_efficient: bool) -> None:
-    if memory_efficient:
-        raise InputError(f"{name}(memory_efficient=True) is not supported: wrap it in torch.utils.checkpoint instead")
 
 
 def _is_narrow(tensor: torch.Tensor) -> bool:
@@ -42,13 +35,13 @@ class FusedLayerNorm(nn.LayerNorm):
         normalized_shape: the last dimensions of the input.
         eps: added to the variance.
         elementwise_affine: whether to learn a scale and a shift.
-        memory_efficient: must be False.
+        memory_efficient: taken for Apex's sake, which then keeps the output for the backward pass in the place of the
+            input: the values are the same, and so is the memory here. To save it, use `torch.utils.checkpoint`.
     """
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
-        _check("FusedLayerNorm", memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -70,7 +63,6 @@ class FusedRMSNorm(nn.RMSNorm):
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
-        _check("FusedRMSNorm", memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
