@@ -8,7 +8,8 @@ stays, however the process ends. The file is memory that the launcher holds, und
 
 Layout of the file, all integers 64 bit in the order of the machine::
 
-    0        magic, pid, who ever joined a group (see the note)    64
+    0        magic, pid, who ever joined a group (see the note),   64
+             whether this rank has raised in a world
     64       text: which group this rank waits for others to make  512, up to HEADER_BYTES
     4096     section 0, section 1, …                               SECTION_BYTES each
 
@@ -67,9 +68,11 @@ __all__ = [
     "find_joined",
     "find_missed",
     "find_unjoined",
+    "has_raised",
     "has_stopping_ranks",
     "make_status_files",
     "note_joined",
+    "note_raised",
     "note_stopping",
     "note_torch",
     "noting_meeting",
@@ -100,10 +103,12 @@ _FREE, _OPEN, _CLOSED = range(3)
 
 _MAGIC = 0x4C6F636B73746570
 _STOPPING = "stops-by-itself"
-_HEADER = struct.Struct("=5q")
+_HEADER = struct.Struct("=6q")
 _WORD = struct.Struct("=q")
 _BY_ITSELF, _BY_CHILD, _BY_OTHERS = 16, 24, 32
 """Offsets of the words of [Note: who joined]."""
+_WHO_JOINED = 3
+_RAISED = 40
 _MEETING = (64, 512)
 _DEFAULT_GROUP = "the default group"
 _WORDS = struct.Struct("=2qd4q")
@@ -207,7 +212,7 @@ class _StatusFile:
             if os.fstat(fd).st_size > 0:
                 raise FileExistsError("another process of this rank has written here")
             os.posix_fallocate(fd, 0, HEADER_BYTES)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid(), 0, 0, 0), 0)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid(), 0, 0, 0, 0), 0)
         finally:
             os.close(fd)
         self._num_sections = 0
@@ -235,8 +240,14 @@ class _StatusFile:
         start, capacity = _MEETING
         field = bytearray(capacity)
         write_text(memoryview(field), 0, capacity, text)
+        self._write(field, start)
+
+    def write_word(self, offset: int) -> None:
+        self._write(_WORD.pack(1), offset)
+
+    def _write(self, data: bytes | bytearray, offset: int) -> None:
         with open(self._path, "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), field, start)
+            os.pwrite(file.fileno(), data, offset)
 
 
 def make_status_files(folder: Path, ranks: Iterable[int]) -> list[int]:
@@ -308,6 +319,14 @@ def note_joined(rank: int, world_size: int) -> None:
             word = _BY_ITSELF if pid == os.getpid() else _BY_CHILD if is_it else _BY_OTHERS
             if magic == _MAGIC and (word != _BY_OTHERS or world_size > 1):
                 os.pwrite(file.fileno(), _WORD.pack(1), word)
+
+
+def note_raised() -> None:
+    """Let the launcher know that the others are told of an error that this rank has raised. Local."""
+    with _lock, contextlib.suppress(OSError):
+        status_file = _file_of_process()
+        if status_file is not None:
+            status_file.write_word(_RAISED)
 
 
 @contextlib.contextmanager
@@ -457,18 +476,23 @@ def find_missed(folder: Path, ended: Iterable[int], others: Iterable[int]) -> li
     """
     waiting = (position for rank in others for position in _read_file(folder, rank)[:1])
     if any(position.waiting.startswith(f"{JOINING} ") for position in waiting):
-        return [rank for rank in ended if not any(_who_joined(folder, rank))]
+        return [rank for rank in ended if not any(_words_of(folder, rank)[:_WHO_JOINED])]
     return []
 
 
 def _has_joined(folder: Path, rank: int) -> bool | None:
     """See [Note: who joined]. None for a rank that has not imported torch, so that nobody can tell what it is for."""
-    words = _who_joined(folder, rank)
+    words = _words_of(folder, rank)
     return bool(words[0] or (words[1] and not words[2])) if words else None
 
 
-def _who_joined(folder: Path, rank: int) -> list[int]:
-    """The words of [Note: who joined]; none of a rank that has not imported torch."""
+def has_raised(folder: Path, rank: int) -> bool:
+    """Whether a rank of an attempt has called `note_raised`. Local; the launcher's part."""
+    return any(_words_of(folder, rank)[_WHO_JOINED:])
+
+
+def _words_of(folder: Path, rank: int) -> list[int]:
+    """The words of [Note: who joined], and that of `note_raised`; none of a rank that has not imported torch."""
     try:
         magic, _, *words = _HEADER.unpack(_path(folder, rank).read_bytes()[: _HEADER.size])
     except (OSError, struct.error):

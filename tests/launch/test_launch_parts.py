@@ -358,14 +358,6 @@ def test_rank_that_was_stopped_on_its_way_out_is_blamed() -> None:
     assert "all ranks must decide alike" in lines[2]
 
 
-def test_rank_that_raised_and_caught_it_outside_is_told_of_by_who_lost_it() -> None:
-    said = "rank 1 (vm, pid 1001) failed: it raised ValueError: bad sample at train.py:9 (was last seen in …)"
-    report = replace(wrote(0, 1, secondary=True), culprits=(1,), message=said)
-    lines = format_summary(find_first_failure({0: left(0), 1: left(1, 0)}, {0: report}, set()), 2).splitlines()
-    assert "bad sample" in lines[1]
-    assert not any("nothing failed there" in line for line in lines)
-
-
 def test_place_is_relative_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     report = ErrorReport(0, 1, "host", "E", "", "", str(tmp_path / "a/b.py"), 2, 0.0, False)

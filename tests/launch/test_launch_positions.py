@@ -357,3 +357,25 @@ def test_rank_that_gloo_lost_without_an_error_is_the_root_cause(launches: Launch
         "needed it",
         opening_of(done.stderr),
     ), done.stderr
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('bad sample')", "sys.exit()"])
+@pytest.mark.usefixtures("forked")
+def test_rank_that_caught_its_own_error_outside_did_not_decide_to_stop(launches: Launches, code: str) -> None:
+    script = launches.script(
+        f"""
+        import contextlib
+        import torch.distributed as dist
+        import lockstep
+        with contextlib.suppress(ValueError), lockstep.init():
+            if RANK == 1:
+                {code}
+            dist.barrier()
+        """
+    )
+    done = launches.run("--nproc", "2", script)
+    assert done.returncode == 1
+    raised = code != "sys.exit()"
+    assert ("rank 0 (pid N) failed with lockstep.errors.RankLost" in opening_of(done.stderr)) == raised, done.stderr
+    assert ("it raised ValueError: bad sample at " in opening_of(done.stderr)) == raised
+    assert ("nothing failed there" in done.stderr) != raised

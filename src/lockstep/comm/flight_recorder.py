@@ -493,6 +493,7 @@ class FlightRecorder:
             f"{self._own_call()}{advice}",
             self._globals([self._rank]),
         )
+        rank_status.note_raised()
         self._blocks.fail(Failure(CollectiveAborted.__name__, self.broken.culprits, message))
 
     def fail(self, message: str, culprits: tuple[int, ...] | None = None) -> None:
@@ -502,7 +503,11 @@ class FlightRecorder:
             message: what it raised and where.
             culprits: global ranks behind it; default this rank itself.
         """
-        self._blocks.fail(Failure("", self._globals([self._rank]) if culprits is None else culprits, message))
+        own = self.global_ranks[self._rank]
+        blamed = (own,) if culprits is None else culprits
+        if own in blamed:
+            rank_status.note_raised()
+        self._blocks.fail(Failure("", blamed, message))
 
     def repeat(self) -> CollectiveError:
         """The error that broke this group, to be raised again."""
