@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +115,15 @@ def test_port_is_free_and_outside_the_ephemeral_range(monkeypatch: pytest.Monkey
             find_free_port()
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def test_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = AttemptFolder()
@@ -120,6 +132,8 @@ def test_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     announce_failure(folder.path, 3)
     announce_failure(folder.path, 0)
     assert folder.read_failures() == [3, 0]
+    with pytest.raises(BlockingIOError), opened(folder.path) as fd:  # systemd-tmpfiles leaves alone what is locked
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     folder.remove()
     folder.remove()
     assert not folder.path.exists()
