@@ -65,6 +65,7 @@ __all__ = [
     "Position",
     "Section",
     "call_field",
+    "check_nobody_waits",
     "find_joined",
     "find_missed",
     "find_unjoined",
@@ -478,6 +479,22 @@ def find_missed(folder: Path, ended: Iterable[int], others: Iterable[int]) -> li
     if any(position.waiting.startswith(f"{JOINING} ") for position in waiting):
         return [rank for rank in ended if not any(_words_of(folder, rank)[:_WHO_JOINED])]
     return []
+
+
+def check_nobody_waits(rank: int) -> None:
+    """Raise if another rank of this host is in a later collective of the default group than this one ever was. Local.
+
+    Args:
+        rank: global rank of this process.
+
+    Raises:
+        RuntimeError: one is. Nothing where there is no launcher to ask.
+    """
+    owner = _owner()
+    found = {} if owner is None else read_positions(Path(owner[0]), range(env.WORLD_SIZE.get() or 0))
+    numbers = {peer: one.number for peer, seen in found.items() for one in seen if one.group == _DEFAULT_GROUP}
+    if max(numbers.values(), default=0) > numbers.get(rank, 0):
+        raise RuntimeError("other ranks have not left, and wait for this one")
 
 
 def _has_joined(folder: Path, rank: int) -> bool | None:

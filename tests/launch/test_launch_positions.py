@@ -379,3 +379,25 @@ def test_rank_that_caught_its_own_error_outside_did_not_decide_to_stop(launches:
     assert ("rank 0 (pid N) failed with lockstep.errors.RankLost" in opening_of(done.stderr)) == raised, done.stderr
     assert ("it raised ValueError: bad sample at " in opening_of(done.stderr)) == raised
     assert ("nothing failed there" in done.stderr) != raised
+
+
+@pytest.mark.usefixtures("forked")
+def test_rank_that_leaves_gloo_waits_for_no_rank_that_waits_for_it(launches: Launches) -> None:
+    """At its end each rank waits for what the others say of their models."""
+    script = launches.script(
+        """
+        import torch, torch.distributed as dist
+        import lockstep
+        from lockstep.drift import comparison
+        comparison._PATIENCE_S = 1000.0
+        lockstep.init('gloo')
+        model = lockstep.DistributedDataParallel(torch.nn.Linear(2, 2))
+        for _ in range(1 if RANK == 0 else 2):
+            model(torch.ones(1, 2)).sum().backward()  # line 10
+        """
+    )
+    done = launches.run("--nproc", "2", script)
+    assert re.match(
+        r"lockstep: rank 0 \(pid N\) ended \(exit code 0\) after \w+ #\d+ at script.py:10 while other ranks ",
+        opening_of(done.stderr),
+    ), done.stderr

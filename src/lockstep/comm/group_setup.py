@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -141,12 +141,20 @@ class BootstrapStore:
         return None
 
     def share(
-        self, topic: str, rank: int, world_size: int, text: str, timeout_s: float, watch: Watch | None = None
+        self,
+        topic: str,
+        rank: int,
+        world_size: int,
+        text: str,
+        timeout_s: float,
+        watch: Watch | None = None,
+        check_peers: Callable[[], None] = lambda: None,
     ) -> list[str] | None:
         """Publish a value of this rank under a topic and read those of all ranks, in order. Collective.
 
         Args:
             watch: of processes of other ranks; one that ends without having published its value is not waited for.
+            check_peers: called while waiting; raises if a rank cannot come.
 
         Returns:
             None if a rank has not published its own within that time.
@@ -166,6 +174,7 @@ class BootstrapStore:
             found = self.get_all(keys)
             if found is not None or now_s > end_s or any(self.find(keys[peer]) is None for peer in gone):
                 return found
+            check_peers()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
