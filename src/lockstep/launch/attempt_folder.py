@@ -5,8 +5,8 @@ Folder layout::
     events              FIFO: a rank announces that it failed, even if it then hangs on its way out
     error-rank<r>.json  why rank r failed (report.py)
     position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
-    store               a link to memory of the launcher's, for torch's FileStore of each lockstep.init(); else the ranks
-                        make files
+    store               a link to memory of the launcher's, for torch's FileStore of each lockstep.init(); without
+                        it the ranks make files
     result-rank<r>.pkl, exception-rank<r>.pkl   lockstep.spawn only (payload.py)
 
 Long runs outlive folders: what cleans up temporary files once a day spares folders that are locked, as systemd-tmpfiles
