@@ -115,7 +115,8 @@ from lockstep import rank_status
 if RANK == 1:
     sys.exit()
 with ExitStack() as stack:
-    stack.enter_context(rank_status.noting_meeting(f'{MEETING} at {os.getcwd()}/train.py:7 in main'))
+    text = f'{MEETING} at {os.getcwd()}/train.py:7 in main'
+    stack.enter_context(rank_status.noting_meeting(text, of_all=MEETING == rank_status.JOINING))
     time.sleep(NAP_S)
 """
 
@@ -401,3 +402,38 @@ def test_rank_that_leaves_gloo_waits_for_no_rank_that_waits_for_it(launches: Lau
         r"lockstep: rank 0 \(pid N\) ended \(exit code 0\) after \w+ #\d+ at script.py:10 while other ranks ",
         opening_of(done.stderr),
     ), done.stderr
+
+
+@pytest.mark.parametrize("call", ["dist.new_group([0, 1])", "dist.destroy_process_group(); init()"])
+def test_rank_that_ends_before_others_meet_again_is_the_cause(launches: Launches, call: str) -> None:
+    script = launches.script(
+        f"""
+        import torch.distributed as dist
+        def init():
+            dist.init_process_group('gloo')
+        init()
+        if RANK != 1:
+            {call}
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert re.match(
+        r"lockstep: rank 1 \(pid N\) ended \(exit code 0\).* while other ranks still needed it; "
+        r"ranks? 0.* (was|were) in (new_group\(\[0, 1\]\)|init_process_group) at script.py:\d+",
+        opening_of(done.stderr),
+    ), done.stderr
+
+
+@pytest.mark.usefixtures("forked")
+def test_rank_that_leaves_before_a_group_is_made_is_the_cause(launches: Launches) -> None:
+    script = launches.script(
+        """
+        import torch.distributed as dist
+        import lockstep
+        world = lockstep.init()
+        if RANK != 1:
+            dist.new_group([0, 1, 2])
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert re.match(r"lockstep: rank 1 \(pid N\) (ended|left the group).* while other", opening_of(done.stderr)), done
