@@ -464,7 +464,8 @@ def engine_of(group: object, device: torch.device | None = None) -> Engine | Non
 def _connect(new: NewGroup, default: Engine | None) -> Engine:
     """Connect the ranks of a new group, on one host or several; `default` is the default group's. Collective."""
     where = f"new_group({list(new.ranks)}) at {site_text(call_site())}"
-    detector = None if default is None else default.make_detector(new.ranks, new.rank, new.name, lambda: where)
+    waits = new.default_waits
+    detector = None if default is None or waits is None else default.make_detector(new, waits, lambda: where)
     liveness = LivenessCheck(None if default is None else default.team, new.ranks, new.timeout_s, detector)
     with new.store.explaining(), liveness as check_peers:
         terms: Terms = {"wire": current_wire().name}

@@ -102,12 +102,9 @@ class Engine:
             self._make_detector = functools.partial(DeadlockDetector, *known)
             team.overseers.append(self._make_detector(recorder.describe_activity))
 
-    def make_detector(
-        self, ranks: Sequence[int], rank: int, name: str, where: Callable[[], str]
-    ) -> DeadlockDetector | None:
-        """What finds ranks that wait for this one while it makes a further group; None where waits are not published."""
-        waits = self.team.published_waits
-        return None if waits is None else DeadlockDetector(waits, ranks, rank, name, self._runner, where)
+    def make_detector(self, new: NewGroup, waits: PublishedWaits, where: Callable[[], str]) -> DeadlockDetector:
+        """What finds ranks that wait for this one while it makes a further group."""
+        return DeadlockDetector(waits, new.ranks, new.rank, new.name, self._runner, where)
 
     # ---- running -----------------------------------------------------------------------------
 
