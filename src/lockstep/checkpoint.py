@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.agreement import collective_device
-from lockstep.errors import CheckpointError, CheckpointNotWritten, InputError, InputTypeError
+from lockstep.errors import CheckpointError, CheckpointNotWritten, CollectiveMismatch, InputError, InputTypeError
 from lockstep.log import get_logger
 from lockstep.rank_zero import on_rank_zero
 
@@ -83,12 +83,15 @@ def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int =
         InputTypeError: `state` holds an object that a safe load would refuse; names its place.
         InputError: `step` or `keep` is out of range.
         CheckpointNotWritten: rank 0 could not write (the disk is full, say); an OSError that names the folder.
+        CollectiveMismatch: this rank's `step` is not that of rank 0, by which the file is numbered.
     """
     if step < 0:
         raise InputError(f"checkpoint.save: step is {step}; expected 0 or more")
     if keep < 1:
         raise InputError(f"checkpoint.save: keep is {keep}; expected at least 1, or the new checkpoint would go too")
-    return Path(on_rank_zero(lambda: str(_write(Path(folder), state, step, keep))))
+    final = Path(on_rank_zero(lambda: str(_write(Path(folder), state, step, keep))))
+    _check_alike(final, Path(folder), step)
+    return final
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -194,6 +197,25 @@ def _made(folder: Path) -> Iterator[None]:
         said = CheckpointNotWritten(f"checkpoint.save: rank 0 cannot {doing} {folder}: {reason}; choose another folder")
         said.errno = cause.errno
         raise said from None
+
+
+def _check_alike(final: Path, folder: Path, step: int) -> None:
+    """Compare what this rank gave with the file that rank 0 has written."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if step != _step_of(final):
+        raise CollectiveMismatch(
+            f"checkpoint.save: rank {rank} saves step {step}, and rank 0 has written step {_step_of(final)}: the ranks "
+            "are not at the same step. Look for a branch that only some ranks take, or a loop that some leave earlier",
+            (rank,),
+        )
+    if folder.resolve() != final.parent.resolve():
+        get_logger(__name__).warning(
+            "checkpoint.save: rank %d gave the folder %s, and rank 0, which alone writes, %s: what this rank has is "
+            "not saved. Gather it, or name one folder for all ranks, by lockstep.rank_zero.on_rank_zero",
+            rank,
+            folder,
+            final.parent,
+        )
 
 
 def _try(folder: Path) -> str:

@@ -8,7 +8,8 @@ stays, however the process ends. The file is memory that the launcher holds, und
 
 Layout of the file, all integers 64 bit in the order of the machine::
 
-    0        magic, pid, who ever joined a group (see the note)    64
+    0        magic, pid, who ever joined a group (see the note),   64
+             whether this rank has raised in a world, meetings (see the note)
     64       text: which group this rank waits for others to make  512, up to HEADER_BYTES
     4096     section 0, section 1, …                               SECTION_BYTES each
 
@@ -27,6 +28,10 @@ all processes of a host share.
 [Note: who joined] Three words, each set by a process that joins: the rank itself; a child that it has started to be it,
 with its rank among as many; a child with another rank, which belongs to a job of the script's own. A script that spawns
 such ranks runs whole in every rank of the launcher.
+
+[Note: meetings] To make the default group, and any other by `new_group`, all ranks meet. A rank counts the meetings of
+all ranks of the launcher that it has come to, and says in which of them it waits. One that has ended and has come to
+fewer will never come, whatever it ended with.
 
 [Note: what it costs] Texts are written once and then named by an index, so a collective stores seven words at most, and
 three where it repeats the last but one.
@@ -47,6 +52,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep import env, libc
 
@@ -64,12 +70,15 @@ __all__ = [
     "Position",
     "Section",
     "call_field",
+    "check_nobody_waits",
     "find_joined",
     "find_missed",
     "find_unjoined",
+    "has_raised",
     "has_stopping_ranks",
     "make_status_files",
     "note_joined",
+    "note_raised",
     "note_stopping",
     "note_torch",
     "noting_meeting",
@@ -100,10 +109,11 @@ _FREE, _OPEN, _CLOSED = range(3)
 
 _MAGIC = 0x4C6F636B73746570
 _STOPPING = "stops-by-itself"
-_HEADER = struct.Struct("=5q")
+_HEADER = struct.Struct("=8q")
 _WORD = struct.Struct("=q")
 _BY_ITSELF, _BY_CHILD, _BY_OTHERS = 16, 24, 32
 """Offsets of the words of [Note: who joined]."""
+_RAISED, _NUM_MEETINGS = 40, 48
 _MEETING = (64, 512)
 _DEFAULT_GROUP = "the default group"
 _WORDS = struct.Struct("=2qd4q")
@@ -207,10 +217,11 @@ class _StatusFile:
             if os.fstat(fd).st_size > 0:
                 raise FileExistsError("another process of this rank has written here")
             os.posix_fallocate(fd, 0, HEADER_BYTES)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid(), 0, 0, 0), 0)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, os.getpid(), *[0] * 6), 0)
         finally:
             os.close(fd)
         self._num_sections = 0
+        self._num_meetings = 0
         self._free: list[int] = []
 
     def open(self, name: str) -> Section:
@@ -231,12 +242,21 @@ class _StatusFile:
     def release(self, index: int) -> None:
         self._free.append(index)
 
-    def write_meeting(self, text: str) -> None:
+    def write_meeting(self, text: str, num_more: int) -> None:
+        self._num_meetings += num_more
+        awaited = self._num_meetings if num_more > 0 else 0
+        self._write(_WORD.pack(self._num_meetings) + _WORD.pack(awaited), _NUM_MEETINGS)
         start, capacity = _MEETING
         field = bytearray(capacity)
         write_text(memoryview(field), 0, capacity, text)
+        self._write(field, start)
+
+    def write_word(self, offset: int) -> None:
+        self._write(_WORD.pack(1), offset)
+
+    def _write(self, data: bytes | bytearray, offset: int) -> None:
         with open(self._path, "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), field, start)
+            os.pwrite(file.fileno(), data, offset)
 
 
 def make_status_files(folder: Path, ranks: Iterable[int]) -> list[int]:
@@ -310,25 +330,36 @@ def note_joined(rank: int, world_size: int) -> None:
                 os.pwrite(file.fileno(), _WORD.pack(1), word)
 
 
+def note_raised() -> None:
+    """Let the launcher know that the others are told of an error that this rank has raised. Local."""
+    with _lock, contextlib.suppress(OSError):
+        status_file = _file_of_process()
+        if status_file is not None:
+            status_file.write_word(_RAISED)
+
+
 @contextlib.contextmanager
-def noting_meeting(text: str) -> Iterator[None]:
+def noting_meeting(text: str, of_all: bool = False) -> Iterator[None]:
     """A context in which the launcher can tell that this rank waits for others, to make a group with them. Local.
 
     Args:
         text: what it called, and from where, such as `new_group([0, 1]) at train.py:81 in main`.
+        of_all: whether all ranks of the launcher have to come. See [Note: meetings].
     """
-    _note_meeting(text)
+    _note_meeting(text, int(of_all))
+    num_more = -int(of_all)
     try:
         yield
+        num_more = 0
     finally:
-        _note_meeting("")
+        _note_meeting("", num_more)
 
 
-def _note_meeting(text: str) -> None:
+def _note_meeting(text: str, num_more: int) -> None:
     with _lock, contextlib.suppress(OSError):
         status_file = _file_of_process()
         if status_file is not None:
-            status_file.write_meeting(text)
+            status_file.write_meeting(text, num_more)
 
 
 def note_stopping() -> None:
@@ -448,32 +479,71 @@ def find_joined(folder: Path, ranks: Iterable[int]) -> list[int]:
 
 
 def find_missed(folder: Path, ended: Iterable[int], others: Iterable[int]) -> list[int]:
-    """Ranks that ended before they or a child joined a group, if another waits for all ranks. Local; its part.
+    """Ranks that ended before they came to the meeting in which another waits for all. Local; the launcher's part.
+
+    See [Note: meetings]. A rank whose child has joined in its place is none of them.
 
     Args:
         folder: private folder of the attempt.
         ended: ranks that have exited.
         others: those that have not.
     """
-    waiting = (position for rank in others for position in _read_file(folder, rank)[:1])
-    if any(position.waiting.startswith(f"{JOINING} ") for position in waiting):
-        return [rank for rank in ended if not any(_who_joined(folder, rank))]
-    return []
+    awaited = max((_words_of(folder, rank).awaited_meeting for rank in others), default=0)
+    words = {rank: _words_of(folder, rank) for rank in ended}
+    return [
+        rank
+        for rank, each in words.items()
+        if each.num_meetings < awaited and not (each.joined_by_child or each.joined_by_others)
+    ]
+
+
+def check_nobody_waits(rank: int) -> None:
+    """Raise if another rank of this host is in a later collective of the default group than this one ever was. Local.
+
+    Args:
+        rank: global rank of this process.
+
+    Raises:
+        RuntimeError: one is. Nothing where there is no launcher to ask.
+    """
+    owner = _owner()
+    found = {} if owner is None else read_positions(Path(owner[0]), range(env.WORLD_SIZE.get() or 0))
+    numbers = {peer: one.number for peer, seen in found.items() for one in seen if one.group == _DEFAULT_GROUP}
+    if max(numbers.values(), default=0) > numbers.get(rank, 0):
+        raise RuntimeError("other ranks have not left, and wait for this one")
 
 
 def _has_joined(folder: Path, rank: int) -> bool | None:
     """See [Note: who joined]. None for a rank that has not imported torch, so that nobody can tell what it is for."""
-    words = _who_joined(folder, rank)
-    return bool(words[0] or (words[1] and not words[2])) if words else None
+    words = _words_of(folder, rank)
+    if not words.is_there:
+        return None
+    return bool(words.joined_by_itself or (words.joined_by_child and not words.joined_by_others))
 
 
-def _who_joined(folder: Path, rank: int) -> list[int]:
-    """The words of [Note: who joined]; none of a rank that has not imported torch."""
+def has_raised(folder: Path, rank: int) -> bool:
+    """Whether a rank of an attempt has called `note_raised`. Local; the launcher's part."""
+    return bool(_words_of(folder, rank).has_raised)
+
+
+class _Words(NamedTuple):
+    """The words of a status file's header; of a rank that has not imported torch zeros."""
+
+    is_there: bool = False
+    joined_by_itself: int = 0
+    joined_by_child: int = 0
+    joined_by_others: int = 0
+    has_raised: int = 0
+    num_meetings: int = 0
+    awaited_meeting: int = 0
+
+
+def _words_of(folder: Path, rank: int) -> _Words:
     try:
         magic, _, *words = _HEADER.unpack(_path(folder, rank).read_bytes()[: _HEADER.size])
     except (OSError, struct.error):
-        return []
-    return words if magic == _MAGIC else []
+        return _Words()
+    return _Words(True, *words) if magic == _MAGIC else _Words()
 
 
 def _path(folder: Path, rank: int) -> Path:

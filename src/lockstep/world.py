@@ -12,6 +12,7 @@ says who this rank is, and brings the ranks together.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
@@ -54,7 +55,7 @@ from lockstep.stopping import StopSignals
 from lockstep.topology import Topology, read_topology
 from lockstep.topology.slurm import describe_allocation
 from lockstep.torch_private.groups import group_count, plugin_backends, set_group_count
-from lockstep.torch_private.stores import FileStore, HashStore, Store
+from lockstep.torch_private.stores import FileStore, HashStore, PrefixStore, Store
 
 __all__ = ["World", "check_at_shutdown", "current_world", "init", "leave_open_world"]
 
@@ -526,17 +527,7 @@ def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | No
         if topology.num_nodes > 1:
             return _meet_at_master(topology, timeout), None
         _check_private(folder)
-        # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
-        number = _num_rendezvous[folder]
-        path = os.path.join(folder, "store" if number == 0 else f"store-{number}")
-        try:  # torch would try again for minutes
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        except OSError as error:
-            raise SetupError(
-                f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}: no file can be made there ({error.strerror}). "
-                "The launcher makes the folder for its ranks: unset it, or start the script with `lockstep run`"
-            ) from None
-        return FileStore(path, topology.world_size), None
+        return _store_in(folder, _num_rendezvous[folder], topology.world_size), None
     if topology.world_size == 1:
         return HashStore(), None
     found = meet_in_slurm(env.snapshot(), topology, timeout)
@@ -557,6 +548,24 @@ def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | No
     return _meet_at_master(topology, timeout), None
 
 
+def _store_in(folder: str, number: int, world_size: int) -> Store:
+    """A new store in the launcher's folder: in memory that outlives the folder, if the launcher has put some there."""
+    with contextlib.suppress(OSError):
+        memory = os.readlink(os.path.join(folder, "store"))
+        os.close(os.open(memory, os.O_RDWR | os.O_CLOEXEC))
+        return PrefixStore(f"world{number}", FileStore(memory, -1))
+    # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
+    path = os.path.join(folder, f"store-{number}")
+    try:  # torch would try again for minutes
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise SetupError(
+            f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}: no file can be made there ({error.strerror}). "
+            "The launcher makes the folder for its ranks: unset it, or start the script with `lockstep run`"
+        ) from None
+    return FileStore(path, world_size)
+
+
 def _check_private(folder: str) -> None:
     """Check the folder in which the ranks of one host meet.
 
@@ -566,8 +575,9 @@ def _check_private(folder: str) -> None:
     place = f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}:"
     if not os.path.isdir(folder):
         raise SetupError(
-            f"{place} there is no such folder. The launcher makes it for its ranks and removes it in the end: unset "
-            "it, or start the script with `lockstep run`"
+            f"{place} there is no such folder. The launcher makes it for its ranks and removes it in the end. If this "
+            "job runs, something else has removed it, such as a cleanup of temporary files: set TMPDIR to a folder of "
+            "your own. If it does not, unset the variable, or start the script with `lockstep run`"
         )
     state = os.stat(folder)
     if state.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(state.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):

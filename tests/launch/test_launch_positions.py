@@ -115,7 +115,8 @@ from lockstep import rank_status
 if RANK == 1:
     sys.exit()
 with ExitStack() as stack:
-    stack.enter_context(rank_status.noting_meeting(f'{MEETING} at {os.getcwd()}/train.py:7 in main'))
+    text = f'{MEETING} at {os.getcwd()}/train.py:7 in main'
+    stack.enter_context(rank_status.noting_meeting(text, of_all=MEETING == rank_status.JOINING))
     time.sleep(NAP_S)
 """
 
@@ -357,3 +358,82 @@ def test_rank_that_gloo_lost_without_an_error_is_the_root_cause(launches: Launch
         "needed it",
         opening_of(done.stderr),
     ), done.stderr
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('bad sample')", "sys.exit()"])
+@pytest.mark.usefixtures("forked")
+def test_rank_that_caught_its_own_error_outside_did_not_decide_to_stop(launches: Launches, code: str) -> None:
+    script = launches.script(
+        f"""
+        import contextlib
+        import torch.distributed as dist
+        import lockstep
+        with contextlib.suppress(ValueError), lockstep.init():
+            if RANK == 1:
+                {code}
+            dist.barrier()
+        """
+    )
+    done = launches.run("--nproc", "2", script)
+    assert done.returncode == 1
+    raised = code != "sys.exit()"
+    assert ("rank 0 (pid N) failed with lockstep.errors.RankLost" in opening_of(done.stderr)) == raised, done.stderr
+    assert ("it raised ValueError: bad sample at " in opening_of(done.stderr)) == raised
+    assert ("nothing failed there" in done.stderr) != raised
+
+
+@pytest.mark.usefixtures("forked")
+def test_rank_that_leaves_gloo_waits_for_no_rank_that_waits_for_it(launches: Launches) -> None:
+    """At its end each rank waits for what the others say of their models."""
+    script = launches.script(
+        """
+        import torch, torch.distributed as dist
+        import lockstep
+        from lockstep.drift import comparison
+        comparison._PATIENCE_S = 1000.0
+        lockstep.init('gloo')
+        model = lockstep.DistributedDataParallel(torch.nn.Linear(2, 2))
+        for _ in range(1 if RANK == 0 else 2):
+            model(torch.ones(1, 2)).sum().backward()  # line 10
+        """
+    )
+    done = launches.run("--nproc", "2", script)
+    assert re.match(
+        r"lockstep: rank 0 \(pid N\) ended \(exit code 0\) after \w+ #\d+ at script.py:10 while other ranks ",
+        opening_of(done.stderr),
+    ), done.stderr
+
+
+@pytest.mark.parametrize("call", ["dist.new_group([0, 1])", "dist.destroy_process_group(); init()"])
+def test_rank_that_ends_before_others_meet_again_is_the_cause(launches: Launches, call: str) -> None:
+    script = launches.script(
+        f"""
+        import torch.distributed as dist
+        def init():
+            dist.init_process_group('gloo')
+        init()
+        if RANK != 1:
+            {call}
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert re.match(
+        r"lockstep: rank 1 \(pid N\) ended \(exit code 0\).* while other ranks still needed it; "
+        r"ranks? 0.* (was|were) in (new_group\(\[0, 1\]\)|init_process_group) at script.py:\d+",
+        opening_of(done.stderr),
+    ), done.stderr
+
+
+@pytest.mark.usefixtures("forked")
+def test_rank_that_leaves_before_a_group_is_made_is_the_cause(launches: Launches) -> None:
+    script = launches.script(
+        """
+        import torch.distributed as dist
+        import lockstep
+        world = lockstep.init()
+        if RANK != 1:
+            dist.new_group([0, 1, 2])
+        """
+    )
+    done = launches.run("--nproc", "3", script)
+    assert re.match(r"lockstep: rank 1 \(pid N\) (ended|left the group).* while other", opening_of(done.stderr)), done

@@ -79,3 +79,30 @@ def test_interpreter_ends_well_with_groups_that_nobody_destroys(launches: Launch
     )
     done = launches.run("--nproc=2", script)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] done", "[1] done"]), done.stderr
+
+
+@pytest.mark.usefixtures("forked")
+def test_groups_are_made_although_something_cleaned_up_temporary_files(launches: Launches) -> None:
+    script = launches.script(
+        """
+        import shutil
+        import torch, torch.distributed as dist
+        import lockstep
+
+        folder = os.environ['LOCKSTEP_RENDEZVOUS']
+        tensor = torch.ones(1)
+        for number in range(2):
+            with lockstep.init(timeout=10):
+                dist.barrier()
+                if RANK == number == 1:
+                    shutil.rmtree(folder)
+                dist.barrier()
+                dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+                dist.all_reduce(tensor, group=dist.new_group([0, 1], backend='gloo'))
+        print(tensor.item(), flush=True)
+        lockstep.init()
+        """
+    )
+    done = launches.run("--nproc", "2", script)
+    assert sorted(done.stdout.splitlines()) == ["[0] 16.0", "[1] 16.0"], done.stderr
+    assert "something else has removed it, such as a cleanup of temporary files" in done.stderr

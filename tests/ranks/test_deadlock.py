@@ -416,3 +416,15 @@ def test_long_wait_is_looked_at_twice_a_second(has_other_callers: bool, monkeypa
     waits: Any = NobodyWaits()
     detector = deadlock.DeadlockDetector(waits, [0, 1], 0, "a group", Runner("unused"), lambda: "a call")
     assert detector.look([1], 10.0, 60.0) <= 0.5
+
+
+def make_a_group_while_one_rank_reduces() -> Caught:
+    ranks = range(dist.get_world_size())
+    return attempt((lambda: dist.all_reduce(torch.ones(3))) if dist.get_rank() == 1 else lambda: dist.new_group(ranks))
+
+
+def test_rank_in_a_collective_and_ranks_that_make_a_group_wait_for_each_other() -> None:
+    for caught in run_ranks(make_a_group_while_one_rank_reduces, 3):
+        expect(caught, CollectiveMismatch, (1,), "the ranks wait for each other", "new_group([0, 1, 2]) at ")
+        assert "rank 1 (" in str(caught.error)
+        assert "all_reduce(float32[3], SUM) at " in str(caught.error)

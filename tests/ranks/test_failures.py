@@ -361,6 +361,49 @@ def synchronize_alone() -> Caught:
     return attempt(lambda: metrics.synchronize(metric) if dist.get_rank() == 0 else dist.barrier())
 
 
+def mean_against_sum() -> list[Caught]:
+    """Both are one all_reduce of the same shape. Ranks may call one function from lines of their own."""
+    loss, is_odd = torch.tensor(1.0), dist.get_rank() == 1
+
+    def mean_from_another_line() -> torch.Tensor:
+        return lockstep.mean(loss, 2)
+
+    alike = mean_from_another_line if is_odd else lambda: lockstep.mean(loss, 2)
+    different = (lambda: lockstep.sum(loss)) if is_odd else lambda: lockstep.mean(loss, 2)
+    return [attempt(call) for call in (alike, different, alike)]
+
+
+def test_functions_of_ours_that_send_the_same_are_told_apart() -> None:
+    for before, caught, after in run_ranks(mean_against_sum, 3):
+        assert before.error is after.error is None
+        expect(
+            caught, CollectiveMismatch, (1,), "lockstep.mean (in its all_reduce(", "lockstep.sum (in its all_reduce("
+        )
+        assert "evaluation=True" not in str(caught.error), "no advice to take one of them out of a loop"
+
+
+def save_another_step(folder: str) -> Caught:
+    return attempt(lambda: checkpoint.save(folder, {}, step=7 + dist.get_rank() % 2))
+
+
+def test_ranks_that_save_another_step_say_so(tmp_path: Path) -> None:
+    first, second, third = run_ranks(save_another_step, 3, str(tmp_path))
+    assert first.error is third.error is None
+    expect(second, CollectiveMismatch, (1,), "rank 1 saves step 8, and rank 0 has written step 7")
+
+
+def save_to_a_folder_of_its_own(folder: str) -> list[str]:
+    with warnings_of_lockstep() as told:
+        checkpoint.save(Path(folder, str(dist.get_rank())), {}, step=1)
+    return told
+
+
+def test_folder_that_is_not_rank_zeros_is_warned_of(tmp_path: Path) -> None:
+    first, (warning,) = run_ranks(save_to_a_folder_of_its_own, 2, str(tmp_path))
+    assert first == []
+    assert f"rank 1 gave the folder {tmp_path}/1, and rank 0, which alone writes, {tmp_path}/0" in warning
+
+
 def normalize_alone() -> Caught:
     """Rank 0 looks at a batch without model.eval()."""
     norm, values = lockstep.SyncBatchNorm(3), torch.ones(2, 3)

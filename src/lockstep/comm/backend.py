@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from lockstep import env
 from lockstep.comm import exit_hooks
+from lockstep.comm.callsite import call_site, site_text
 from lockstep.comm.engine import Engine, Work
 from lockstep.comm.ephemeral import Extension
 from lockstep.comm.group_nonce import agree_on_nonce
@@ -462,7 +463,11 @@ def engine_of(group: object, device: torch.device | None = None) -> Engine | Non
 
 def _connect(new: NewGroup, default: Engine | None) -> Engine:
     """Connect the ranks of a new group, on one host or several; `default` is the default group's. Collective."""
-    with new.store.explaining(), LivenessCheck(None if default is None else default.team, new.ranks) as check_peers:
+    where = f"new_group({list(new.ranks)}) at {site_text(call_site())}"
+    waits = new.default_waits
+    detector = None if default is None or waits is None else default.make_detector(new, waits, lambda: where)
+    liveness = LivenessCheck(None if default is None else default.team, new.ranks, new.timeout_s, detector)
+    with new.store.explaining(), liveness as check_peers:
         terms: Terms = {"wire": current_wire().name}
         bootstrap = Bootstrap(new.store, new.rank, new.ranks, new.timeout_s, check_peers, terms)
         further = None if default is None else default.connect_further(new, bootstrap, check_peers)

@@ -3,7 +3,7 @@
 Fingerprints find ranks that come for different things in one group. If one rank calls group A and then B, and another B
 and then A, each waits in a group of its own, and nobody ever comes for the wrong thing. What shows is a cycle: rank 0
 waits in A for rank 1, which waits in B for rank 0. The same holds for messages: two ranks that both receive first, or a
-rank that receives from one that is in a collective.
+rank that receives from one that is in a collective; and for a group that some ranks make while others wait for them.
 
 A rank that has waited for a moment publishes its wait in its control block of the default group, which all ranks map:
 in which collective it waits, and for whom. While it waits, it follows the ranks that it waits for, and those
@@ -197,6 +197,11 @@ class DeadlockDetector:
                 self._published = ""  # not to be taken back by `end`
                 raise Deadlock(missing, waited_s, *self._explain())
         return _CONFIRM_LOOKS_EVERY_S if self._suspects else _LOOK_AGAIN_S
+
+    def is_waiting_here(self, rank: int) -> bool:
+        """Whether that global rank has published a wait in this group, too."""
+        wait = self._wait_of(rank)
+        return wait is not None and wait.group == self._group_name
 
     def end(self) -> None:
         """Withdraw the wait, which is over."""

@@ -102,6 +102,10 @@ class Engine:
             self._make_detector = functools.partial(DeadlockDetector, *known)
             team.overseers.append(self._make_detector(recorder.describe_activity))
 
+    def make_detector(self, new: NewGroup, waits: PublishedWaits, where: Callable[[], str]) -> DeadlockDetector:
+        """What finds ranks that wait for this one while it makes a further group."""
+        return DeadlockDetector(waits, new.ranks, new.rank, new.name, self._runner, where)
+
     # ---- running -----------------------------------------------------------------------------
 
     def _submit(

@@ -147,6 +147,7 @@ class FlightRecorder:
         self.status_words, self._status_times = self._status.words, self._status.times
         self._reorder_detector = ReorderDetector()
         self._flat_shapes = FlatShapes()
+        self._alike: set[frozenset[int]] = set()  # lines that lead to one function
         self.number = 0
         self.broken: CollectiveError | None = None
         team.on_arrival.append(self.verify)
@@ -241,6 +242,7 @@ class FlightRecorder:
             if not self._flat_shapes.knows(tuple(found)):
                 self._compare_shapes(tuple(found))
             return
+        self._compare_functions(frozenset(lines))
         order = self._reorder_detector.judge(self.number, calls.pop(), lines)
         if order is Order.REORDERED:
             raise self._damaged() or self._reordered(lines)
@@ -251,6 +253,17 @@ class FlightRecorder:
                 f"{own.call} of {self.group_name} at {own.site}: another rank calls this and its last collective in "
                 "the other order. If that is not on purpose, the results are made of unrelated tensors",
             )
+
+    def _compare_functions(self, lines: frozenset[int]) -> None:
+        """Raise if ranks called functions of ours that differ, as `lockstep.mean` and `sum`, and send the same."""
+        if lines in self._alike:
+            return
+        sites = [self._blocks.record(rank, self.number).site for rank in range(self._team.world_size)]
+        if len({called for _, called in map(split_site, sites) if called}) > 1:
+            raise self._damaged() or self._mismatch()
+        if len(self._alike) >= RING:
+            self._alike.clear()
+        self._alike.add(lines)
 
     def _compare_shapes(self, found: tuple[int, ...]) -> None:
         """Raise unless the ranks came for the same but for shapes that fit each other. See [Note: two branches]."""
@@ -314,9 +327,9 @@ class FlightRecorder:
     def _mismatch(self, hint: str = "") -> CollectiveMismatch:
         records = [self._blocks.record(rank, self.number) for rank in range(self._team.world_size)]
         self._team.realign()
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, str], list[int]] = {}
         for rank, record in enumerate(records):
-            groups.setdefault(record.fingerprint & ~_LINE_MASK, []).append(rank)
+            groups.setdefault((record.fingerprint & ~_LINE_MASK, split_site(record.site)[1]), []).append(rank)
         lines = [
             f"  {self.names(ranks)}: {_call_at(records[ranks[0]].call, _sites_of(records, ranks))}"
             for ranks in groups.values()
@@ -326,7 +339,7 @@ class FlightRecorder:
             + "\n".join(lines)
             + "\nEvery rank must call the same collective, in the same order, with the same shapes, dtype, reduce op "
             f"and root. Look for a branch that only some ranks take, or a loop that some leave earlier.{hint}"
-            + _advice(record.site for record in records),
+            + (_advice(record.site for record in records) if len({call for call, _ in groups}) > 1 else ""),
             self._globals(_minority(groups.values())),
         )
 
@@ -493,6 +506,7 @@ class FlightRecorder:
             f"{self._own_call()}{advice}",
             self._globals([self._rank]),
         )
+        rank_status.note_raised()
         self._blocks.fail(Failure(CollectiveAborted.__name__, self.broken.culprits, message))
 
     def fail(self, message: str, culprits: tuple[int, ...] | None = None) -> None:
@@ -502,7 +516,11 @@ class FlightRecorder:
             message: what it raised and where.
             culprits: global ranks behind it; default this rank itself.
         """
-        self._blocks.fail(Failure("", self._globals([self._rank]) if culprits is None else culprits, message))
+        own = self.global_ranks[self._rank]
+        blamed = (own,) if culprits is None else culprits
+        if own in blamed:
+            rank_status.note_raised()
+        self._blocks.fail(Failure("", blamed, message))
 
     def repeat(self) -> CollectiveError:
         """The error that broke this group, to be raised again."""

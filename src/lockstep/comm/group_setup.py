@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
 from lockstep import env
 from lockstep.comm.contract import ControlBlocks, PublishedWaits, Team
-from lockstep.errors import RankLost, RendezvousError
+from lockstep.comm.deadlock import Deadlock, DeadlockDetector
+from lockstep.errors import CollectiveMismatch, RankLost, RendezvousError
 from lockstep.log import get_logger, warn_once
 from lockstep.secret import Refused, Seals, secret_of_ranks
 from lockstep.shm.liveness import Watch
@@ -141,12 +142,20 @@ class BootstrapStore:
         return None
 
     def share(
-        self, topic: str, rank: int, world_size: int, text: str, timeout_s: float, watch: Watch | None = None
+        self,
+        topic: str,
+        rank: int,
+        world_size: int,
+        text: str,
+        timeout_s: float,
+        watch: Watch | None = None,
+        check_peers: Callable[[], None] = lambda: None,
     ) -> list[str] | None:
         """Publish a value of this rank under a topic and read those of all ranks, in order. Collective.
 
         Args:
             watch: of processes of other ranks; one that ends without having published its value is not waited for.
+            check_peers: called while waiting; raises if a rank cannot come.
 
         Returns:
             None if a rank has not published its own within that time.
@@ -166,6 +175,7 @@ class BootstrapStore:
             found = self.get_all(keys)
             if found is not None or now_s > end_s or any(self.find(keys[peer]) is None for peer in gone):
                 return found
+            check_peers()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
@@ -199,7 +209,7 @@ class NewGroup:
 
 
 class LivenessCheck:
-    """Looks in the default group for ranks that cannot come to a new one, because they died, left or raised.
+    """Looks in the default group for ranks that cannot come to a new one: they died, left, raised or wait for this one.
 
     Without it a wait would learn of them only at the deadline, because a rank that has not come to the new group yet
     cannot be watched there. Called while waiting; a context manager.
@@ -207,10 +217,16 @@ class LivenessCheck:
     Args:
         team: of the default group; None if it is none of ours, which is not watched.
         global_ranks: global ranks of the new group.
+        timeout_s: until a rank that does not come is an error.
+        detector: finds ranks that wait for this one meanwhile, in another call.
     """
 
-    def __init__(self, team: Team | None, global_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, team: Team | None, global_ranks: Sequence[int], timeout_s: float, detector: DeadlockDetector | None
+    ) -> None:
         self._team = team
+        self._all_ranks, self._timeout_s, self._detector = tuple(global_ranks), timeout_s, detector
+        self._start_s = time.monotonic()
         self._ranks = [] if team is None else [rank for rank in global_ranks if rank != team.rank]
         self._watch = Watch({})
         if team is not None and team.shares_memory:
@@ -224,9 +240,11 @@ class LivenessCheck:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watch.close()
+        if self._detector is not None:
+            self._detector.end()
 
     def __call__(self) -> None:
-        """Raise RankLost if one of the ranks cannot come."""
+        """Raise RankLost if one of the ranks cannot come, CollectiveMismatch if it waits for this one elsewhere."""
         team = self._team
         if team is None:
             return
@@ -240,6 +258,19 @@ class LivenessCheck:
                     f"rank {rank} ({identity.host}, pid {identity.pid}) {story} while a group of it was being made",
                     (rank,),
                 )
+        if self._detector is not None:
+            self._look(self._detector)
+
+    def _look(self, detector: DeadlockDetector) -> None:
+        awaited = [rank for rank in self._ranks if not detector.is_waiting_here(rank)]
+        if not awaited:
+            detector.end()
+            return
+        missing = [self._all_ranks.index(rank) for rank in awaited]
+        try:
+            detector.look(missing, time.monotonic() - self._start_s, self._timeout_s)
+        except Deadlock as deadlock:
+            raise CollectiveMismatch(deadlock.text, deadlock.culprits) from None
 
     def _story(self, blocks: ControlBlocks, rank: int, is_dead: bool) -> str | None:
         state = blocks.state(rank)

@@ -73,6 +73,7 @@ _DDP = "torch's DistributedDataParallel"
 _CLASSES = "torch._C._distributed_c10d"
 _C10D = "torch.distributed.distributed_c10d"
 _PASS = "forward pass"
+_LOCAL = "use_local_synchronization"
 _FEW_HANDLES = 1024
 
 _Call = tuple[Any, ...]
@@ -185,7 +186,8 @@ def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
     locate = make_locator()
 
     def init_process_group(*values: Any, **options: Any) -> Any:
-        with rank_status.noting_meeting(f"{_name_of_joining(values, options)} at {site_text(locate())}"):
+        name = _name_of_joining(values, options)
+        with rank_status.noting_meeting(f"{name} at {site_text(locate())}", of_all=name == rank_status.JOINING):
             result = original(*values, **options)
         assert _module is not None
         rank_status.note_joined(_module.get_rank(), _module.get_world_size())
@@ -215,10 +217,18 @@ def _noting_that_it_meets(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def new_group(ranks: Any = None, *values: Any, **options: Any) -> Any:
         who = "" if ranks is None else ranks  # as it is: an iterator is torch's to walk
-        with rank_status.noting_meeting(f"new_group({who}) at {site_text(locate())}"):
+        with rank_status.noting_meeting(f"new_group({who}) at {site_text(locate())}", _is_of_all(values, options)):
             return original(ranks, *values, **options)
 
     return new_group
+
+
+def _is_of_all(values: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether all ranks of the launcher have to come to a new group, and not its members alone."""
+    given = dict(zip(("timeout", "backend", "pg_options", _LOCAL), values, strict=False)) | options
+    if _module is None or not _module.is_initialized() or given.get(_LOCAL, False):
+        return False
+    return bool(_module.get_world_size() == env.WORLD_SIZE.get())
 
 
 def _record_of(group: Any) -> _GroupRecord:

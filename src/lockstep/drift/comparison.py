@@ -7,7 +7,8 @@ ranks that leave say a hash of each engine's model, and raise ModelError if thes
 
 [Note: comparison at the end] They meet in the store, not in a collective: a rank that has left already, or has failed,
 must neither hang the others nor make their call a mismatch. Who waits for it in vain says nothing. And they meet when
-they have left: a rank that leaves a loop before the others is still needed by them, who hear of it at once.
+they have left: a rank that leaves a loop before the others is still needed by them, who hear of it at once. Over gloo
+they hear of it when its process ends, which it does when the launcher's folder tells that they wait for it.
 
 [Note: models of the past] A model that is local to a function is freed when that returns, or when the garbage collector
 comes, which is another moment on each rank. Its engine then keeps the hash, not the model, and how often each parameter
@@ -41,6 +42,7 @@ from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.group_stores import store_of
 from lockstep.drift.engines import AveragingModule, engines, num_writes
 from lockstep.errors import CollectiveMismatch, ModelError
+from lockstep.rank_status import check_nobody_waits
 from lockstep.shm.liveness import Watch
 from lockstep.torch_private.groups import is_registered
 from lockstep.world import World, current_world
@@ -280,8 +282,9 @@ class _Meeting:
 
     def _share(self, store: BootstrapStore, topic: str, text: str, timeout_s: float) -> list[str] | None:
         """`BootstrapStore.share`, which does not wait for a rank of this host whose process has ended."""
+        check = functools.partial(check_nobody_waits, self._rank)
         with contextlib.closing(Watch(self._near)) as watch:
-            return store.share(topic, self._rank, self._world_size, text, timeout_s, watch)
+            return store.share(topic, self._rank, self._world_size, text, timeout_s, watch, check)
 
 
 def _read_summary(text: str, is_known: Callable[[Any], bool]) -> Summary:

@@ -5,13 +5,18 @@ Folder layout::
     events              FIFO: a rank announces that it failed, even if it then hangs on its way out
     error-rank<r>.json  why rank r failed (report.py)
     position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
-    store               torch's FileStore, put there by lockstep.init()
+    store               a link to memory of the launcher's, for torch's FileStore of each lockstep.init(); without
+                        it the ranks make files
     result-rank<r>.pkl, exception-rank<r>.pkl   lockstep.spawn only (payload.py)
+
+Long runs outlive folders: what cleans up temporary files once a day spares folders that are locked, as systemd-tmpfiles
+does, or takes them away, after which groups are made all the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -22,6 +27,7 @@ from lockstep.errors import LaunchError
 __all__ = ["AttemptFolder", "announce_failure"]
 
 _EVENTS = "events"
+_STORE = "store"
 _DIGITS_OF_RANK = 9
 
 
@@ -47,9 +53,15 @@ class AttemptFolder:
             os.mkfifo(self.path / _EVENTS, 0o600)
             # Open for writing too, so that it never reads as ended when a rank closes it.
             self.events_fd = os.open(self.path / _EVENTS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._fds = [os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
         except OSError as error:
             shutil.rmtree(self.path, ignore_errors=True)
             raise LaunchError(f"cannot make a FIFO in {self.path} ({error}); set TMPDIR to another folder") from error
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fds[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):
+            self._fds.append(os.memfd_create("lockstep-store", os.MFD_CLOEXEC))
+            (self.path / _STORE).symlink_to(f"/proc/{os.getpid()}/fd/{self._fds[-1]}")
 
     def read_failures(self) -> list[int]:
         """Ranks that announced a failure since the last call."""
@@ -64,6 +76,8 @@ class AttemptFolder:
         if self.events_fd >= 0:
             os.close(self.events_fd)
             self.events_fd = -1
+            for fd in self._fds:
+                os.close(fd)
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.frames import split_site
-from lockstep.rank_status import Position, read_positions
+from lockstep.rank_status import Position, has_raised, read_positions
 from lockstep.topology import name_ranks
 
 __all__ = [
@@ -48,12 +48,14 @@ class RankStatus:
         pid: pid of its process.
         state: the scheduler's letter for the process; X if it is gone.
         positions: its position in each group in which it has called something, the latest first.
+        has_raised: whether it has raised in a world, and the others were told.
     """
 
     rank: int
     pid: int
     state: str
     positions: tuple[Position, ...]
+    has_raised: bool = False
 
     @property
     def latest(self) -> Position | None:
@@ -105,7 +107,10 @@ def look(folder: Path, pids: Mapping[int, int]) -> dict[int, RankStatus]:
         pids: rank -> pid of all ranks of the attempt.
     """
     found = read_positions(folder, pids)
-    return {rank: RankStatus(rank, pid, _state_of(pid), tuple(found.get(rank, ()))) for rank, pid in pids.items()}
+    return {
+        rank: RankStatus(rank, pid, _state_of(pid), tuple(found.get(rank, ())), has_raised(folder, rank))
+        for rank, pid in pids.items()
+    }
 
 
 def _state_of(pid: int) -> str:

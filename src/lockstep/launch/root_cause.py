@@ -15,7 +15,6 @@ others say of it tells more.
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ _MAX_MESSAGE_CHARS = 500
 _MAX_OWN_MESSAGE_CHARS = 2000
 _OWN_ERRORS = "lockstep.errors."
 _MISMATCH = "lockstep.errors.CollectiveMismatch"
-_RAISED = re.compile(r"rank \d+ \([^()]*\) failed: it ")  # `flight_recorder.py` words it so
 _MAX_OTHERS = 4
 _SIGNAL_HINTS = {
     "SIGKILL": "out of memory?",
@@ -187,10 +185,10 @@ def _find_lost(
 ) -> list[RankExit]:
     """Ranks that left without an error, if that is what all failures follow from."""
     report = failures[0].report if failures else None
-    if report is None or not report.secondary or _RAISED.search(report.message):
+    if report is None or not report.secondary:
         return []
     named = report.culprits or find_missing(statuses, report.rank)  # gloo names nobody
-    lost = [exits[rank] for rank in named if rank in exits]
+    lost = [exits[rank] for rank in named if rank in exits and not (rank in statuses and statuses[rank].has_raised)]
     return [one for one in lost if one.is_good or (one.stopped and report.culprits)]
 
 

@@ -202,6 +202,7 @@ class Bootstrap:
         failure = {
             "error": type(error).__name__,
             "message": str(error),
+            "culprits": error.culprits if isinstance(error, RankLost) else (),
             "boot_id": boot_id(),
             "published_at_s": seconds_since_boot(),
         }
@@ -255,7 +256,10 @@ class Bootstrap:
                 if found["boot_id"] == boot_id() and found["published_at_s"] < started_at_s():
                     self._nap([0])
                     continue
-                raise peer_error(str(found["error"]), f"{self.name(0)} gave up: {found['message']}")
+                text = f"{self.name(0)} gave up: {found['message']}"
+                if found["error"] == RankLost.__name__:
+                    raise RankLost(text, found["culprits"])
+                raise peer_error(str(found["error"]), text)
             if found["boot_id"] != boot_id():
                 self._publish_several_hosts()
             different = self._different(found, terms)
@@ -283,6 +287,7 @@ class Bootstrap:
             found = json.loads(published)
             if "error" in found:
                 _ = found["boot_id"], found["message"]
+                found["culprits"] = tuple(map(int, found["culprits"]))
             else:
                 found["boot_id"] = json.loads(found["handle"])["boot_id"]
                 found["maker"] = PeerIdentity(**found["maker"])
