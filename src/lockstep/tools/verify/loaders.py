@@ -74,6 +74,7 @@ class LoaderWatch:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trains: set[int] = set()
         self._iterators: dict[int, weakref.ref[Any]] = {}  # by number of the pass
+        self._ended: set[int] = set()  # passes that were walked to their ends
         self._depth = 0
         orders = recorder.settings.file("orders")
         is_given = recorder.settings.is_reference and orders.exists()
@@ -233,6 +234,7 @@ class LoaderWatch:
                 batch = self._last(one, batch, _length_of(iterator), fetch)
         except StopIteration:
             facts["finished"] = True
+            self._ended.add(one.number)
             if trains and not facts["stream"]:
                 recorder.end_whole_epoch()
             raise
@@ -288,6 +290,8 @@ class LoaderWatch:
         if not is_filler:
             facts["keys"].append(keys)
             facts["finished"] |= len(facts["keys"]) == recorder.facts["loaders"][facts["loader"]]["batches"]
+        if facts["loader"] not in self._trains:
+            recorder.note_evaluated(one.number)
         if recorder.is_cut or not torch.is_grad_enabled():  # then it is evaluated
             return
         recorder.has_last_batch = _may_come_to_last(iterator)
@@ -311,11 +315,18 @@ class LoaderWatch:
         )
 
     def _forget_looked_at(self, loader: int) -> None:
-        """Leave out batches of passes that were given up before anything was computed of them."""
+        """Leave out batches of passes that were given up before anything was computed of them, or that evaluated.
+
+        These were walked to their ends with no backward pass; some scripts turn gradients off for each batch.
+        """
         step = self._recorder.step
-        if not step["backwards"]:
-            gone = {each for each, reference in self._iterators.items() if reference() is None}
-            step["batches"] = [each for each in step["batches"] if each["loader"] != loader or each["pass"] not in gone]
+        used = 1 + max((each["batch"] for each in step["backwards"]), default=-1)
+        gone = {each for each, reference in self._iterators.items() if reference() is None}
+        step["batches"][used:] = [
+            each
+            for each in step["batches"][used:]
+            if each["pass"] not in self._ended and (each["loader"] != loader or each["pass"] not in gone)
+        ]
 
 
 def _numbers(indices: Sequence[Any] | None) -> list[int] | None:

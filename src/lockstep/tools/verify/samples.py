@@ -23,6 +23,7 @@ __all__ = [
     "batches_of",
     "calls_of",
     "contents",
+    "entered",
     "have_same_indices",
     "measure_calls",
     "rows_of",
@@ -41,6 +42,11 @@ def batches_of(*steps: Record) -> list[Record]:
 def calls_of(step: Record) -> list[Record]:
     """Forward passes that were for samples."""
     return [call for call in step["calls"] if not call["filler"]]
+
+
+def entered(*steps: Record) -> Counter[int]:
+    """The rows that entered models, by content."""
+    return Counter(key for step in steps for call in step["calls"] for key in call["keys"])
 
 
 def rows_of(step: Record) -> int:
@@ -174,7 +180,7 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
     paired = [*exact, *near, *(() if far(inputs, limit) else by_sample)]
     # Outputs for samples that are padded to other lengths may have other lengths, too, which are not compared.
     alike = [pair for pair in paired if not padded or ranks[pair[1]]["widths"] == one["widths"]]
-    outputs = _outputs_differ(one, ranks, alike)
+    outputs = _sides_differ(one, ranks, "outputs", alike)
     is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
     culprit = _culprit(one, ranks, paired, limit) if is_unseen or far(outputs, limit) else ("", "")
     own = one["parameters"]
@@ -250,9 +256,9 @@ def _rows_differ(one: Record, ranks: Sequence[Record], what: str, pairs: Sequenc
     return relative(one[what][[row for row, _, _ in pairs]], torch.stack(rows))
 
 
-def _outputs_differ(one: Record, ranks: Sequence[Record], pairs: Sequence[_Pair]) -> float:
-    """The same of outputs: the smaller of two ways to find the rows of each sample in a tensor with several."""
-    return min(_rows_differ(one, ranks, way, pairs) for way in ("outputs", "across"))
+def _sides_differ(one: Record, ranks: Sequence[Record], what: str, pairs: Sequence[_Pair]) -> float:
+    """The same: the smaller of two ways to find the rows of each sample in a tensor with several."""
+    return min(_rows_differ(one, ranks, way, pairs) for way in (what, f"{what} across"))
 
 
 def _culprit(one: Record, ranks: Sequence[Record], pairs: Sequence[_Pair], limit: float) -> tuple[str, str]:
@@ -262,8 +268,8 @@ def _culprit(one: Record, ranks: Sequence[Record], pairs: Sequence[_Pair], limit
         if [each["name"] for each in others] != [inner["name"]] * len(ranks):
             break
         is_seen = all(each["outputs"] is not None for each in (inner, *others))
-        if is_seen and far(_outputs_differ(inner, others, pairs), limit):
-            if far(_rows_differ(inner, others, "inputs", pairs), limit):
+        if is_seen and far(_sides_differ(inner, others, "outputs", pairs), limit):
+            if far(_sides_differ(inner, others, "inputs", pairs), limit):
                 break
             return inner["name"], inner["kind"]
     return ("", "")

@@ -80,8 +80,9 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
     _judge_steps(verdict, each_step(runs))
     if verdict.unknown:
         return verdict
-    if not verdict.differences and failure:
-        verdict.differences.append(_failed(verdict.steps + 1, runs.ranks, failure))
+    # Whoever averaged nothing may have waited in vain for gradients, which DDP says in the step after.
+    if failure and (not verdict.differences or verdict.first[1] == "not-averaged"):
+        verdict.differences = [_failed(verdict.steps + 1, runs.ranks, failure)]
     elif not verdict.differences:
         _judge_counts(verdict, runs)
         if verdict.code == 0:
@@ -177,7 +178,7 @@ def _cuts_pieces(step: StepOfJob) -> bool:
     passes, world_size = len(step.losses.one), len(step.ranks)
     if not passes or any(len(each) * world_size != passes for each in step.losses.ranks):
         return False
-    if step.samples.differ or causes.read_ranks(step) is not None:
+    if not step.one["batches"] or step.samples.differ or causes.read_ranks(step) is not None:
         return False
     factor = step.gradients.factor
     return factor is not None and abs(factor * world_size - 1) < 1e-3 and not step.gradients.between.names
