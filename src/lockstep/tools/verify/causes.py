@@ -77,8 +77,7 @@ def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
     own, *ranks = (len(each["batches"]) for each in (step.one, *step.ranks))
     if {*ranks} != {own}:
         return "skips", f"; batches before this step: one process {own}, the ranks {_joined(ranks)}"
-    is_filled = samples.repeated == samples.extra or any(each["padding"] for each in loaders) or _come_again(step)
-    if samples.missing == 0 and is_filled:
+    if samples.missing == 0 and _come_again(step):
         return "no-sampler" if samples.is_alike else "padded", ""
     if samples.is_alike or any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
         return "no-sampler", ""
@@ -88,8 +87,8 @@ def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
 def _come_again(step: StepOfJob) -> bool:
     """Whether what the ranks have besides one process's samples was trained on before: a sampler begins anew."""
     before = [batch for each in step.runs.one["steps"][: step.number] for batch in batches_of(each)]
-    seen = {key for batch in before for key, _ in batch["keys"]}
-    return all(key in seen for batch in batches_of(*step.ranks) for key, _ in batch["keys"])
+    seen = {key for batch in before for _, key in batch["keys"]}
+    return all(key in seen for batch in batches_of(*step.ranks) for _, key in batch["keys"])
 
 
 def _walks_all(step: StepOfJob, loader: Record) -> bool:

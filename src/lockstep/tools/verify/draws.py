@@ -144,22 +144,11 @@ class DrawWatch:
         passes, batches, draws = counts.pop() if len(counts) == 1 else (0, 0, 0)
         if not own.ndim or not draws or passes != batches or draws % passes:
             return None
-        per_pass = draws // passes
-        number, place = divmod(len(step["own_draws"]) - 1, per_pass)
-        found = {
-            key: (each["draws"][batch * per_pass + place], len(keys), row)
-            for each in ranks
-            for batch, keys in enumerate(each["keys"])
-            for row, key in enumerate(keys)
-        }
-        batch = [*step["batches"][number : number + 1], {"keys": ()}][0]
-        drawn = [found[key] for _, key in batch["keys"] if key in found]
-        parts = [
-            draw["values"].tensor_split(count)[row]
-            for draw, count, row in drawn
-            if draw["name"] == name and draw["values"].ndim
-        ]
-        if len(parts) < len(batch["keys"]) or not _make(own, parts, 0):
+        number, place = divmod(len(step["own_draws"]) - 1, draws // passes)
+        found = _by_sample(ranks, name, place, draws // passes)
+        keys = [key for batch in step["batches"][number : number + 1] for _, key in batch["keys"]]
+        parts = [found[key] for key in keys if key in found]
+        if len(parts) < len(keys) or not _make(own, parts, 0):
             return None
         return torch.cat([_filled_up(each, own, 0) for each in parts]).to(own.device)
 
@@ -179,6 +168,16 @@ class DrawWatch:
             places.setdefault(key, []).append(place)
         order = [places[key].pop(0) for _, key in batches[-1]["keys"] if places.get(key)]
         return order if len(order) == len(parts) else []
+
+
+def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[int, Tensor]:
+    """What each sample has of the draws of one name at a place in each batch of the ranks."""
+    found = dict[int, Tensor]()
+    for rank in ranks:
+        for keys, draw in zip(rank["keys"], rank["draws"][place::per_batch], strict=True):
+            if draw["name"] == name and draw["values"].ndim:
+                found |= dict(zip(keys, draw["values"].tensor_split(len(keys) or 1), strict=False))
+    return found
 
 
 def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:

@@ -290,8 +290,7 @@ class LoaderWatch:
         if not is_filler:
             facts["keys"].append(keys)
             facts["finished"] |= len(facts["keys"]) == recorder.facts["loaders"][facts["loader"]]["batches"]
-        if facts["loader"] not in self._trains:
-            recorder.note_evaluated(one.number)
+        recorder.note_progress(one.number)
         if recorder.is_cut or not torch.is_grad_enabled():  # then it is evaluated
             return
         recorder.has_last_batch = _may_come_to_last(iterator)
@@ -356,5 +355,4 @@ def _describe(loader: Any) -> dict[str, Any]:
         "splits": sampler is not None,
         "draws_order": not isinstance(getattr(loader, "sampler", None), SequentialSampler),
         "shuffles": bool(loader.shuffle if isinstance(loader, lockstep.DataLoader) else sampler and sampler.shuffle),
-        "padding": 0 if sampler is None or sampler.drop_last else sampler.total_size - len(sampler.dataset),
     }

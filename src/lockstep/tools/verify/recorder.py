@@ -114,7 +114,7 @@ class StepRecorder:
         self._is_written = False
         self._began_at = self._cut_at = self._first_cut_at = 0.0
         self._epochs = 1
-        self._evaluated = (0, 0, 0)  # pass that does not train, steps and lines, when it last handed out a batch
+        self._progress = (0, 0, 0)  # pass, steps and lines, when a batch was last handed out
 
     @property
     def is_evaluating(self) -> bool:
@@ -223,13 +223,13 @@ class StepRecorder:
         if line and line not in lines:
             lines.append(line)
 
-    def note_evaluated(self, number: int) -> None:
-        """A pass that does not train hands out a batch: what was written since the last one is no result of it yet."""
-        before, steps, lines = self._evaluated
+    def note_progress(self, number: int) -> None:
+        """A pass hands out a batch: what was written since its last one, with no step, is no result of it yet."""
+        before, steps, lines = self._progress
         texts = self.facts["texts"]
         for line in texts[lines:] if (before, steps) == (number, len(self.steps)) else ():
             line[0] = False
-        self._evaluated = number, len(self.steps), len(texts)
+        self._progress = number, len(self.steps), len(texts)
 
     def note_untrained(self, name: str, weights: Callable[[], list[Tensor]]) -> None:
         """What no optimizer steps, such as a mean of the weights, once for each number of steps; not of 16 bits.

@@ -67,7 +67,6 @@ class Samples:
         ranks: how many each rank had, fillers apart.
         missing: that one process had, and no rank.
         extra: that ranks had more often than one process.
-        repeated: of these, those that another rank (or the same one) had, too.
         padded: that are the same but for padding at their ends.
         is_alike: all ranks had the same samples.
         by_index: the content of their batches is not to be compared, and their indices are the same.
@@ -85,10 +84,9 @@ class Samples:
             rest, more = _keys(one, 1) - unpadded, unpadded - _keys(one, 1)
             if rest.total() + more.total() < missing.total() + extra.total():
                 self.padded = missing.total() - rest.total()
-                missing, extra, total = rest, more, unpadded
+                missing, extra = rest, more
         self.one, self.ranks = own.total(), [each.total() for each in exact]
         self.missing, self.extra = missing.total(), extra.total()
-        self.repeated = sum(count for key, count in extra.items() if total[key] > 1)
         self.is_alike = len(ranks) > 1 and bool(exact[0]) and all(each == exact[0] for each in exact[1:])
 
     @property

@@ -281,8 +281,7 @@ def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple
 
 def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...], failure: str) -> Verdict:
     verdict = judge(runs, failure)
-    is_other = verdict.first in _OTHER_ORDER or (verdict.code == 1 and _has_other_batches(runs))
-    orders = _order_of_ranks(runs) if is_other else {}
+    orders = _order_of_ranks(runs, verdict)
     if orders:
         _, given = session.run(ONE, sizes, orders)
         runs = Runs(runs.ranks, *given) if given else runs
@@ -324,18 +323,20 @@ def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequen
 # ---- orders ------------------------------------------------------------------------------------------
 
 
-def _has_other_batches(runs: Runs) -> bool:
-    """Whether the samples of a step came in other batches than the ranks', such as where a step takes a whole epoch."""
+def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
+    """Whether samples came in other batches than the ranks', such as where a step takes an epoch, and steps differ."""
     for steps in zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False):
         for own, *ranks in zip(*(each["batches"] for each in steps), strict=False):
             if Samples([{"batches": [each]} for each in ranks], {"batches": [own]}).differ:
-                return True
+                return verdict.code == 1
     return False
 
 
-def _order_of_ranks(runs: Runs) -> Orders:
-    """For each pass that trains, by its number, the indices of each batch of all ranks; no pass that has none."""
-    found = {}
+def _order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
+    """For each pass that trains, by its number, the indices of each batch of all ranks, where one process has others."""
+    found = dict[int, list[list[int]]]()
+    if verdict.first not in _OTHER_ORDER and not _has_other_batches(runs, verdict):
+        return found
     for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
         joined = _one_order([one["asked"] for one in passes]) if passes[0]["trains"] else None
         if joined:

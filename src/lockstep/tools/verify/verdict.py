@@ -80,9 +80,10 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
     _judge_steps(verdict, each_step(runs))
     if verdict.unknown:
         return verdict
-    # Whoever averaged nothing may have waited in vain for gradients, which DDP says in the step after.
-    if failure and (not verdict.differences or verdict.first[1] == "not-averaged"):
-        verdict.differences = [_failed(verdict.steps + 1, runs.ranks, failure)]
+    if failure and verdict.differences:
+        verdict.notes.append(f"failure: the ranks end with: {failure}")
+    elif failure:
+        verdict.differences.append(_failed(verdict.steps + 1, runs.ranks, failure))
     elif not verdict.differences:
         _judge_counts(verdict, runs)
         if verdict.code == 0:
@@ -155,7 +156,7 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
         is_theirs = step.samples.differ and _has_own_data(step.runs)
         return f"each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
     rows, foreign = step.calls.rows, step.calls.foreign
-    if not foreign or foreign < step.calls.unknown:
+    if not foreign:
         return ""
     return (
         f"no loader gives the samples, and each rank makes its own: one process makes {rows} of them, and cannot be "
