@@ -113,7 +113,7 @@ class LoaderWatch:
                 asked = sizes[len(made)] if len(made) < len(sizes) else None
                 own = kwargs.get("batch_sampler", args[2] if len(args) > 2 else None)
                 size = batch_size if own is None else getattr(own, "batch_size", None)
-                made.append(size if isinstance(size, int) else None)
+                made.append(asked or (size if isinstance(size, int) else None))
                 if asked is not None and own is not None:
                     with contextlib.suppress(AttributeError):
                         own.batch_size = asked

@@ -333,7 +333,7 @@ def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
 
 
 def _order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
-    """For each pass that trains, by its number, the indices of each batch of all ranks, where one process has others."""
+    """For each pass that trains, by number, the indices of each batch of all ranks; none if one process has them."""
     found = dict[int, list[list[int]]]()
     if verdict.first not in _OTHER_ORDER and not _has_other_batches(runs, verdict):
         return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lockstep.tools.verify import causes
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.linear import read_gradients
-from lockstep.tools.verify.samples import Record, Samples, contents
+from lockstep.tools.verify.samples import Record, Samples, contents, entered
 from lockstep.tools.verify.step import Gradients, Runs, StepOfJob, distance_of_gradients, each_step
 from lockstep.tools.verify.words import Difference, difference
 
@@ -156,7 +156,8 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
         is_theirs = step.samples.differ and _has_own_data(step.runs)
         return f"each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
     rows, foreign = step.calls.rows, step.calls.foreign
-    if not foreign:
+    first, *others = map(entered, step.ranks)
+    if not foreign or all(each == first for each in others):
         return ""
     return (
         f"no loader gives the samples, and each rank makes its own: one process makes {rows} of them, and cannot be "
