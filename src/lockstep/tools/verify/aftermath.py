@@ -186,11 +186,9 @@ def _is_of_evaluation(numbers: list[str], own: list[str], tried: list[str], worl
 
 
 def _counts(facts: Facts) -> list[str]:
-    """Samples of each epoch, and of each loader's batches, as they are printed."""
-    sizes = [each["batch_size"] for each in facts["loaders"]]
-    return [
-        str(each) for each in (*sizes, *(sum(map(len, each["keys"])) for each in facts["passes"] if each["trains"]))
-    ]
+    """Samples of the batches of torch's loaders, and of each epoch, as they are printed."""
+    epochs = (sum(map(len, each["keys"])) for each in facts["passes"] if each["trains"])
+    return list(map(str, [*facts["made"], *epochs]))
 
 
 def _decimals(text: str) -> float:
