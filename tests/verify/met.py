@@ -19,9 +19,9 @@ loader = lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0)
 net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
 
 
-def split():
+def split(batch_size=5, **options):
     sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
-    return torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True)
+    return torch.utils.data.DataLoader(data, batch_size=batch_size, sampler=sampler, drop_last=True, **options)
 
 
 def sharded(net):

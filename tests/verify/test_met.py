@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+import met
+import met_projects
+import met_wrong
 from lockstep.tools.verify import session
 from lockstep.tools.verify.compare import fit_ranks
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import verify
-from met import COMMON, RIGHT, UNKNOWN
-from met_wrong import WRONG
+from met import COMMON, UNKNOWN
 from test_mistakes import is_documented
+
+RIGHT, WRONG = met.RIGHT | met_projects.RIGHT, met_wrong.WRONG | met_projects.WRONG
 
 SHARDS = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")
 
@@ -130,6 +134,31 @@ def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(
     )
     assert verdict.first == ("gradients", cause), text
     assert "it was given stand-ins for GPUs" in " ".join(text.split())
+
+
+def test_what_fails_on_gpus_alone_is_told_of(tmp_path: Path) -> None:
+    """Where there are none, its ranks train apart, each of them all of the data, and nothing fails."""
+    verdict, text = verdict_on(
+        """
+        torch.manual_seed(0)
+        model, sampler = nn.Linear(6, 4), None
+        model.unused = nn.Linear(6, 4)
+        if torch.cuda.is_available():
+            sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+            model.cuda()
+            if world.world_size > 1:
+                model = nn.parallel.DistributedDataParallel(module=model, device_ids=[world.local_rank])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        device = next(model.parameters()).device
+        for x, y in torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.first == ("gradients", "not-averaged"), text
+    assert "failure: the ranks end with: RuntimeError: " in " ".join(text.split())
 
 
 def test_a_script_that_asks_lockstep_for_nccl_is_given_gpus(tmp_path: Path) -> None:

@@ -362,6 +362,7 @@ def test_a_pass_that_does_not_train_is_no_epoch(trains: bool) -> None:
     }
     facts = {
         "loaders": [{"shuffles": True}],
+        "made": [],
         "saves": [],
         "untrained": {},
         "begun": [],

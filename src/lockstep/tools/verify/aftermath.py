@@ -144,8 +144,8 @@ def _printed(
 ) -> tuple[list[Difference], list[str]]:
     first, own, second, third = map(_lines, (ranks[0], one, again, moved))
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
-    # Counts that a rank has of its own: of ranks, and of the samples of an epoch.
-    counts = {(str(len(ranks)), "1"), *zip(_trained(ranks[0]), _trained(one), strict=False)}
+    # Counts that a rank has of its own: of ranks, and of the samples of an epoch and a batch.
+    counts = {(str(len(ranks)), "1"), *zip(_counts(ranks[0]), _counts(one), strict=False)}
     unsure = _unsure_places(own, second)
     for key in [key for key in first if key in own]:
         line, theirs = first[key], own[key].numbers
@@ -185,9 +185,10 @@ def _is_of_evaluation(numbers: list[str], own: list[str], tried: list[str], worl
     return tried != own or any(_is_times(a, b, world_size) for a, b in zip(numbers, own, strict=True))
 
 
-def _trained(facts: Facts) -> list[str]:
-    """Samples of each epoch, as they are printed."""
-    return [str(sum(map(len, each["keys"]))) for each in facts["passes"] if each["trains"]]
+def _counts(facts: Facts) -> list[str]:
+    """Samples of the batches of torch's loaders, and of each epoch, as they are printed."""
+    epochs = (sum(map(len, each["keys"])) for each in facts["passes"] if each["trains"])
+    return list(map(str, [*facts["made"], *epochs]))
 
 
 def _decimals(text: str) -> float:

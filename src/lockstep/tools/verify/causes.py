@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.tools.verify.compare import TIMES_NOISE, distances, measure_values
 from lockstep.tools.verify.draws import PERMUTATIONS
-from lockstep.tools.verify.samples import Record, batches_of, contents, have_same_indices
+from lockstep.tools.verify.samples import Record, batches_of, contents, entered, have_same_indices
 from lockstep.tools.verify.step import StepOfJob, counted, parameters_of
 from lockstep.tools.verify.words import Difference
 
@@ -52,13 +52,22 @@ def read_samples(step: StepOfJob) -> Difference | None:
     """Samples that are not those of one process."""
     samples = step.samples
     if not samples.differ:
-        return _filled_late(step)
+        return _all_walked(step) or _filled_late(step)
     key, more = _cause_of_samples(step)
     measured = (
         f"one process had {counted(samples.one, 'sample')}, the ranks {_joined(samples.ranks)}; {samples.missing} of "
         f"one process's are missing, {samples.extra} are too many{more}"
     )
     return step.found("samples", key, measured, extra=counted(samples.extra, "sample"))
+
+
+def _all_walked(step: StepOfJob) -> Difference | None:
+    """Without a loader: all ranks have the same rows, and one process has others in more passes."""
+    own, first, *others = (entered(each) for each in (step.one, *step.ranks))
+    if step.one["batches"] or not first or any(each != first for each in others) or len(own) <= len(first):
+        return None
+    measured = f"one process had {counted(own.total(), 'row')}, and each rank the same {first.total()}"
+    return step.found("samples", "no-sampler", measured)
 
 
 def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
@@ -68,12 +77,18 @@ def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
     own, *ranks = (len(each["batches"]) for each in (step.one, *step.ranks))
     if {*ranks} != {own}:
         return "skips", f"; batches before this step: one process {own}, the ranks {_joined(ranks)}"
-    is_filled = samples.repeated == samples.extra or any(each["padding"] for each in loaders)
-    if samples.missing == 0 and is_filled:
+    if samples.missing == 0 and _come_again(step):
         return "no-sampler" if samples.is_alike else "padded", ""
     if samples.is_alike or any(not each["splits"] and not each["own"] and _walks_all(step, each) for each in loaders):
         return "no-sampler", ""
     return _cause_of_others(step, loaders)
+
+
+def _come_again(step: StepOfJob) -> bool:
+    """Whether what the ranks have besides one process's samples was trained on before: a sampler begins anew."""
+    before = [batch for each in step.runs.one["steps"][: step.number] for batch in batches_of(each)]
+    seen = {key for batch in before for _, key in batch["keys"]}
+    return all(key in seen for batch in batches_of(*step.ranks) for _, key in batch["keys"])
 
 
 def _walks_all(step: StepOfJob, loader: Record) -> bool:
@@ -110,20 +125,15 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
 
 def _filled_late(step: StepOfJob) -> Difference | None:
     """A batch that was filled up, and fetched in the step before, as Accelerate does."""
-    own, *ranks = (_entered(each) for each in (step.one, *step.ranks))
-    more = [key for each in ranks for key in each]
+    own, *ranks = (entered(each) for each in (step.one, *step.ranks))
+    more, seen = sum(ranks, Counter[int]()), entered(*step.runs.one["steps"])
     rows = [sum(len(batch["keys"]) for batch in each["batches"]) for each in (step.one, *step.ranks)]
-    is_late = step.runs.one["facts"]["loaders"] and rows[0] != len(own) and rows[1:] != list(map(len, ranks))
-    seen = {key for each in step.runs.one["steps"] for key in _entered(each)}
-    if not is_late or not set(own) <= set(more) <= seen or len(more) <= len(own):
+    counts = [each.total() for each in (own, *ranks)]
+    is_late = step.runs.one["facts"]["loaders"] and rows[0] != counts[0] and rows[1:] != counts[1:]
+    if not is_late or not own.keys() <= more.keys() <= seen.keys() or more.total() <= counts[0]:
         return None
-    measured = f"one process had {counted(len(own), 'sample')}, the ranks {_joined(map(len, ranks))}"
-    return step.found("samples", "padded", measured, extra=counted(len(more) - len(own), "sample"))
-
-
-def _entered(step: Record) -> list[int]:
-    """The rows that entered models."""
-    return [key for call in step["calls"] for key in call["keys"]]
+    measured = f"one process had {counted(counts[0], 'sample')}, the ranks {_joined(counts[1:])}"
+    return step.found("samples", "padded", measured, extra=counted(more.total() - counts[0], "sample"))
 
 
 # ---- inputs and outputs ------------------------------------------------------------------------------
@@ -140,7 +150,7 @@ def read_passes(step: StepOfJob) -> Difference | None:
             f"{_joined(each[0] for each in losses.ranks if each)} here"
         )
         return step.found("loss", "closure", measured, kind=kind)
-    if set(counts) == {len(losses.one)}:
+    if set(counts) == {len(losses.one)} or step.is_cut_otherwise:
         return None
     measured = f"backward passes in this step: one process {len(losses.one)}, the ranks {_joined(counts)}"
     return step.found("loss", "passes", measured)
@@ -187,7 +197,8 @@ def describe_draws(drawn: Sequence[Record]) -> str:
     """The first of some draws, on one process and on the ranks, in words."""
     first = drawn[0]
     ranks = " and ".join(str(each or "one number") for each in first["ranks"][:3]) or "nothing of the kind"
-    return f"one process drew {first['name']} of {first['shape'] or 'one number'} where the ranks drew {ranks}"
+    name = first["name"].partition(" ")[0]
+    return f"one process drew {name} of {first['shape'] or 'one number'} where the ranks drew {ranks}"
 
 
 def read_outputs(step: StepOfJob) -> Difference | None:
@@ -233,13 +244,20 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
         return step.found("gradients", "changed", f"{measured}, and did not after backward(){drawn}")
     if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)
-    outside = [name for name in between.names if not first["held"][name]]
+    outside = [name for name in between.names if first["held"][name] is None]
     if outside:  # and others, where an engine waits for what the script has put another module for
         return step.found("gradients", "unwrapped part", measured, names=_names(step, outside))
-    if not any(first["engine_calls"]):
+    if _called_engines(step).isdisjoint(first["held"][name] for name in between.names):
         return step.found("gradients", "inner-model", measured)
     is_part = len(between.names) < between.count or _is_averaged_in_part(step)
     return step.found("gradients", "past-engine" if is_part else "not-averaged", measured)
+
+
+def _called_engines(step: StepOfJob) -> set[int]:
+    """Those that rank 0 has called since the optimizer of this step took its last one."""
+    steps = step.runs.ranks[0]["steps"]
+    turns = len({each["optimizer"] for each in steps})
+    return {engine for each in steps[max(0, step.number - turns) : step.number] for engine in each["engine_calls"]}
 
 
 def _is_averaged_in_part(step: StepOfJob) -> bool:

@@ -11,10 +11,10 @@ is computed before the samples of a step, such as the data, stays as it is: samp
 up from their ends, sums of some kernels come out the same to the last bit, and the noise is missed.)
 
 Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, and whether for a
-filler; beside it the samples of the step), and on one process `own_draws` (after how many batches each was), `given`
-(how many were replaced) and `unlike_draws` (name and shape of those that were not, and shapes of the ranks'). Besides,
-`generated`: what generators of the script's own drew, as a hash; and `single`: numbers of 64 bits were rounded to 32,
-so that what the step computes is no more precise.
+filler; beside it the samples of the step, known without their padding, and how many backward passes it had), and on one
+process `own_draws` (after how many batches each was), `given` (how many were replaced) and `unlike_draws` (name and
+shape of those that were not, and shapes of the ranks'). Besides, `generated`: what generators of the script's own drew,
+as a hash; and `single`: numbers of 64 bits were rounded to 32, so that what the step computes is no more precise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ATEN = torch.ops.aten
 _RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate", "expovariate")
 # Draws of anything, of which a number is noted, and which nobody can give to the one process.
 _PICKS_OF_RANDOM = ("choice", "choices", "sample", "shuffle")
-_PICKS_OF_NUMPY = {"choice", "shuffle", "permutation", "permuted", "bytes"}
+_PICKS_OF_NUMPY = {"shuffle", "permutation", "permuted", "bytes"}
 _NO_DRAWS = {"seed", "get_state", "set_state", "spawn", "bit_generator"}
 PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
 # Numbers kept of all draws of a step; more are not given to the one process.
@@ -93,10 +93,10 @@ class DrawWatch:
                 [draw for draw in rank["draws"] if draw["after"] == after]
                 for rank in self._of_ranks(len(self._recorder.steps))
             ]
-            drawn = [draws[place] for draws in every if place < len(draws)]
-            joined = self._joined(name, values, drawn)
+            joined = None if self._order_of_ranks() else self._of_other_batches(name, values)
+            joined = self._joined(name, values, every, place) if joined is None else joined
             if joined is None:
-                shapes = [list(each["values"].shape) for each in drawn]
+                shapes = [list(draws[place]["values"].shape) for draws in every if place < len(draws)]
                 step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
             else:
                 step["given"] += not torch.equal(joined, values)
@@ -113,26 +113,44 @@ class DrawWatch:
             self._keys[number] = [[key for part in parts for key in part] for parts in batches]
         return self._files[number]
 
-    def _joined(self, name: str, own: Tensor, drawn: list[_Draw]) -> Tensor | None:
+    def _joined(self, name: str, own: Tensor, every: list[list[_Draw]], place: int) -> Tensor | None:
         """What the one process gets in place of its own draw; None where the ranks' numbers do not make one."""
-        if len(drawn) != self._settings.world_size or any(each["name"] != name for each in drawn):
+        if any(place >= len(draws) or draws[place]["name"] != name for draws in every) or not every:
             return None
-        parts = [each["values"] for each in drawn if not each["filler"]] or [each["values"] for each in drawn]
+        every = [draws for draws in every if not draws[place]["filler"]] or every
+        parts = [draws[place]["values"] for draws in every]
         if all(each.shape == own.shape for each in parts):
             alike = all(torch.equal(each, parts[0]) for each in parts[1:])
             return parts[0].to(own.device) if alike else None
         axis = None if name == "randperm" else _axis_of_samples(own, parts)
-        if axis is None:
-            return None
-        return self._in_own_order(torch.cat(parts, axis), axis).to(own.device)
+        return None if axis is None else self._in_own_order(own, every, place, axis).to(own.device)
 
-    def _in_own_order(self, joined: Tensor, axis: int) -> Tensor:
-        order = self._order_of_ranks()
+    def _in_own_order(self, own: Tensor, every: list[list[_Draw]], place: int, axis: int) -> Tensor:
+        order, size = self._order_of_ranks(), own.size(axis)
+        per_piece = _draws_per_piece(every, len(order), size)
+        piece, first = divmod(place, per_piece)
+        drawn = [each["values"] for draws in every for each in draws[first::per_piece]]
+        joined = torch.cat([_filled_up(each, own, axis) for each in drawn], axis)
         if not order or joined.size(axis) % len(order):
             return joined
         each_has = joined.size(axis) // len(order)  # of each sample, such as the heads of attention
         places = [place * each_has + number for place in order for number in range(each_has)]
-        return joined.index_select(axis, torch.tensor(places, device="cpu"))
+        return joined.index_select(axis, torch.tensor(places[piece * size : (piece + 1) * size], device="cpu"))
+
+    def _of_other_batches(self, name: str, own: Tensor) -> Tensor | None:
+        """The same, sample by sample, where the ranks had the samples in other batches, each with a backward pass."""
+        step, ranks = self._recorder.step, self._of_ranks(len(self._recorder.steps))
+        counts = {(each["passes"], len(each["keys"]), len(each["draws"])) for each in ranks}
+        passes, batches, draws = counts.pop() if len(counts) == 1 else (0, 0, 0)
+        if not own.ndim or not draws or passes != batches or draws % passes:
+            return None
+        number, place = divmod(len(step["own_draws"]) - 1, draws // passes)
+        found = _by_sample(ranks, name, place, draws // passes)
+        keys = [key for batch in step["batches"][number : number + 1] for _, key in batch["keys"]]
+        parts = [found[key] for key in keys if key in found]
+        if len(parts) < len(keys) or not _make(own, parts, 0):
+            return None
+        return torch.cat([_filled_up(each, own, 0) for each in parts]).to(own.device)
 
     def _order_of_ranks(self) -> list[int]:
         """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
@@ -148,17 +166,48 @@ class DrawWatch:
         places: dict[int, list[int]] = {}
         for place, key in enumerate(parts):
             places.setdefault(key, []).append(place)
-        order = [places[key].pop(0) for key, _ in batches[-1]["keys"] if places.get(key)]
+        order = [places[key].pop(0) for _, key in batches[-1]["keys"] if places.get(key)]
         return order if len(order) == len(parts) else []
+
+
+def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[int, Tensor]:
+    """What each sample has of the draws of one name at a place in each batch of the ranks."""
+    found = dict[int, Tensor]()
+    for rank in ranks:
+        for keys, draw in zip(rank["keys"], rank["draws"][place::per_batch], strict=True):
+            if draw["name"] == name and draw["values"].ndim:
+                found |= dict(zip(keys, draw["values"].tensor_split(len(keys) or 1), strict=False))
+    return found
 
 
 def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:
     """The one dimension along which the ranks' numbers make as many as one process has."""
-    if any(each.ndim != own.ndim for each in drawn):
-        return None
-    apart = [axis for axis in range(own.ndim) if any(each.size(axis) != own.size(axis) for each in drawn)]
-    fits = len(apart) == 1 and sum(each.size(apart[0]) for each in drawn) == own.size(apart[0])
-    return apart[0] if fits else None
+    axes = [axis for axis in range(own.ndim) if _make(own, drawn, axis)]
+    return axes[0] if len(axes) == 1 else None
+
+
+def _make(whole: Tensor, parts: list[Tensor], axis: int) -> bool:
+    """Whether parts make a whole along a dimension; in others each may be shorter, as of samples that are padded."""
+    if not parts or any(each.ndim != whole.ndim for each in parts):
+        return False
+    sizes = zip(*(each.shape for each in parts), strict=True)
+    return all((sum if at == axis else max)(each) == whole.size(at) for at, each in enumerate(sizes))
+
+
+def _filled_up(part: Tensor, own: Tensor, axis: int) -> Tensor:
+    """With zeros where one process pads further: the longest sample of all is another rank's."""
+    filled = part.new_zeros([part.size(axis) if each == axis else own.size(each) for each in range(own.ndim)])
+    filled[tuple(map(slice, part.shape))] = part
+    return filled
+
+
+def _draws_per_piece(every: list[list[_Draw]], rows: int, size: int) -> int:
+    """How many draws each piece makes of a batch that is cut into some of `size` rows; all where it is not."""
+    most = max(map(len, every))
+    pieces, rest = divmod(rows, max(1, size))
+    kinds = [[(each["name"], each["values"].shape) for each in draws] for draws in every]
+    is_cut = pieces > 1 and not rest and all(each == each[: most // pieces] * pieces for each in kinds)
+    return most // pieces if is_cut else most
 
 
 # ---- operators of torch ------------------------------------------------------------------------------
@@ -285,6 +334,10 @@ def _watch_numpy_and_random(
         see_draw(place, torch.tensor(crc32(repr(drawn).encode()), device="cpu"))
         return result
 
+    def choose(place: str, drawn: Any, result: Any) -> Any:
+        is_for_each = isinstance(result, np.ndarray) and result.dtype.kind in "iuf"
+        return give(place, drawn, result) if is_for_each else pick(place, drawn, result)
+
     def note(place: str, drawn: Any, result: Any) -> Any:
         see_own(place, crc32(repr(drawn).encode()))
         return result
@@ -298,8 +351,13 @@ def _watch_numpy_and_random(
                     result = original(*args, **kwargs)
                 finally:
                     depth[0] -= is_outer
+                if not is_outer:
+                    return result
+                # Who chooses from something else, such as another number of rows, draws something else.
+                asked = [*args[owner is not np.random :][:1], kwargs.get("a"), kwargs.get("p")]
+                name = f"{place} {crc32(repr(asked).encode())}" if see is choose else place
                 # A shuffle has its result in its place.
-                return see(place, args[-1:] if result is None else result, result) if is_outer else result
+                return see(name, args[-1:] if result is None else result, result)
 
             return draw
 
@@ -312,8 +370,9 @@ def _watch_numpy_and_random(
     generator, state = _subclass(np.random.Generator), _subclass(np.random.RandomState)
     for owner, kind in ((np.random, state), (generator, generator), (state, state)):
         names = {name for name in dir(kind) if name[0] != "_" and hasattr(owner, name)} - _NO_DRAWS
-        watch(owner, names - _PICKS_OF_NUMPY, give)
+        watch(owner, names - _PICKS_OF_NUMPY - {"choice"}, give)
         watch(owner, names & _PICKS_OF_NUMPY, pick)
+        watch(owner, names & {"choice"}, choose)
     wrap(np.random, "default_rng", lambda original: lambda seed=None: generator(original(seed).bit_generator))
     for kind in (generator, state):
         setattr(np.random, kind.__name__, kind)

@@ -23,7 +23,7 @@ from lockstep.tools.verify.words import Difference
 __all__ = ["read_gradients"]
 
 _CLOSE = 1e-3
-_MAY_BE_DRAWN = ("not-linear", "kept-state", "function-of-mean", "threshold")
+_MAY_BE_DRAWN = ("not-linear", "extreme", "kept-state", "function-of-mean", "threshold")
 # A cause, as `words.py` has it, and what its words leave open.
 _Cause = tuple[str, dict[str, Any]]
 

@@ -74,6 +74,7 @@ class LoaderWatch:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trains: set[int] = set()
         self._iterators: dict[int, weakref.ref[Any]] = {}  # by number of the pass
+        self._ended: set[int] = set()  # passes that were walked to their ends
         self._depth = 0
         orders = recorder.settings.file("orders")
         is_given = recorder.settings.is_reference and orders.exists()
@@ -112,7 +113,7 @@ class LoaderWatch:
                 asked = sizes[len(made)] if len(made) < len(sizes) else None
                 own = kwargs.get("batch_sampler", args[2] if len(args) > 2 else None)
                 size = batch_size if own is None else getattr(own, "batch_size", None)
-                made.append(size if isinstance(size, int) else None)
+                made.append(asked or (size if isinstance(size, int) else None))
                 if asked is not None and own is not None:
                     with contextlib.suppress(AttributeError):
                         own.batch_size = asked
@@ -233,6 +234,7 @@ class LoaderWatch:
                 batch = self._last(one, batch, _length_of(iterator), fetch)
         except StopIteration:
             facts["finished"] = True
+            self._ended.add(one.number)
             if trains and not facts["stream"]:
                 recorder.end_whole_epoch()
             raise
@@ -288,6 +290,7 @@ class LoaderWatch:
         if not is_filler:
             facts["keys"].append(keys)
             facts["finished"] |= len(facts["keys"]) == recorder.facts["loaders"][facts["loader"]]["batches"]
+        recorder.note_progress(one.number)
         if recorder.is_cut or not torch.is_grad_enabled():  # then it is evaluated
             return
         recorder.has_last_batch = _may_come_to_last(iterator)
@@ -311,11 +314,18 @@ class LoaderWatch:
         )
 
     def _forget_looked_at(self, loader: int) -> None:
-        """Leave out batches of passes that were given up before anything was computed of them."""
+        """Leave out batches of passes that were given up before anything was computed of them, or that evaluated.
+
+        These were walked to their ends with no backward pass; some scripts turn gradients off for each batch.
+        """
         step = self._recorder.step
-        if not step["backwards"]:
-            gone = {each for each, reference in self._iterators.items() if reference() is None}
-            step["batches"] = [each for each in step["batches"] if each["loader"] != loader or each["pass"] not in gone]
+        used = 1 + max((each["batch"] for each in step["backwards"]), default=-1)
+        gone = {each for each, reference in self._iterators.items() if reference() is None}
+        step["batches"][used:] = [
+            each
+            for each in step["batches"][used:]
+            if each["pass"] not in self._ended and (each["loader"] != loader or each["pass"] not in gone)
+        ]
 
 
 def _numbers(indices: Sequence[Any] | None) -> list[int] | None:
@@ -345,5 +355,4 @@ def _describe(loader: Any) -> dict[str, Any]:
         "splits": sampler is not None,
         "draws_order": not isinstance(getattr(loader, "sampler", None), SequentialSampler),
         "shuffles": bool(loader.shuffle if isinstance(loader, lockstep.DataLoader) else sampler and sampler.shuffle),
-        "padding": 0 if sampler is None or sampler.drop_last else sampler.total_size - len(sampler.dataset),
     }

@@ -114,6 +114,7 @@ class StepRecorder:
         self._is_written = False
         self._began_at = self._cut_at = self._first_cut_at = 0.0
         self._epochs = 1
+        self._progress = (0, 0, 0)  # pass, steps and lines, when a batch was last handed out
 
     @property
     def is_evaluating(self) -> bool:
@@ -158,8 +159,8 @@ class StepRecorder:
         """After a step of an optimizer."""
         self.steps.append(self.step)
         if self.settings.role == RANKS:
-            keys = [[] if each["filler"] else [key for key, _ in each["keys"]] for each in self.step["batches"]]
-            drawn = {"draws": self.step.pop("draws"), "keys": keys}
+            keys = [[] if each["filler"] else [key for _, key in each["keys"]] for each in self.step["batches"]]
+            drawn = {"draws": self.step.pop("draws"), "keys": keys, "passes": len(self.step["backwards"])}
             torch.save(drawn, self.settings.file("draws", len(self.steps) - 1, self.rank))
         self.step = _empty_step()
         self._exchange_state(len(self.steps))
@@ -221,6 +222,14 @@ class StepRecorder:
         lines, line = self.step["lines"].setdefault(event, []), line_of_script()
         if line and line not in lines:
             lines.append(line)
+
+    def note_progress(self, number: int) -> None:
+        """A pass hands out a batch: what was written since its last one, with no step, is no result of it yet."""
+        before, steps, lines = self._progress
+        texts = self.facts["texts"]
+        for line in texts[lines:] if (before, steps) == (number, len(self.steps)) else ():
+            line[0] = False
+        self._progress = number, len(self.steps), len(texts)
 
     def note_untrained(self, name: str, weights: Callable[[], list[Tensor]]) -> None:
         """What no optimizer steps, such as a mean of the weights, once for each number of steps; not of 16 bits.

@@ -23,6 +23,7 @@ __all__ = [
     "batches_of",
     "calls_of",
     "contents",
+    "entered",
     "have_same_indices",
     "measure_calls",
     "rows_of",
@@ -43,6 +44,11 @@ def calls_of(step: Record) -> list[Record]:
     return [call for call in step["calls"] if not call["filler"]]
 
 
+def entered(*steps: Record) -> Counter[int]:
+    """The rows that entered models, by content."""
+    return Counter(key for step in steps for call in step["calls"] for key in call["keys"])
+
+
 def rows_of(step: Record) -> int:
     """Samples of a step; those that went into its models where no loader gave them."""
     if step["batches"]:
@@ -61,7 +67,6 @@ class Samples:
         ranks: how many each rank had, fillers apart.
         missing: that one process had, and no rank.
         extra: that ranks had more often than one process.
-        repeated: of these, those that another rank (or the same one) had, too.
         padded: that are the same but for padding at their ends.
         is_alike: all ranks had the same samples.
         by_index: the content of their batches is not to be compared, and their indices are the same.
@@ -79,10 +84,9 @@ class Samples:
             rest, more = _keys(one, 1) - unpadded, unpadded - _keys(one, 1)
             if rest.total() + more.total() < missing.total() + extra.total():
                 self.padded = missing.total() - rest.total()
-                missing, extra, total = rest, more, unpadded
+                missing, extra = rest, more
         self.one, self.ranks = own.total(), [each.total() for each in exact]
         self.missing, self.extra = missing.total(), extra.total()
-        self.repeated = sum(count for key, count in extra.items() if total[key] > 1)
         self.is_alike = len(ranks) > 1 and bool(exact[0]) and all(each == exact[0] for each in exact[1:])
 
     @property
@@ -174,7 +178,7 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
     paired = [*exact, *near, *(() if far(inputs, limit) else by_sample)]
     # Outputs for samples that are padded to other lengths may have other lengths, too, which are not compared.
     alike = [pair for pair in paired if not padded or ranks[pair[1]]["widths"] == one["widths"]]
-    outputs = _outputs_differ(one, ranks, alike)
+    outputs = _sides_differ(one, ranks, "outputs", alike)
     is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
     culprit = _culprit(one, ranks, paired, limit) if is_unseen or far(outputs, limit) else ("", "")
     own = one["parameters"]
@@ -250,9 +254,9 @@ def _rows_differ(one: Record, ranks: Sequence[Record], what: str, pairs: Sequenc
     return relative(one[what][[row for row, _, _ in pairs]], torch.stack(rows))
 
 
-def _outputs_differ(one: Record, ranks: Sequence[Record], pairs: Sequence[_Pair]) -> float:
-    """The same of outputs: the smaller of two ways to find the rows of each sample in a tensor with several."""
-    return min(_rows_differ(one, ranks, way, pairs) for way in ("outputs", "across"))
+def _sides_differ(one: Record, ranks: Sequence[Record], what: str, pairs: Sequence[_Pair]) -> float:
+    """The same: the smaller of two ways to find the rows of each sample in a tensor with several."""
+    return min(_rows_differ(one, ranks, way, pairs) for way in (what, f"{what} across"))
 
 
 def _culprit(one: Record, ranks: Sequence[Record], pairs: Sequence[_Pair], limit: float) -> tuple[str, str]:
@@ -262,8 +266,8 @@ def _culprit(one: Record, ranks: Sequence[Record], pairs: Sequence[_Pair], limit
         if [each["name"] for each in others] != [inner["name"]] * len(ranks):
             break
         is_seen = all(each["outputs"] is not None for each in (inner, *others))
-        if is_seen and far(_outputs_differ(inner, others, pairs), limit):
-            if far(_rows_differ(inner, others, "inputs", pairs), limit):
+        if is_seen and far(_sides_differ(inner, others, "outputs", pairs), limit):
+            if far(_sides_differ(inner, others, "inputs", pairs), limit):
                 break
             return inner["name"], inner["kind"]
     return ("", "")

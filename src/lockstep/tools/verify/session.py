@@ -163,7 +163,8 @@ class _Session:
         without = self._folder
         self._folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
         code_of_gpus, ranks_of_gpus = self.run(RANKS)
-        if code == 0 and (code_of_gpus or train_apart(ranks_of_gpus) >= train_apart(ranks)):
+        trains = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
+        if code == 0 and not trains:
             self._folder, self.devices = without, 0
             return code, ranks
         self.notes += [] if code else [_ON_STAND_INS]
@@ -280,7 +281,7 @@ def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple
 
 def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...], failure: str) -> Verdict:
     verdict = judge(runs, failure)
-    orders = _order_of_ranks(runs) if verdict.first in _OTHER_ORDER else {}
+    orders = _order_of_ranks(runs, verdict)
     if orders:
         _, given = session.run(ONE, sizes, orders)
         runs = Runs(runs.ranks, *given) if given else runs
@@ -322,13 +323,27 @@ def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequen
 # ---- orders ------------------------------------------------------------------------------------------
 
 
-def _order_of_ranks(runs: Runs) -> Orders:
-    """For each pass that trains, by its number, the indices of each batch of all ranks; no pass that has none."""
-    found = {}
+def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
+    """Whether samples came in other batches than the ranks', such as where a step takes an epoch, and steps differ."""
+    for steps in zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False):
+        for own, *ranks in zip(*(each["batches"] for each in steps), strict=False):
+            if Samples([{"batches": [each]} for each in ranks], {"batches": [own]}).differ:
+                return verdict.code == 1
+    return False
+
+
+def _order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
+    """For each pass that trains, by number, the indices of each batch of all ranks; none if one process has them."""
+    found = dict[int, list[list[int]]]()
+    if verdict.first not in _OTHER_ORDER and not _has_other_batches(runs, verdict):
+        return found
     for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
         joined = _one_order([one["asked"] for one in passes]) if passes[0]["trains"] else None
         if joined:
-            found[number] = joined
+            # Batches of one process may be parts of these, which accumulates over more of them.
+            own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": ()}][0]["asked"]
+            size = len(own[0]) if own and own[0] and len(joined[0]) % len(own[0]) == 0 else len(joined[0])
+            found[number] = [each[at : at + size] for each in joined for at in range(0, len(each), size)]
     return found
 
 

@@ -25,7 +25,7 @@ from lockstep.tools.verify.compare import (
     noise_of_rounding,
     relative,
 )
-from lockstep.tools.verify.samples import Calls, Record, Samples, calls_of, measure_calls
+from lockstep.tools.verify.samples import Calls, Record, Samples, calls_of, entered, measure_calls
 from lockstep.tools.verify.words import Difference, difference
 
 __all__ = [
@@ -285,8 +285,25 @@ class StepOfJob:
         return Samples(self.ranks, self.one)
 
     @functools.cached_property
+    def is_cut_otherwise(self) -> bool:
+        """Whether one process takes the same rows in other backward passes, as where N ranks accumulate over fewer."""
+        passes = {len(each["backwards"]) for each in self.ranks}
+        if len(passes) > 1 or len(self.one["backwards"]) in passes or self.samples.differ:
+            return False
+        batches = len(self.one["batches"])
+        return all(len(each["batches"]) != batches for each in self.ranks) if batches else self._has_same_rows
+
+    @functools.cached_property
+    def _has_same_rows(self) -> bool:
+        """Whether the same rows enter models, in whichever of their calls."""
+        return entered(self.one) == entered(*self.ranks)
+
+    @functools.cached_property
     def calls(self) -> Calls:
-        """What entered the models and came out of them."""
+        """What entered the models and came out of them, pass by pass."""
+        are_others = any(len(each["calls"]) != len(self.one["calls"]) for each in self.ranks)
+        if self.is_cut_otherwise or (are_others and self._has_same_rows):
+            return Calls()
         return measure_calls(self.ranks, self.one, limit_of(self.noise, self.precision), self.samples.padded > 0)
 
     @functools.cached_property
@@ -305,7 +322,7 @@ class StepOfJob:
 
     def found(self, stage: str, key: str, measured: str, **values: Any) -> Difference:
         """A difference of this step; see `difference`."""
-        lines = self.ranks[0]["lines"].get(_EVENTS.get(stage, ""), ())
+        lines = self.ranks[0]["lines"].get(_EVENTS.get(stage, "")) or self.ranks[0]["lines"].get("call", ())
         return difference(self.number, stage, key, measured, tuple(lines), **values)
 
 

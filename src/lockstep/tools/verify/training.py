@@ -1,9 +1,9 @@
 """What a process computes: forward passes sample by sample, losses, gradients, and what its optimizers make of them.
 
 Writes `calls` of a step, the forward passes that train: `name` (class of the outermost module), `resting` (modules in
-eval mode), `keys` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches of each row, or None), `across`
-(of outputs, if the rows of a sample are `count` apart, as those of views are that are joined), `widths` (numbers in a
-row of each output), `parameters` (two numbers of each), `after` (how many backward passes), `inner` (name, class and
+eval mode), `keys` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches of each row, or None; also
+`across`, if the rows of a sample are `count` apart, as those of views are that are joined), `widths` (numbers in a row
+of each output), `parameters` (two numbers of each), `after` (how many backward passes), `inner` (name, class and
 sketches of what the modules inside take and return first, in order), `filler` and `samples` (keys of the batch that it
 was computed from, if that has as many rows). Besides, `rounded`: the eps of the coarsest numbers of 16 bits that
 modules return.
@@ -11,7 +11,7 @@ modules return.
 Writes `backwards` (`losses`: the numbers that backward() was called on, None for what is no number; `local`: what
 reached each parameter in this process, before anybody averaged it; `batch`: the place of the last batch; `weighed`: by
 lockstep.mean), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
-`closure` (how many backward passes it made itself), `names` (of its parameters), `held` (whether an engine holds each),
+`closure` (how many backward passes it made itself), `names` (of its parameters), `held` (the engine of each, or None),
 `settings` (of its groups), `after` (`.grad` when the last backward pass had returned), `used` (the gradients that it
 took), `begin`, `end` (the parameters before and after it), and `buffers`. All values are `rows.value_sample`s, and
 parameters are known by their places in the optimizer.
@@ -74,7 +74,7 @@ class TrainingWatch:
         self._kept: dict[int, Tensor] = {}
         self._names: dict[int, str] = {}
         self._heard: set[int] = set()
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}  # by which engine
         # What has reached parameters in this backward pass; None outside of one.
         self._local: dict[int, Tensor] | None = None
         self._left: dict[int, Tensor] = {}  # and what stood in `.grad` after the last
@@ -145,9 +145,11 @@ class TrainingWatch:
         return init
 
     def _see_engine(self, engine: Any) -> None:
-        self._held.update(id(each) for each in engine.parameters() if each.requires_grad)
-        self._recorder.facts["engines"].append({"own": isinstance(engine, OwnDistributedDataParallel)})
-        engine.register_forward_pre_hook(lambda *_: self._recorder.step["engine_calls"].append(1))
+        engines = self._recorder.facts["engines"]
+        number = len(engines)
+        engines.append({"own": isinstance(engine, OwnDistributedDataParallel)})
+        self._held.update((id(each), number) for each in engine.parameters() if each.requires_grad)
+        engine.register_forward_pre_hook(lambda *_: self._recorder.step["engine_calls"].append(number))
 
     # ---- forward passes ------------------------------------------------------------------------------
 
@@ -324,7 +326,7 @@ class TrainingWatch:
                 kind=type(optimizer).__name__,
                 closure=len(recorder.step["backwards"]) - self._before["closure"],
                 precision=max(torch.finfo(each.dtype).eps for each in parameters),
-                held=[id(each) in self._held for each in parameters],
+                held=[self._held.get(id(each)) for each in parameters],
                 names=[self._names.get(id(each), "") for each in parameters],
                 settings=[_settings_of(group) for group in optimizer.param_groups],
                 after=[self._left.get(id(each)) for each in parameters],
@@ -381,8 +383,9 @@ def _first(tensors: list[Tensor]) -> list[Tensor]:
 def _sketches(inputs: list[Tensor], outputs: list[Tensor], count: int) -> dict[str, Tensor | None]:
     return {
         "inputs": _joined(row_sketch(each, count) for each in inputs),
+        "inputs across": _joined(row_sketch(each, count, True) for each in inputs),
         "outputs": _joined(row_sketch(each, count) for each in outputs),
-        "across": _joined(row_sketch(each, count, True) for each in outputs),
+        "outputs across": _joined(row_sketch(each, count, True) for each in outputs),
     }
 
 

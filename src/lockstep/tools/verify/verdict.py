@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lockstep.tools.verify import causes
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.linear import read_gradients
-from lockstep.tools.verify.samples import Record, Samples, contents
+from lockstep.tools.verify.samples import Record, Samples, contents, entered
 from lockstep.tools.verify.step import Gradients, Runs, StepOfJob, distance_of_gradients, each_step
 from lockstep.tools.verify.words import Difference, difference
 
@@ -80,7 +80,9 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
     _judge_steps(verdict, each_step(runs))
     if verdict.unknown:
         return verdict
-    if not verdict.differences and failure:
+    if failure and verdict.differences:
+        verdict.notes.append(f"failure: the ranks end with: {failure}")
+    elif failure:
         verdict.differences.append(_failed(verdict.steps + 1, runs.ranks, failure))
     elif not verdict.differences:
         _judge_counts(verdict, runs)
@@ -154,7 +156,8 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
         is_theirs = step.samples.differ and _has_own_data(step.runs)
         return f"each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
     rows, foreign = step.calls.rows, step.calls.foreign
-    if not foreign or foreign < step.calls.unknown:
+    first, *others = map(entered, step.ranks)
+    if not foreign or all(each == first for each in others):
         return ""
     return (
         f"no loader gives the samples, and each rank makes its own: one process makes {rows} of them, and cannot be "
@@ -177,7 +180,7 @@ def _cuts_pieces(step: StepOfJob) -> bool:
     passes, world_size = len(step.losses.one), len(step.ranks)
     if not passes or any(len(each) * world_size != passes for each in step.losses.ranks):
         return False
-    if step.samples.differ or causes.read_ranks(step) is not None:
+    if not step.one["batches"] or step.samples.differ or causes.read_ranks(step) is not None:
         return False
     factor = step.gradients.factor
     return factor is not None and abs(factor * world_size - 1) < 1e-3 and not step.gradients.between.names

@@ -276,8 +276,9 @@ _WORDS = {
     ),
     "not-averaged": (
         "the engine was called, and averaged nothing: under no_sync up to the step, by gradients taken by hand "
-        "(torch.autograd.grad), or in a group of one rank",
-        "let the last backward pass before each step average (outside of no_sync), and take gradients by backward()",
+        "(torch.autograd.grad), in a group of one rank, or since parameters that the step does not use kept it waiting",
+        "let the last backward pass before each step average (outside of no_sync), and take gradients by backward(); "
+        "where parameters go unused, find_unused_parameters=True",
     ),
     # parameters and buffers
     "ranks-differ": (

@@ -1,0 +1,213 @@
+"""Programs after `COMMON` of `met.py` as well-known projects train, on which an earlier verification was wrong."""
+
+from __future__ import annotations
+
+RIGHT = {
+    "pieces of a batch, for which times are chosen and noise is drawn": """
+        model, optimizer = by_torch()
+        batches = split(12 // world.world_size)
+        np.random.seed(world.rank)
+        torch.manual_seed(world.rank)
+        for x, y in batches:
+            optimizer.zero_grad()
+            for rows, labels in zip(x.chunk(2), y.chunk(2)):
+                times = torch.from_numpy(np.random.choice(20, size=(len(rows),), p=np.full(20, 0.05)))
+                rows = rows + times[:, None] / 20 * torch.randn_like(rows)
+                (cross_entropy(model(rows), labels) / 2).backward()
+            optimizer.step()
+    """,
+    "dropout of texts that each rank pads to the longest of its own": """
+        def join(samples):
+            rows = [x[: 1 + y] for x, y in samples]
+            return nn.utils.rnn.pad_sequence(rows, True), torch.stack([y for _, y in samples])
+
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 4)
+
+            def forward(self, x):
+                words = nn.functional.dropout(self.embed(x[..., None]), 0.5) * (x != 0)[..., None]
+                return self.head(words.sum(1))
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Reader())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(world.rank)
+        for x, y in split(collate_fn=join):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "as many batches for a step as make a size together, fewer on each of N ranks": """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(world.rank)
+        count = 6 // world.world_size
+        for number, (x, y) in enumerate(split(2), 1):
+            model.require_backward_grad_sync = number % count == 0
+            (cross_entropy(model(x), y) / count).backward()
+            if number % count == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """,
+    "windows of a text without a loader, of which each of N ranks takes fewer": """
+        model, optimizer = by_torch()
+        x, y = data.tensors
+        for first in range(0, 60, 12):
+            places = range(first + 2 * world.rank, first + 12, 2 * world.world_size)
+            optimizer.zero_grad()
+            for place in places:
+                model.require_backward_grad_sync = place == places[-1]
+                (cross_entropy(model(x[place : place + 2]), y[place : place + 2]) / len(places)).backward()
+            optimizer.step()
+    """,
+    "a step for all samples, of which each rank has one half": """
+        part = range(60 // world.world_size * world.rank, 60 // world.world_size * (world.rank + 1))
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        batches = torch.utils.data.DataLoader(data, batch_size=12 // world.world_size, sampler=list(part))
+        torch.manual_seed(world.rank)
+        for epoch in range(3):
+            optimizer.zero_grad()
+            for x, y in batches:
+                (cross_entropy(model(x), y) / len(batches)).backward()
+            optimizer.step()
+    """,
+    "an evaluation that turns gradients off for each batch, and says how far it is": """
+        model, optimizer = by_torch()
+        batches = split(12 // world.world_size)
+        held = torch.utils.data.Subset(data, range(48))
+        phases = {"train": batches, "test": torch.utils.data.DataLoader(held, 12, sampler=range(world.rank, 48, 2))}
+        if world.world_size == 1:
+            phases["test"] = torch.utils.data.DataLoader(held, 12)
+        for epoch in range(3):
+            batches.sampler.set_epoch(epoch)
+            for phase in phases:
+                total = torch.zeros(2)
+                for x, y in phases[phase]:
+                    with torch.set_grad_enabled(phase == "train"):
+                        z = model(x)
+                        loss = cross_entropy(z, y)
+                    if phase == "train":
+                        optimizer.zero_grad()
+                        loss.backward()
+                        optimizer.step()
+                    total += torch.tensor([loss.item() * len(y), len(y)])
+                    if world.rank == 0 and total[1] == len(y):
+                        print(f"{phase}: loss {total[0] / total[1]:.5f}, so far")
+                torch.distributed.all_reduce(total)
+                if world.rank == 0:
+                    print(f"{phase}: loss {total[0] / total[1]:.5f}, batches of {batches.batch_size}")
+    """,
+}
+WRONG = {
+    "a generator that is called without its engine, and a discriminator that is called with it": (
+        ("gradients", "inner-model"),
+        """
+        torch.manual_seed(0)
+        judge = nn.parallel.DistributedDataParallel(nn.Linear(6, 1))
+        make = nn.parallel.DistributedDataParallel(nn.Linear(3, 6))
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (judge, make)]
+        torch.manual_seed(world.rank)
+        for x, y in split():
+            optimizers[0].zero_grad()
+            made = make.module(torch.randn(len(x), 3))
+            (judge(made.detach()).square().mean() + (judge(x) - 1).square().mean()).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            (judge(made) - 1).square().mean().backward()
+            optimizers[1].step()
+        """,
+    ),
+    "a batch norm that two views pass joined, some of which have other sizes": (
+        ("outputs", "batch-norm"),
+        """
+        class Views(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed = nn.Linear(1, 8)
+                self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+            def forward(self, views):
+                return self.head(torch.cat([self.embed(view[..., None]).tanh().mean(1) for view in views]))
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Views())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model([x, x.flip(1), x[:, :3]]), y.repeat(3)).backward()
+            optimizer.step()
+        """,
+    ),
+    "windows of a text that all ranks take alike": (
+        ("samples", "no-sampler"),
+        """
+        model, optimizer = by_torch()
+        x, y = data.tensors
+        for first in range(0, 60, 12):
+            places = range(first, first + 12, 2 * world.world_size)
+            optimizer.zero_grad()
+            for place in places:
+                (cross_entropy(model(x[place : place + 2]), y[place : place + 2]) / len(places)).backward()
+            optimizer.step()
+        """,
+    ),
+    "windows of a text, whose losses are not divided by how many there are": (
+        ("loss", "sum"),
+        """
+        model, optimizer = by_torch()
+        x, y = data.tensors
+        for first in range(0, 60, 12):
+            optimizer.zero_grad()
+            for place in range(first + 2 * world.rank, first + 12, 2 * world.world_size):
+                cross_entropy(model(x[place : place + 2]), y[place : place + 2]).backward()
+            optimizer.step()
+        """,
+    ),
+    "an order that is begun anew to fill the last batch up": (
+        ("samples", "padded"),
+        """
+        class Rounded(torch.utils.data.Sampler):
+            def __len__(self):
+                return -(-61 // world.world_size)
+
+            def __iter__(self):
+                order = torch.randperm(61, generator=torch.Generator().manual_seed(3)).tolist()
+                return iter((order * 2)[: len(self) * world.world_size][world.rank :: world.world_size])
+
+        model, optimizer = by_torch()
+        for x, y in torch.utils.data.DataLoader(data, batch_size=12 // world.world_size, sampler=Rounded()):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "a model that is called once for each task, and that no engine holds": (
+        ("gradients", "unwrapped"),
+        """
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            sum(cross_entropy(model(x[i : i + 1]), y[i : i + 1]) / len(x) for i in range(len(x))).backward()
+            optimizer.step()
+        """,
+    ),
+    "rows that all ranks take alike, with noise of their own": (
+        ("loss", "drawn"),
+        """
+        model, optimizer = by_torch()
+        torch.manual_seed(world.rank)
+        for x, y in zip(data.tensors[0].split(12), data.tensors[1].split(12)):
+            optimizer.zero_grad()
+            z = model(x)
+            cross_entropy(z + torch.randn_like(z), y).backward()
+            optimizer.step()
+        """,
+    ),
+}
