@@ -68,8 +68,8 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   optimizers.FP16_Optimizer                   different  that of fp16_utils
   optimizers.FusedMixedPrecisionLamb          refused    when constructed: use FusedLAMB with
                                                          amp.initialize(opt_level="O2")
-  normalization.FusedLayerNorm                different  torch.nn.LayerNorm; memory_efficient saves none
-  normalization.FusedRMSNorm                  different  torch.nn.RMSNorm, rounded as in Apex; memory_efficient saves none
+  normalization.FusedLayerNorm                different  torch.nn.LayerNorm; memory_efficient ignored
+  normalization.FusedRMSNorm                  different  torch.nn.RMSNorm, rounded as in Apex; memory_efficient ignored
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
   normalization.MixedFusedRMSNorm             different  as FusedRMSNorm
   multi_tensor_apply.multi_tensor_applier     different  available is False; use torch._foreach_mul_ and its like
