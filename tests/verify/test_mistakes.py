@@ -194,6 +194,7 @@ def facts_of(line: str, count: int, first: int = 0) -> dict[str, Any]:
     one = {"loader": 0, "trains": False, "finished": True, "keys": [keys]}
     return {
         "loaders": [],
+        "made": [],
         "saves": [],
         "untrained": {},
         "begun": [],
