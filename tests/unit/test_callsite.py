@@ -117,8 +117,8 @@ def test_line_of_a_backward_pass_that_autograd_runs_in_a_thread_of_its_own(in_an
 def test_function_of_ours_is_named_beside_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it does inside says nothing to who called it."""
     sites: list[callsite.CallSite] = []
-    names = {"sites": sites, "locate": callsite.make_locator()}
-    on_rank_zero = eval("lambda _: sites.append(locate()) or ''", names)  # of no file, as a user's would be
+    names = {"sites": sites, "locate": callsite.make_locator(), "written": str(tmp_path / f"step-{1:08}-{0:016x}.pt")}
+    on_rank_zero = eval("lambda _: sites.append(locate()) or written", names)  # of no file, as a user's would be
     monkeypatch.setattr(lockstep.checkpoint, "on_rank_zero", on_rank_zero)
     lockstep.checkpoint.save(tmp_path, {}, step=1)
     (text,) = map(callsite.site_text, sites)

@@ -16,7 +16,6 @@ does, or takes them away, after which groups are made all the same.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -57,6 +56,8 @@ class AttemptFolder:
         except OSError as error:
             shutil.rmtree(self.path, ignore_errors=True)
             raise LaunchError(f"cannot make a FIFO in {self.path} ({error}); set TMPDIR to another folder") from error
+        import fcntl  # not on Windows, where this package can be imported
+
         with contextlib.suppress(OSError):
             fcntl.flock(self._fds[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
         with contextlib.suppress(OSError):
