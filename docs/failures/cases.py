@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import lockstep
+
 __all__ = ["CASES", "CULPRIT", "WORLD_SIZE", "Case", "Observation", "line_of", "observe", "observe_on_gloo"]
 
 WORLD_SIZE = 3
@@ -103,8 +105,6 @@ class _Fragile(torch.autograd.Function):
 def _engine(model: torch.nn.Module) -> torch.nn.Module:
     """Lockstep's engine on a lockstep group; torch's on any other."""
     if dist.get_backend() == "lockstep":
-        import lockstep
-
         return lockstep.DistributedDataParallel(model)
     return torch.nn.parallel.DistributedDataParallel(model)
 
@@ -229,6 +229,14 @@ CASES = (
         "all_reduce(float32[4], SUM)",
         "all_reduce(float32[4], MAX)",
     ),
+    _mismatch(
+        "ours",
+        "lockstep.mean against lockstep.sum",
+        lambda: lockstep.mean(_ones(4).sum(), 4),  # ours
+        lambda: lockstep.sum(_ones(4).sum()),  # odd ours
+        "lockstep.mean (in its all_reduce(float64[3], SUM))",
+        "lockstep.sum (in its all_reduce(float64[3], SUM))",
+    ),
     Case(
         "swapped",
         "two calls of one shape in swapped order",
@@ -309,6 +317,14 @@ CASES = (
         line="# first group",
         odd_line="# second group",
         prepare=_make_groups,
+    ),
+    _mismatch(
+        "new group",
+        "two ranks make a group while one reduces",
+        lambda: dist.new_group(),  # new group
+        lambda: dist.all_reduce(_ones(4)),  # odd new group
+        "new_group([0, 1, 2])",
+        "all_reduce(float32[4], SUM)",
     ),
     _mismatch(
         "message",
