@@ -54,7 +54,7 @@ def come_late(folder: str, numel: int, deadline_s: float) -> tuple[Caught, Caugh
     set_deadline(deadline_s)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == LATE:
-        wait_until(lambda: len(list(Path(folder).iterdir())) == world_size - 1, "giving up")
+        wait_until(lambda: len(list(Path(folder).iterdir())) == world_size - 1, "giving up", 10 + deadline_s)
     first = attempt(lambda: all_reduce(numel))
     Path(folder, str(rank)).touch()
     return first, attempt(lambda: all_reduce(numel))
@@ -155,7 +155,7 @@ def come_late_to_one_of_two_groups(deadline_s: float, folder: str) -> tuple[Caug
     short.set_timeout(timedelta(seconds=deadline_s))
     gave_up, waited = Path(folder, "gave up"), None
     if dist.get_rank() == LATE:
-        wait_until(gave_up.exists, "giving up")  # in another group it would be in a deadlock, which is told sooner
+        wait_until(gave_up.exists, "giving up", 10 + deadline_s)  # in another group: a deadlock, which is told sooner
     else:
         waited = attempt(lambda: dist.barrier(short))
         gave_up.touch()
