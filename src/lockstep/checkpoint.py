@@ -159,11 +159,15 @@ def restore_rng(states: Mapping[str, torch.Tensor]) -> None:
     A rank that was not there when the states were saved (the run resumes with more ranks) keeps
     the state it has.
     """
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = _own_rank()
     if rank < len(states["cpu"]):
         torch.set_rng_state(states["cpu"][rank].cpu().clone())  # it takes no view into a larger tensor
     if torch.cuda.is_available() and rank < len(states.get("cuda", ())):
         torch.cuda.set_rng_state(states["cuda"][rank].cpu().clone())
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class _HashingWriter:
@@ -201,7 +205,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 def _check_alike(final: Path, folder: Path, step: int) -> None:
     """Compare what this rank gave with the file that rank 0 has written."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = _own_rank()
     if step != _step_of(final):
         raise CollectiveMismatch(
             f"checkpoint.save: rank {rank} saves step {step}, and rank 0 has written step {_step_of(final)}: the ranks "
