@@ -63,6 +63,43 @@ RIGHT = {
                 (cross_entropy(model(x[place : place + 2]), y[place : place + 2]) / len(places)).backward()
             optimizer.step()
     """,
+    "samples that each rank draws ahead, for its part of the passes of a step": """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(world.rank)
+
+        def draw():
+            places = torch.randint(60, (5,))
+            return data.tensors[0][places], data.tensors[1][places]
+
+        count = 4 // world.world_size
+        x, y = draw()
+        for step in range(4):
+            if step % 2 == 0 and world.rank == 0:
+                with torch.no_grad():
+                    print(sum(cross_entropy(model.module(x), y) for x, y in [draw(), draw()]))
+            optimizer.zero_grad()
+            for place in range(count):
+                model.require_backward_grad_sync = place == count - 1
+                loss = cross_entropy(model(x), y) / count
+                x, y = draw()
+                loss.backward()
+            optimizer.step()
+    """,
+    "places that each rank draws one by one, for its part of the passes of a step": """
+        import random
+
+        model, optimizer = by_torch()
+        random.seed(world.rank)
+        count = 4 // world.world_size
+        for step in range(4):
+            optimizer.zero_grad()
+            for _ in range(count):
+                places = [random.randint(0, 60) for _ in range(5)]
+                (cross_entropy(model(data.tensors[0][places]), data.tensors[1][places]) / count).backward()
+            optimizer.step()
+    """,
     "a step for all samples, of which each rank has one half": """
         part = range(60 // world.world_size * world.rank, 60 // world.world_size * (world.rank + 1))
         torch.manual_seed(0)
@@ -183,6 +220,37 @@ WRONG = {
         for x, y in torch.utils.data.DataLoader(data, batch_size=12 // world.world_size, sampler=Rounded()):
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "samples that each rank draws, and a mean over those that count": (
+        ("loss", "count"),
+        """
+        model, optimizer = by_torch()
+        np.random.seed(world.rank)
+        count = 4 // world.world_size
+        for step in range(4):
+            optimizer.zero_grad()
+            total, counted = 0, 0
+            for _ in range(count):
+                places = np.random.randint(0, 60, size=5)
+                x, y = data.tensors[0][places], data.tensors[1][places]
+                total = total + cross_entropy(model(x), y, ignore_index=1, reduction="sum")
+                counted += (y != 1).sum()
+            (total / counted).backward()
+            optimizer.step()
+        """,
+    ),
+    "samples that each rank draws, and losses that are not divided by the passes": (
+        ("loss", "sum"),
+        """
+        model, optimizer = by_torch()
+        torch.manual_seed(world.rank)
+        for step in range(4):
+            optimizer.zero_grad()
+            for _ in range(4 // world.world_size):
+                places = torch.randint(60, (5,))
+                cross_entropy(model(data.tensors[0][places]), data.tensors[1][places]).backward()
             optimizer.step()
         """,
     ),

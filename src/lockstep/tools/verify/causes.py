@@ -180,9 +180,16 @@ def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
 
 def unlike_draws(step: StepOfJob) -> tuple[Sequence[Record], Sequence[Record]]:
     """Numbers that one process has drawn otherwise, and permutations: of a rank's rows, whoever seeds them."""
-    unlike = [*step.one["unlike_draws"], *_of_own_generators(step)]
+    unlike = [*_unlike_draws(step), *_of_own_generators(step)]
     permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS)]
     return [each for each in unlike if each not in permuted], permuted
+
+
+def _unlike_draws(step: StepOfJob) -> Sequence[Record]:
+    """Draws that were not given to one process as the ranks had them."""
+    passes = [len(each["backwards"]) for each in (step.one, *step.ranks)]
+    is_by_pass = passes[0] == sum(passes[1:])
+    return [each for each in step.one["unlike_draws"] if not (is_by_pass and each["by_pass"])]
 
 
 def _of_own_generators(step: StepOfJob) -> list[Record]:
@@ -240,7 +247,8 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
     left, *others = (parameters_of(each, "after") for each in step.ranks)
     is_left = any(each is not None for each in first["after"])
     if is_left and not any(measure_values(left, each, step.precision).names for each in others):
-        drawn = f"; {describe_draws(step.one['unlike_draws'])}" if step.one["unlike_draws"] else ""
+        unlike = _unlike_draws(step)
+        drawn = f"; {describe_draws(unlike)}" if unlike else ""
         return step.found("gradients", "changed", f"{measured}, and did not after backward(){drawn}")
     if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)

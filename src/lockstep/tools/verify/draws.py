@@ -10,11 +10,19 @@ over a batch cut in two. Whatever moves by that is rounding; whatever moves more
 is computed before the samples of a step, such as the data, stays as it is: samples are known by their content. (Added
 up from their ends, sums of some kernels come out the same to the last bit, and the noise is missed.)
 
-Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, and whether for a
-filler; beside it the samples of the step, known without their padding, and how many backward passes it had), and on one
-process `own_draws` (after how many batches each was), `given` (how many were replaced) and `unlike_draws` (name and
-shape of those that were not, and shapes of the ranks'). Besides, `generated`: what generators of the script's own drew,
-as a hash; and `single`: numbers of 64 bits were rounded to 32, so that what the step computes is no more precise.
+[Note: draws by pass] A script without a loader may draw where in the data its samples lie, on each rank by another seed
+(nanoGPT's `get_batch`), and divide the passes that it accumulates over by the number of ranks. Its one process makes N
+times the passes of a rank, each as large, and so is given in each what a rank drew for one: in the first what rank 0
+drew for its first, in the second what rank 1 drew for its first, and so on. Draws are counted by name and shape, since
+one for the next pass comes before the backward pass of this one, and the very first before all.
+
+Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, whether for a filler,
+and whether gradients were on; beside it the samples of the step, known without their padding, how many backward passes
+it had, and with the first step what was drawn `before` it), and on one process `own_draws` (after how many batches each
+was), `given` (how many were replaced) and `unlike_draws` (name and shape of those that were not, and shapes of the
+ranks'; those `by_pass` were, for a process that makes N times the passes of a rank). Besides, `generated`: what
+generators of the script's own drew, as a hash; and `single`: numbers of 64 bits were rounded to 32, so that what the
+step computes is no more precise.
 """
 
 from __future__ import annotations
@@ -23,6 +31,7 @@ import functools
 import itertools
 import random
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
@@ -34,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder
-from lockstep.tools.verify.settings import HALVES, RANKS
+from lockstep.tools.verify.settings import HALVES, RANKS, VerifySettings
 
 __all__ = ["PERMUTATIONS", "DrawWatch"]
 
@@ -47,7 +56,9 @@ _NO_DRAWS = {"seed", "get_state", "set_state", "spawn", "bit_generator"}
 PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
 # Numbers kept of all draws of a step; more are not given to the one process.
 _MOST_NUMBERS = 1 << 26
+_MOST_BEFORE = 1 << 16  # of one draw before the first step
 _Draw = dict[str, Any]
+_Kind = tuple[str, tuple[int, ...]]  # name and shape
 
 
 class DrawWatch:
@@ -63,6 +74,7 @@ class DrawWatch:
         # By number of a step: what each rank left of it; and the samples of all ranks, batch by batch.
         self._files: dict[int, list[Any]] = {}
         self._keys: dict[int, list[list[int]]] = {}
+        self._of_passes = _DrawsOfPasses(recorder.settings)
 
     def install(self) -> None:
         """Watch from now on."""
@@ -77,15 +89,24 @@ class DrawWatch:
     def _see(self, name: str, values: Tensor) -> Tensor | None:
         """The script has drawn: note it, or return what the ranks drew."""
         if not self._recorder.is_recording:
+            self._note_before(name, values)
             return None
         step = self._recorder.step
         after = len(step["batches"])
         with self._recorder.aside():
             if self._settings.role == RANKS:
                 is_filler = bool(after and step["batches"][-1]["filler"])
-                one = {"name": name, "values": values.detach().cpu().clone(), "after": after, "filler": is_filler}
-                step["draws"].append(one)
+                trains = torch.is_grad_enabled()
+                values = values.detach().cpu().clone()
+                step["draws"].append(
+                    {"name": name, "values": values, "after": after, "filler": is_filler, "trains": trains}
+                )
                 return None
+            joined = self._of_passes.take(len(self._recorder.steps), name, values)
+            if joined is not None:
+                step["unlike_draws"].append(_unlike(name, values, [values] * self._settings.world_size, by_pass=True))
+                step["given"] += not torch.equal(joined, values)
+                return joined
             # From the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
             place = step["own_draws"].count(after)
             step["own_draws"].append(after)
@@ -96,18 +117,22 @@ class DrawWatch:
             joined = None if self._order_of_ranks() else self._of_other_batches(name, values)
             joined = self._joined(name, values, every, place) if joined is None else joined
             if joined is None:
-                shapes = [list(draws[place]["values"].shape) for draws in every if place < len(draws)]
-                step["unlike_draws"].append({"name": name, "shape": list(values.shape), "ranks": shapes})
+                drawn = [draws[place]["values"] for draws in every if place < len(draws)]
+                step["unlike_draws"].append(_unlike(name, values, drawn))
             else:
                 step["given"] += not torch.equal(joined, values)
             return joined
 
+    def _note_before(self, name: str, values: Tensor) -> None:
+        if self._recorder.is_before_steps and self._settings.role == RANKS and values.numel() <= _MOST_BEFORE:
+            with self._recorder.aside():
+                if torch.is_grad_enabled():
+                    self._recorder.step["before"].append({"name": name, "values": values.detach().cpu().clone()})
+
     def _of_ranks(self, number: int) -> list[Any]:
         """What each rank left of a step."""
         if number not in self._files:
-            files = [self._settings.file("draws", number, rank) for rank in range(self._settings.world_size)]
-            found = [torch.load(file, weights_only=True, map_location="cpu") for file in files if file.exists()]
-            found = found if len(found) == len(files) else []
+            found = _read(self._settings, number)
             self._files = {number: found}  # the last one only: these may be large
             batches = itertools.zip_longest(*(each["keys"] for each in found), fillvalue=[])
             self._keys[number] = [[key for part in parts for key in part] for parts in batches]
@@ -168,6 +193,81 @@ class DrawWatch:
             places.setdefault(key, []).append(place)
         order = [places[key].pop(0) for _, key in batches[-1]["keys"] if places.get(key)]
         return order if len(order) == len(parts) else []
+
+
+class _DrawsOfPasses:
+    """What ranks without a loader drew, each by itself, for the passes of the one process. See [Note: draws by pass].
+
+    Args:
+        settings: of this run.
+    """
+
+    def __init__(self, settings: VerifySettings) -> None:
+        self._settings = settings
+        self._num_read = 0  # steps of the ranks
+        self._of_ranks: list[dict[_Kind, list[Tensor]]] = [defaultdict(list) for _ in range(settings.world_size)]
+        self._per_pass: Counter[_Kind] = Counter()  # how many a backward pass has, of kinds in question
+        self._own: Counter[_Kind] = Counter()  # how many this process has drawn
+
+    def take(self, step: int, name: str, own: Tensor) -> Tensor | None:
+        """What a rank drew where this process draws now, of a kind in question; else None."""
+        if not self._num_read:
+            self._begin()
+        kind = (name, tuple(own.shape))
+        per_pass, number = self._per_pass[kind], self._own[kind]
+        if not per_pass or not torch.is_grad_enabled():
+            return None
+        while self._num_read <= step:
+            self._read_next()
+        self._own[kind] += 1
+        number, place = divmod(number, per_pass)
+        earlier, rank = divmod(number, self._settings.world_size)
+        drawn = self._of_ranks[rank][kind][earlier * per_pass + place :]
+        return drawn[0].to(own.device) if drawn else None
+
+    def _begin(self) -> None:
+        """Learn from the second step which draws are in question: those of the first pass of all come before it."""
+        first, second = (_read(self._settings, number) for number in (0, 1))
+        kinds = [_by_kind(each["draws"]) for each in second]
+        if not second or any(each["keys"] for each in first):
+            self._num_read = 1
+            return
+        for kind, drawn in kinds[0].items():
+            others = [each.get(kind, []) for each in kinds[1:]]
+            are_alike = any(len(each) != len(drawn) or all(map(torch.equal, each, drawn)) for each in others)
+            if not are_alike and len(drawn) % max(1, second[0]["passes"]) == 0:
+                self._per_pass[kind] = len(drawn) // max(1, second[0]["passes"])
+        for kind, count in self._per_pass.items():
+            for rank, each in enumerate(first):
+                self._of_ranks[rank][kind] += _by_kind(each["before"]).get(kind, [])[-count:]
+            self._own[kind] = len(self._of_ranks[0][kind])
+        self._read_next()
+
+    def _read_next(self) -> None:
+        for rank, each in enumerate(_read(self._settings, self._num_read)):
+            for kind, drawn in _by_kind(each["draws"]).items():
+                self._of_ranks[rank][kind] += drawn
+        self._num_read += 1
+
+
+def _read(settings: VerifySettings, number: int) -> list[Any]:
+    """What each rank left of a step; nothing where one has left nothing."""
+    files = [settings.file("draws", number, rank) for rank in range(settings.world_size)]
+    found = [torch.load(file, weights_only=True, map_location="cpu") for file in files if file.exists()]
+    return found if len(found) == len(files) else []
+
+
+def _by_kind(draws: list[_Draw]) -> dict[_Kind, list[Tensor]]:
+    found: dict[_Kind, list[Tensor]] = {}
+    for each in draws:
+        if each.get("trains", True):
+            found.setdefault((each["name"], tuple(each["values"].shape)), []).append(each["values"])
+    return found
+
+
+def _unlike(name: str, own: Tensor, drawn: list[Tensor], by_pass: bool = False) -> dict[str, Any]:
+    shapes = [list(each.shape) for each in drawn]
+    return {"name": name, "shape": list(own.shape), "ranks": shapes, "by_pass": by_pass}
 
 
 def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[int, Tensor]:

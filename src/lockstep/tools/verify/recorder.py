@@ -44,7 +44,8 @@ _LONGEST_WAIT = 32
 
 
 def _empty_step() -> dict[str, Any]:
-    parts = ("batches", "calls", "engine_calls", "backwards", "draws", "own_draws", "unlike_draws", "generated")
+    parts = ("batches", "calls", "engine_calls", "backwards", "generated")
+    parts += ("draws", "before", "own_draws", "unlike_draws")
     return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0, "single": False, "given": 0}
 
 
@@ -128,6 +129,11 @@ class StepRecorder:
         return self._is_active and not self.is_cut and self.busy == 0
 
     @property
+    def is_before_steps(self) -> bool:
+        """Whether no batch and no forward pass of a step has come yet."""
+        return not self._is_active and self.busy == 0
+
+    @property
     def is_computing(self) -> bool:
         """Whether that is for samples, and not before them, as what makes the data of a further training."""
         return self.is_recording and bool(self.step["batches"] or self.step["calls"])
@@ -160,7 +166,8 @@ class StepRecorder:
         self.steps.append(self.step)
         if self.settings.role == RANKS:
             keys = [[] if each["filler"] else [key for _, key in each["keys"]] for each in self.step["batches"]]
-            drawn = {"draws": self.step.pop("draws"), "keys": keys, "passes": len(self.step["backwards"])}
+            drawn = {each: self.step.pop(each) for each in ("draws", "before")}
+            drawn |= {"keys": keys, "passes": len(self.step["backwards"])}
             torch.save(drawn, self.settings.file("draws", len(self.steps) - 1, self.rank))
         self.step = _empty_step()
         self._exchange_state(len(self.steps))
