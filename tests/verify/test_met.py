@@ -32,10 +32,10 @@ def each_name(programs: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=SHARDS if "in shards" in name else ()) for name in programs]
 
 
-def verdict_on(program: str, folder: Path, double: bool = False) -> tuple[Verdict, str]:
+def verdict_on(program: str, folder: Path, double: bool = False, args: tuple[str, ...] = ()) -> tuple[Verdict, str]:
     script = folder / "train.py"
     script.write_text(COMMON + textwrap.dedent(program))
-    (verdict,) = verify(Verification(str(script), steps=3, double=double))
+    (verdict,) = verify(Verification(str(script), args, steps=3, double=double))
     return verdict, format_text("train.py", [verdict])
 
 
@@ -107,6 +107,73 @@ def test_a_number_for_the_size_of_a_batch_is_told_of(loss: str, tmp_path: Path) 
     )
     assert verdict.code == 1
     assert "one process was given batches of 10 where the script asks for 5" in " ".join(text.split())
+
+
+AUGMENTED = """
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(data)
+
+        def __getitem__(self, index):
+            x, y = data[index]
+            return x + torch.randn(6) + np.random.rand(), y
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), LAYER, nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    noisy = Noisy()
+    sampler = torch.utils.data.DistributedSampler(noisy, drop_last=True)
+    torch.manual_seed(world.rank)
+    for x, y in torch.utils.data.DataLoader(noisy, 5, sampler=sampler, drop_last=True, num_workers=WORKERS):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("layer", "others"), [("nn.Tanh()", []), ("nn.BatchNorm1d(8)", [("outputs", "batch-norm")])])
+def test_what_samples_draw_does_not_hide_what_else_differs(
+    layer: str, others: list[tuple[str, str]], workers: int, tmp_path: Path
+) -> None:
+    verdict, text = verdict_on(AUGMENTED.replace("LAYER", layer).replace("WORKERS", str(workers)), tmp_path)
+    assert [(each.stage, each.cause) for each in verdict.differences] == [("samples", "drawn"), *others], text
+    assert ("are all that differs" in " ".join(text.split())) == (not others)
+
+
+@pytest.mark.parametrize("args", [("--epochs", "5", "--batch", "5"), ("--epochs=5", "--batch=5")])
+@pytest.mark.parametrize(
+    ("rate", "found"),
+    [
+        ("0.02 * batch * world.world_size", ("", "")),
+        ("0.1 * world.world_size", ("parameters", "settings")),
+    ],
+)
+def test_what_is_computed_from_an_option_is_that_of_the_batch_of_all_ranks(
+    rate: str, found: tuple[str, str], args: tuple[str, ...], tmp_path: Path
+) -> None:
+    verdict, text = verdict_on(
+        f"""
+        import argparse
+
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--epochs", type=int)
+        parser.add_argument("--batch", type=int)
+        options = parser.parse_args()
+        batch = options.batch
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), {rate})
+        for x, y in split(batch):
+            optimizer.zero_grad()
+            (cross_entropy(model(x), y, reduction="sum") / batch).backward()
+            optimizer.step()
+        """,
+        tmp_path,
+        args=args,
+    )
+    assert verdict.first == found, text
+    assert "given the batches of all ranks by its arguments, which were --epochs" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("wraps", "cause"), [(True, "sum"), (False, "unwrapped")])

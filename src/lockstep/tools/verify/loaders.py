@@ -2,11 +2,11 @@
 
 Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: how many samples, `time_first`, None
 where nobody knows, `joins`: has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much
-of the step its loader takes it for, or None; `indices` of the dataset or None), the fact `made` (batch sizes of
-torch's loaders, in the order in which they were made), and the facts `loaders` (see `_describe`) and `passes`
-(`loader`, `anew`: it is the first one over this object, `line`, `keys`, `trains`, `optimizer`: that has stepped last
-by it, `finished`, `asked`: the indices of each batch, None where they are no numbers, `stream`: has no length,
-`epoch`: that its sampler was told).
+of the step its loader takes it for, or None; `indices` of the dataset or None), the facts `asked` and `made` (batch
+sizes of torch's loaders, in the order in which they were made: what the script said, and what they have), `loaders`
+(see `_describe`) and `passes` (`loader`, `anew`: it is the first one over this object, `line`, `keys`, `trains`,
+`optimizer`: that has stepped last by it, `finished`, `asked`: the indices of each batch, None where they are no
+numbers, `stream`: has no length, `epoch`: that its sampler was told).
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 import lockstep
 from lockstep.data.iteration import EpochIterator
+from lockstep.data.seeding import derive_seed, preserve_global_rngs, seed_global_rngs
+from lockstep.data.source import SampleSource, TensorSource
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder, line_of_script
@@ -61,6 +65,34 @@ class _Pass:
     ahead: deque[Any] = field(default_factory=deque)
 
 
+class _BySample:
+    """A dataset whose samples draw, by the generators of the process, what depends on their index alone."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        seed_global_rngs(derive_seed(b"verify", 0, 0, crc32(repr(index).encode())))
+        return self._dataset[index]
+
+
+def _fetch_by_sample(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Of torch's loaders, in their workers, too. Lockstep's draw by sample anyway."""
+
+    def fetch(fetcher: Any, index: Any) -> Any:
+        dataset = fetcher.dataset
+        if isinstance(dataset, SampleSource | TensorSource):
+            return original(fetcher, index)
+        try:
+            with preserve_global_rngs():
+                fetcher.dataset = _BySample(dataset)
+                return original(fetcher, index)
+        finally:
+            fetcher.dataset = dataset
+
+    return fetch
+
+
 class LoaderWatch:
     """Watches the loaders of this process.
 
@@ -88,6 +120,8 @@ class LoaderWatch:
         wrap(_BaseDataLoaderIter, "__next__", self._next)
         wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
         wrap(EpochIterator, "__next__", self._next)
+        if self._recorder.settings.by_sample:
+            wrap(_MapDatasetFetcher, "fetch", _fetch_by_sample)
 
     def note_step(self) -> None:
         """A step was taken: its batches were to train on."""
@@ -105,7 +139,8 @@ class LoaderWatch:
 
     def _init(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Of a loader of torch, with the batch size that the one process is to have."""
-        sizes, made = self._recorder.settings.batch_sizes, self._recorder.facts["made"]
+        facts, sizes = self._recorder.facts, self._recorder.settings.batch_sizes
+        made = facts["made"]
 
         def init(loader: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
             if not isinstance(loader, lockstep.DataLoader) and _MADE not in vars(loader):
@@ -113,7 +148,8 @@ class LoaderWatch:
                 asked = sizes[len(made)] if len(made) < len(sizes) else None
                 own = kwargs.get("batch_sampler", args[2] if len(args) > 2 else None)
                 size = batch_size if own is None else getattr(own, "batch_size", None)
-                made.append(asked or (size if isinstance(size, int) else None))
+                facts["asked"].append(size if isinstance(size, int) else None)
+                made.append(asked or facts["asked"][-1])
                 if asked is not None and own is not None:
                     with contextlib.suppress(AttributeError):
                         own.batch_size = asked

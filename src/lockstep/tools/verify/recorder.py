@@ -44,9 +44,9 @@ _LONGEST_WAIT = 32
 
 
 def _empty_step() -> dict[str, Any]:
-    parts = ("batches", "calls", "engine_calls", "backwards", "generated")
-    parts += ("draws", "before", "own_draws", "unlike_draws")
-    return {part: [] for part in parts} | {"lines": {}, "rounded": 0.0, "single": False, "given": 0}
+    calls = ("batches", "calls", "engine_calls", "backwards")
+    draws = ("draws", "before", "own_draws", "unlike_draws", "generated")
+    return {part: [] for part in (*calls, *draws)} | {"lines": {}, "rounded": 0.0, "single": False, "given": 0}
 
 
 def line_of_script() -> str:
@@ -92,6 +92,7 @@ class StepRecorder:
         self.facts: dict[str, Any] = {
             "loaders": [],
             "made": [],
+            "asked": [],
             "passes": [],
             "engines": [],
             "saves": [],

@@ -51,10 +51,18 @@ _WIDE = (
     "precision: the script computes in 16 bits, which hide as much as they make up; it was compared in float64, where "
     "autocast leaves numbers as they are"
 )
+_DRAWN = ("samples", "drawn")
+_BY_SAMPLE = (
+    "samples: all steps were taken once more, with what samples draw by torch, numpy and random made to depend on "
+    "their index alone, on the ranks and on one process"
+)
+_ALIKE = ": that was the answer of one process, so the draws of samples are all that differs"
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
 # Causes that may be a number which the script takes for the size of a batch; "" where one process fails by it.
 _BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings")
+_MOST_OPTIONS = 3  # that are tried
+_BY_OPTION = "options: one process was given the batches of all ranks by its arguments, which were"
 _NO_SIZE = (
     "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
     "batch_size), so it cannot be given the batches of all ranks"
@@ -92,12 +100,15 @@ class _Session:
         what: to verify.
         world_size: that number.
         folder: for records and logs.
+        by_sample: as `VerifySettings` has it.
     """
 
-    def __init__(self, what: Verification, world_size: int, folder: Path) -> None:
+    def __init__(self, what: Verification, world_size: int, folder: Path, by_sample: bool = False) -> None:
         self._what = what
+        self._by_sample = by_sample
+        self.args = what.args  # of one process
         self.world_size = world_size
-        self._folder = folder
+        self.folder = folder
         self._folders = folders_of(what.target, what.is_module, what.args)
         self._count = 0
         self._time_first: bool | None = None  # as `VerifySettings` has it
@@ -116,16 +127,17 @@ class _Session:
             role=role,
             world_size=self.world_size,
             steps=what.steps,
-            folder=str(self._folder),
+            folder=str(self.folder),
             double=what.double,
             devices=min(count, self.devices),
             batch_sizes=batch_sizes,
             time_first=self._time_first,
+            by_sample=self._by_sample,
         )
         if orders is not None:
             torch.save(orders, settings.file("orders"))
         self._count += 1
-        with kept_apart(self._folders, self._folder / f"files-{self._count}") as keeper:
+        with kept_apart(self._folders, self.folder / f"files-{self._count}") as keeper:
             code = self._launch(dataclasses.replace(settings, keeper=keeper.pid), count)
         self._written.update(keeper.written)
         self._not_kept = keeper.why
@@ -134,21 +146,22 @@ class _Session:
 
     def _launch(self, settings: VerifySettings, count: int) -> int:
         what, variables = self._what, env.snapshot()
+        args = what.args if settings.role == RANKS else self.args
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
         env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(settings.devices))), variables)
         tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
         config = LaunchConfig(
             target=_RANK_MODULE,
-            args=(*(("-m",) if what.is_module else ()), what.target, *what.args),
+            args=(*(("-m",) if what.is_module else ()), what.target, *args),
             nproc=count,
             is_module=True,
-            log_dir=str(self._folder / f"log-{settings.role}"),
+            log_dir=str(self.folder / f"log-{settings.role}"),
             environment=variables,
             on_end=functools.partial(self._note_failure, settings.role),
             warns_unjoined=False,
             forks=True,
         )
-        with _quiet(self._folder):
+        with _quiet(self.folder):
             return launch_job(config)
 
     def run_ranks(self) -> tuple[int, list[Record]]:
@@ -160,12 +173,12 @@ class _Session:
         wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU)
         if self._what.devices != "auto" or not (wants if code else train_apart(ranks)):
             return code, ranks
-        without = self._folder
-        self._folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
+        without = self.folder
+        self.folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
         code_of_gpus, ranks_of_gpus = self.run(RANKS)
         trains = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
         if code == 0 and not trains:
-            self._folder, self.devices = without, 0
+            self.folder, self.devices = without, 0
             return code, ranks
         self.notes += [] if code else [_ON_STAND_INS]
         return code_of_gpus, ranks_of_gpus
@@ -180,7 +193,7 @@ class _Session:
     def output(self, role: str, most: int = 30) -> str:
         """The last lines that a run's processes printed."""
         lines: list[str] = []
-        for file in sorted((self._folder / f"log-{role}").glob("*.log")):
+        for file in sorted((self.folder / f"log-{role}").glob("*.log")):
             lines += [f"{file.stem}: {line}" for line in file.read_text(errors="replace").splitlines()[-most:]]
         return "\n".join(lines[-2 * most :])
 
@@ -188,12 +201,12 @@ class _Session:
         reports = read_reports(folder, dict.fromkeys(range(self.world_size), 0)).values()
         if reports:
             first = min(reports, key=lambda each: (each.secondary, each.time))
-            self._failures[self._folder, role] = f"{first.type}: {first.message}".strip().splitlines()[0]
+            self._failures[self.folder, role] = f"{first.type}: {first.message}".strip().splitlines()[0]
 
     def failure(self, role: str) -> str:
         """The error with which a run ended, of the rank that failed first."""
         lines = self.output(role).splitlines()
-        return self._failures.get((self._folder, role)) or (lines[-1] if lines else "no word")
+        return self._failures.get((self.folder, role)) or (lines[-1] if lines else "no word")
 
     def ended(self, role: str, code: int, where: str) -> Verdict:
         """Nothing can be said, since a run came to nothing."""
@@ -213,17 +226,39 @@ class _Session:
 
 
 def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
-    """The verdict at one number of ranks; of a script that computes in 16 bits, in float64 where it can do so."""
+    """The verdict at one number of ranks.
+
+    Of a script whose samples are drawn by each rank, what follows is compared with samples that draw by their index; of
+    one that computes in 16 bits, in float64 where it can do so.
+    """
     session = _Session(what, world_size, folder)
     verdict = _compared(session)
+    drawn = verdict if verdict.first == _DRAWN else None
+    if drawn is not None:
+        verdict = _compared(_again(session, what, by_sample=True))
     if verdict.is_rounded and not what.double:
-        devices = "gpu" if session.devices else what.devices
-        what = dataclasses.replace(what, double=True, devices=devices)
-        second = _compared(_Session(what, world_size, Path(tempfile.mkdtemp(dir=folder))))
+        second = _compared(_again(session, dataclasses.replace(what, double=True), drawn is not None))
         if not second.unknown and not second.is_rounded:
             verdict = second
             verdict.notes.append(_WIDE)
+    if drawn is not None:
+        verdict = _beside_drawn(drawn, verdict)
     verdict.notes.extend([*session.notes, *session.words_on_files()])
+    return verdict
+
+
+def _again(session: _Session, what: Verification, by_sample: bool) -> _Session:
+    """One that runs anew, with stand-ins for GPUs where those of before had some."""
+    what = dataclasses.replace(what, devices="gpu" if session.devices else what.devices)
+    return _Session(what, session.world_size, Path(tempfile.mkdtemp(dir=session.folder)), by_sample)
+
+
+def _beside_drawn(drawn: Verdict, verdict: Verdict) -> Verdict:
+    """What was found of a script whose samples are drawn by each rank, and of the same with samples that are not."""
+    if verdict.unknown or verdict.first == _DRAWN:
+        return drawn
+    verdict.notes.append(f"{_BY_SAMPLE}{_ALIKE if not verdict.differences else ''}")
+    verdict.differences = [*drawn.differences, *verdict.differences]
     return verdict
 
 
@@ -246,8 +281,12 @@ def _compared(session: _Session) -> Verdict:
         judged = _judged(session, Runs(ranks, *one), sizes, failure)
         is_found = any(0 < each.step <= len(one[0]["steps"]) for each in judged.differences)
         verdict = judged if is_found or not code else verdict
-    if code or not verdict.unknown:
-        verdict.notes.extend(_words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes))
+    words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes) if code or not verdict.unknown else []
+    by_option = _run_one_by_option(session, ranks, one, sizes) if words else []
+    if by_option:
+        verdict = _judged(session, Runs(ranks, *by_option), (), failure)
+        words = [f"{_BY_OPTION} {' '.join(session.args)}"]
+    verdict.notes.extend(words)
     return verdict
 
 
@@ -259,6 +298,30 @@ def _run_one(session: _Session, ranks: Sequence[Record]) -> tuple[int, list[Reco
     if code or corrected == sizes:
         return code, one, sizes
     return *session.run(ONE, corrected, {}), corrected
+
+
+def _run_one_by_option(
+    session: _Session, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]
+) -> list[Record]:
+    """The same where the script's arguments ask for these sizes, and so for what else it computes from them.
+
+    Which argument it is, is tried: one that is the size of the ranks' batches, and by which loaders are made with what
+    one process needs. None where there is none.
+    """
+    asked, args = ranks[0]["facts"]["made"], session.args
+    if not one or one[0]["facts"]["asked"] != asked:
+        return []
+    needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
+    parts = [argument.rpartition("=") for argument in args]
+    places = [place for place, (*_, value) in enumerate(parts) if value in needed]
+    for place in places[:_MOST_OPTIONS]:
+        *name, value = parts[place]
+        session.args = (*args[:place], "".join([*name, needed[value]]), *args[place + 1 :])
+        code, found = session.run(ONE, (), {})
+        if found and not code and tuple(found[0]["facts"]["made"]) == sizes:
+            return found
+    session.args = args
+    return []
 
 
 def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple[int | None, ...]:

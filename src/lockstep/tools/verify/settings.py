@@ -60,6 +60,7 @@ class VerifySettings:
         keeper: pid of the process as which the script sees files, or 0; see `scratch.py`.
         time_first: samples are columns of batches that are as long as wide; None where nobody knows.
         batch_sizes: of the loaders of torch that one process makes, in order; None for what the script says.
+        by_sample: what a sample of torch's loaders draws depends on its index alone.
     """
 
     role: str
@@ -71,6 +72,7 @@ class VerifySettings:
     keeper: int = 0
     time_first: bool | None = None
     batch_sizes: tuple[int | None, ...] = ()
+    by_sample: bool = False
 
     @property
     def is_reference(self) -> bool:
