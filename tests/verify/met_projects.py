@@ -100,6 +100,26 @@ RIGHT = {
                 (cross_entropy(model(data.tensors[0][places]), data.tensors[1][places]) / count).backward()
             optimizer.step()
     """,
+    "a branch that is dropped for whole rows of two views that are joined": """
+        class Views(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.branch, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+            def forward(self, views):
+                z = self.embed(torch.cat(views))
+                z = z + self.branch(z).tanh() * (torch.rand(len(z), 1) < 0.5)
+                return self.head(z)
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Views())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(world.rank)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model([x, x.flip(1)]), y.repeat(2)).backward()
+            optimizer.step()
+    """,
     "a step for all samples, of which each rank has one half": """
         part = range(60 // world.world_size * world.rank, 60 // world.world_size * (world.rank + 1))
         torch.manual_seed(0)

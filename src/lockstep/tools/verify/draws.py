@@ -154,12 +154,19 @@ class DrawWatch:
         order, size = self._order_of_ranks(), own.size(axis)
         per_piece = _draws_per_piece(every, len(order), size)
         piece, first = divmod(place, per_piece)
-        drawn = [each["values"] for draws in every for each in draws[first::per_piece]]
-        joined = torch.cat([_filled_up(each, own, axis) for each in drawn], axis)
+        drawn = [_filled_up(each["values"], own, axis) for draws in every for each in draws[first::per_piece]]
+        joined = torch.cat(drawn, axis)
         if not order or joined.size(axis) % len(order):
             return joined
-        each_has = joined.size(axis) // len(order)  # of each sample, such as the heads of attention
-        places = [place * each_has + number for place in order for number in range(each_has)]
+        each_has = joined.size(axis) // len(order)  # of each sample
+        is_whole = size == joined.size(axis)
+        self._recorder.facts["several"] |= each_has > 1 and is_whole
+        if self._settings.across and is_whole:
+            views = zip(*(part.tensor_split(each_has, axis) for part in drawn), strict=True)
+            joined = torch.cat([torch.cat(view, axis) for view in views], axis)
+            places = [number * len(order) + place for number in range(each_has) for place in order]
+        else:
+            places = [place * each_has + number for place in order for number in range(each_has)]
         return joined.index_select(axis, torch.tensor(places[piece * size : (piece + 1) * size], device="cpu"))
 
     def _of_other_batches(self, name: str, own: Tensor) -> Tensor | None:

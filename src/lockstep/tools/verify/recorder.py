@@ -93,6 +93,7 @@ class StepRecorder:
             "loaders": [],
             "made": [],
             "asked": [],
+            "several": False,  # draws with several rows for each sample were given, see `across` of the settings
             "passes": [],
             "engines": [],
             "saves": [],

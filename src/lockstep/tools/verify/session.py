@@ -61,6 +61,7 @@ _ALIKE = ": that was the answer of one process, so the draws of samples are all 
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
 # Causes that may be a number which the script takes for the size of a batch; "" where one process fails by it.
 _BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings")
+_STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _MOST_OPTIONS = 3  # that are tried
 _BY_OPTION = "options: one process was given the batches of all ranks by its arguments, which were"
 _NO_SIZE = (
@@ -107,6 +108,7 @@ class _Session:
         self._what = what
         self._by_sample = by_sample
         self.args = what.args  # of one process
+        self._across = False  # as `VerifySettings` has it
         self.world_size = world_size
         self.folder = folder
         self._folders = folders_of(what.target, what.is_module, what.args)
@@ -133,6 +135,7 @@ class _Session:
             batch_sizes=batch_sizes,
             time_first=self._time_first,
             by_sample=self._by_sample,
+            across=self._across,
         )
         if orders is not None:
             torch.save(orders, settings.file("orders"))
@@ -182,6 +185,13 @@ class _Session:
             return code, ranks
         self.notes += [] if code else [_ON_STAND_INS]
         return code_of_gpus, ranks_of_gpus
+
+    def turns_draws(self, one: Sequence[Record]) -> bool:
+        """Whether there is another way to give one process the draws that have several rows for each sample."""
+        if self._across or not any(each["facts"]["several"] for each in one):
+            return False
+        self._across = True
+        return True
 
     def learns_layout(self, records: Sequence[Record]) -> bool:
         """Whether some batches were as long as wide, of which others say that samples are columns."""
@@ -287,7 +297,18 @@ def _compared(session: _Session) -> Verdict:
         verdict = _judged(session, Runs(ranks, *by_option), (), failure)
         words = [f"{_BY_OPTION} {' '.join(session.args)}"]
     verdict.notes.extend(words)
+    if verdict.differences and session.turns_draws(one):
+        second = _compared(session)
+        return second if _comes_further(second, verdict) else verdict
     return verdict
+
+
+def _comes_further(second: Verdict, first: Verdict) -> bool:
+    """Whether what a second verdict found comes later than what the first did, or is nothing."""
+    ways = [
+        (each.steps, _STAGES.index(each.first[0]) if each.differences else len(_STAGES)) for each in (second, first)
+    ]
+    return not second.unknown and ways[0] > ways[1]
 
 
 def _run_one(session: _Session, ranks: Sequence[Record]) -> tuple[int, list[Record], tuple[int | None, ...]]:

@@ -61,6 +61,8 @@ class VerifySettings:
         time_first: samples are columns of batches that are as long as wide; None where nobody knows.
         batch_sizes: of the loaders of torch that one process makes, in order; None for what the script says.
         by_sample: what a sample of torch's loaders draws depends on its index alone.
+        across: draws with several rows for each sample have first one for each, then the next, as those for views that
+            are joined; else all of a sample, then those of the next, as those for the heads of attention.
     """
 
     role: str
@@ -73,6 +75,7 @@ class VerifySettings:
     time_first: bool | None = None
     batch_sizes: tuple[int | None, ...] = ()
     by_sample: bool = False
+    across: bool = False
 
     @property
     def is_reference(self) -> bool:
