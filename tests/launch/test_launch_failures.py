@@ -167,6 +167,32 @@ def test_ranks_print_their_own_errors_where_nobody_else_does(launches: Launches)
     assert "[0] ValueError: rate 0\n" in done.stderr
 
 
+@pytest.mark.parametrize("rank", ["7", "0", ""])
+def test_rank_that_gives_itself_another_number_reports_as_what_it_is(launches: Launches, rank: str) -> None:
+    script = launches.script(
+        f"if RANK == 1:\n    os.environ['RANK'] = {rank!r}\n    raise ValueError('here')\ntime.sleep(60)"
+    )
+    done = launches.run("--nproc", "2", script)
+    lines = summary_of(done.stderr).splitlines()
+    assert lines[0].startswith("lockstep: rank 1 (pid ")
+    assert lines[0].endswith("failed with ValueError at script.py:5: here; the other ranks were stopped")
+    assert lines[-1] == "ValueError: here"
+
+
+def test_error_whose_text_cannot_be_made_is_one_error(launches: Launches) -> None:
+    script = launches.script(
+        """
+        class Broken(Exception):
+            def __str__(self):
+                return self.reason
+        raise Broken()
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert "failed with Broken at script.py:6: <its text cannot be made: str() of it fails>" in summary_of(done.stderr)
+    assert done.stderr.count("Traceback") == 1
+
+
 OTHER_PRINTS = {
     "silent on others": """
         plain = builtins.print
