@@ -459,7 +459,7 @@ def test_restarts_begin_afresh(launches: Launches) -> None:
     assert [line[:2] for line in attempts] == [["0", "3"], ["1", "3"], ["2", "3"]]
     assert len({line[2] for line in attempts}) == 3
     assert len({line[3] for line in attempts}) == 3
-    assert {line[4] for line in attempts} == {"['events', 'position-rank0', 'position-rank1', 'store']"}
+    assert {line[4] for line in attempts} == {"['errors', 'events', 'position-rank0', 'position-rank1', 'store']"}
 
 
 def test_restarts_end_with_the_failure_summary(launches: Launches) -> None:
