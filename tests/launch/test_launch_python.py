@@ -108,6 +108,18 @@ def test_too_many_ranks_for_the_descriptors(
     assert traces() == before
 
 
+def test_no_room_for_a_thread(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traces()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("lockstep.launch.output.threading.Thread.start", fail)
+    with pytest.raises(LaunchError, match=r"can't start new thread; raise the limit on processes \(ulimit -u"):
+        launch_job(config)
+    assert traces() == before
+
+
 def test_options_are_checked_before_anything_is_made(launches: Launches) -> None:
     with pytest.raises(LaunchError, match="nproc is 0"):
         Supervisor(LaunchConfig(target=__file__, nproc=0))
