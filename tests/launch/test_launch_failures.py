@@ -387,8 +387,10 @@ def test_ranks_that_raised_have_the_grace_for_their_exit_handlers(
             print('left', RANK, flush=True)
         if RANK < 2:
             atexit.register(leave)
-            atexit.register(time.sleep, 2.5)
-            raise ValueError('bad batch')
+            atexit.register(time.sleep, 2 + RANK)
+            if RANK == 0:
+                raise ValueError('bad batch')
+            sys.exit(1)
         time.sleep(60 if RANK == 3 else 0.2)
         sys.exit(1)
         """

@@ -59,6 +59,7 @@ __all__ = ["main", "run_module", "run_rank", "run_script", "run_target"]
 # By name, as it stands above this package.
 _SHIMS, _WORLD, _EXIT_HOOKS = "lockstep.compat.install", "lockstep.world", "lockstep.comm.exit_hooks"
 _INTERRUPTED_CODE = 128 + signal.SIGINT
+_GOOD_CODES = (None, 0, EXIT_STOPPED)
 # Modules whose hooks for uncaught exceptions hand on to the one before.
 _KNOWN_HOOKS = ("torch.distributed.distributed_c10d", _EXIT_HOOKS)
 # Frames that stand between the interpreter and the user's code, and say nothing.
@@ -239,11 +240,17 @@ def _explain(error: BaseException) -> None:
 
 
 def _report_cause_of(end: SystemExit) -> None:
-    """Report the exception that the program has made an exit of, as hydra does. What it printed was its affair."""
+    """Report the exception that the program has made an exit of, as hydra does. What it printed was its affair.
+
+    Without one, announce the failure: its exit handlers have as much time as those of a rank that raised.
+    """
     _explain(end)
     error = error_behind(end)
     if error is not None:
         _report(error, _trace_to_show(error))
+    elif _addressee is not None and end.code not in _GOOD_CODES:
+        rank, folder = _addressee
+        announce_failure(folder, rank)
 
 
 def _run_to_end(body: Callable[[], None]) -> None:
@@ -252,7 +259,7 @@ def _run_to_end(body: Callable[[], None]) -> None:
     try:
         body()
     except SystemExit as end:
-        if end.code not in (None, 0, EXIT_STOPPED):
+        if end.code not in _GOOD_CODES:
             raise
         good_end = end
     _leave_world()  # not while the exit is handled, of which an error would speak first
