@@ -21,9 +21,11 @@ from lockstep.launch.attempt_folder import AttemptFolder, announce_failure
 from lockstep.launch.config import LaunchConfig, check_target, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, visible_cores, visible_gpus
 from lockstep.launch.free_port import find_free_port
+from lockstep.launch.positions import RankStatus
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, capture, error_behind, is_secondary, read_reports
 from lockstep.launch.root_cause import find_first_failure, format_last_words, format_summary
+from lockstep.rank_status import Position
 
 
 @pytest.mark.parametrize(
@@ -358,6 +360,19 @@ def test_secondary_failures_are_told_apart_from_other_failures() -> None:
     lines = format_summary(find_first_failure(exits, reports, set()), 3).splitlines()
     assert lines[1].endswith("was killed by signal 9 (SIGKILL; out of memory?); rank 1 failed after it")
     assert lines[2] == "lockstep: after it, rank 2 (pid 1002) failed with ValueError at /x/train.py:8: text"
+
+
+def test_rank_that_came_when_the_others_had_given_up_is_late() -> None:
+    def at(rank: int, number: int) -> RankStatus:
+        site = "/x/train.py:8 in main"
+        calls = (Position(rank, 1000 + rank, "the default group", number, "barrier()", site, True, "", 0.0, True),)
+        return RankStatus(rank, 1000 + rank, "S", calls, False)
+
+    statuses = {rank: at(rank, number) for rank, number in enumerate((9, 9, 8))}
+    waited = replace(wrote(0, 1.0), is_timeout=True, culprits=(1, 2))
+    exits = {rank: left(rank, stopped=rank > 0) for rank in range(3)}
+    text = format_summary(find_first_failure(exits, {0: waited}, set(), statuses), 3)
+    assert "rank 1 (pid 1001) came to barrier #9 at /x/train.py:8 too late; rank 2 (pid 1002) did not come to " in text
 
 
 def test_traceback_of_a_mismatch_is_that_of_who_came_for_something_else() -> None:
