@@ -346,7 +346,8 @@ def test_a_lost_host_that_is_needed_is_the_root_cause(launches: Launches) -> Non
     assert code == 1
     assert not any(map(is_alive, pids))
     assert re.search(
-        rf"{RULE}\nlockstep: host \S+ \(node rank 1, launcher pid {one.pid}\) was lost, and the job needs 2 hosts\n{RULE}\n$",
+        rf"{RULE}\nlockstep: host \S+ \(node rank 1, launcher pid {one.pid}\) was lost, and the job needs 2 hosts\n"
+        rf"{RULE}\n$",
         err,
     ), "and not the rank that the launcher itself has stopped for it"
 
