@@ -167,6 +167,32 @@ def test_ranks_print_their_own_errors_where_nobody_else_does(launches: Launches)
     assert "[0] ValueError: rate 0\n" in done.stderr
 
 
+@pytest.mark.parametrize("rank", ["7", "0", ""])
+def test_rank_that_gives_itself_another_number_reports_as_what_it_is(launches: Launches, rank: str) -> None:
+    script = launches.script(
+        f"if RANK == 1:\n    os.environ['RANK'] = {rank!r}\n    raise ValueError('here')\ntime.sleep(60)"
+    )
+    done = launches.run("--nproc", "2", script)
+    lines = summary_of(done.stderr).splitlines()
+    assert lines[0].startswith("lockstep: rank 1 (pid ")
+    assert lines[0].endswith("failed with ValueError at script.py:5: here; the other ranks were stopped")
+    assert lines[-1] == "ValueError: here"
+
+
+def test_error_whose_text_cannot_be_made_is_one_error(launches: Launches) -> None:
+    script = launches.script(
+        """
+        class Broken(Exception):
+            def __str__(self):
+                return self.reason
+        raise Broken()
+        """
+    )
+    done = launches.run("--nproc", "1", script)
+    assert "failed with Broken at script.py:6: <its text cannot be made: str() of it fails>" in summary_of(done.stderr)
+    assert done.stderr.count("Traceback") == 1
+
+
 OTHER_PRINTS = {
     "silent on others": """
         plain = builtins.print
@@ -361,8 +387,10 @@ def test_ranks_that_raised_have_the_grace_for_their_exit_handlers(
             print('left', RANK, flush=True)
         if RANK < 2:
             atexit.register(leave)
-            atexit.register(time.sleep, 2.5)
-            raise ValueError('bad batch')
+            atexit.register(time.sleep, 2 + RANK)
+            if RANK == 0:
+                raise ValueError('bad batch')
+            sys.exit(1)
         time.sleep(60 if RANK == 3 else 0.2)
         sys.exit(1)
         """
@@ -433,7 +461,7 @@ def test_restarts_begin_afresh(launches: Launches) -> None:
     assert [line[:2] for line in attempts] == [["0", "3"], ["1", "3"], ["2", "3"]]
     assert len({line[2] for line in attempts}) == 3
     assert len({line[3] for line in attempts}) == 3
-    assert {line[4] for line in attempts} == {"['events', 'position-rank0', 'position-rank1', 'store']"}
+    assert {line[4] for line in attempts} == {"['errors', 'events', 'position-rank0', 'position-rank1', 'store']"}
 
 
 def test_restarts_end_with_the_failure_summary(launches: Launches) -> None:

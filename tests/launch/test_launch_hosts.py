@@ -319,6 +319,7 @@ def test_two_hosts_that_need_each_other(launches: Launches) -> None:
     assert [code for code, _, _ in ends] == [130, 130]
     assert not any(map(is_alive, pids))
     assert without_pids(ends[0][2]).startswith("lockstep: host ")
+    assert ends[0][2].count("\n") == 1, "nobody starts again"
     assert ends[0][2].endswith(f"launcher pid {one.pid}) was told to end (SIGINT); the job ends here too\n")
     assert TOLD.fullmatch(ends[1][2])
     for path in launches.folder.glob("round*"):
@@ -345,9 +346,10 @@ def test_a_lost_host_that_is_needed_is_the_root_cause(launches: Launches) -> Non
     assert code == 1
     assert not any(map(is_alive, pids))
     assert re.search(
-        rf"{RULE}\nlockstep: host \S+ \(node rank 1, launcher pid {one.pid}\) was lost, and the job needs 2 hosts\n",
+        rf"{RULE}\nlockstep: host \S+ \(node rank 1, launcher pid {one.pid}\) was lost, and the job needs 2 hosts\n"
+        rf"{RULE}\n$",
         err,
-    )
+    ), "and not the rank that the launcher itself has stopped for it"
 
 
 @pytest.mark.parametrize(("ends", "code"), [((0, EXIT_STOPPED), EXIT_STOPPED), ((EXIT_STOPPED, 3), 3)])

@@ -13,16 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.errors import CollectiveAborted, CollectiveMismatch, LaunchError, LockstepError, RankLost
-from lockstep.launch import free_port
+from lockstep.launch import free_port, support
 from lockstep.launch.attempt_folder import AttemptFolder, announce_failure
 from lockstep.launch.config import LaunchConfig, check_target, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, visible_cores, visible_gpus
 from lockstep.launch.free_port import find_free_port
+from lockstep.launch.positions import RankStatus
 from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport, capture, error_behind, is_secondary, read_reports
 from lockstep.launch.root_cause import find_first_failure, format_last_words, format_summary
+from lockstep.rank_status import Position
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,13 @@ def test_target_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (tmp_path / "train.py").chmod(0)
         with pytest.raises(LaunchError, match="cannot be read"):
             check_target("train.py", is_module=False)
+
+
+def test_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(LaunchError, match="change into another"):
+        support.check()
 
 
 @pytest.mark.parametrize(
@@ -176,6 +186,17 @@ def test_secondary_failures_are_told_from_causes(error: BaseException, secondary
     assert is_secondary(error) is secondary
 
 
+def test_loss_that_came_through_a_callback_of_a_future_is_secondary() -> None:
+    """torch makes a RuntimeError of what a callback raises, in which a communication hook takes the sum."""
+    reduced: torch.futures.Future[int] = torch.futures.Future()
+    mean = reduced.then(lambda done: done.value() / 2).then(lambda done: done.value())
+    reduced.set_exception(RankLost("rank 1 died", (1,)))
+    with pytest.raises(RuntimeError) as caught:
+        mean.wait()
+    assert is_secondary(caught.value)
+    assert not is_secondary(RuntimeError("Got the following error when running the callback: ValueError: no such key"))
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError
@@ -213,6 +234,17 @@ def test_report_survives_the_way_through_the_file(tmp_path: Path) -> None:
     report.write(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["error-rank3.json"]
     assert read_reports(tmp_path, {2: 1, 3: os.getpid()}) == {3: report}
+
+
+def test_report_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = AttemptFolder()
+    reports = {rank: capture(raised(ValueError(f"rate {rank}\n")), None, rank) for rank in range(2)}
+    for rank, report in reports.items():
+        (folder.path / f"error-rank{rank}.json").mkdir()  # where none can be written, not even by root
+        report.write(folder.path)
+    assert read_reports(folder.path, {0: 1, 1: 2}) == reports
+    folder.remove()
 
 
 def test_report_points_at_the_users_own_code() -> None:
@@ -328,6 +360,19 @@ def test_secondary_failures_are_told_apart_from_other_failures() -> None:
     lines = format_summary(find_first_failure(exits, reports, set()), 3).splitlines()
     assert lines[1].endswith("was killed by signal 9 (SIGKILL; out of memory?); rank 1 failed after it")
     assert lines[2] == "lockstep: after it, rank 2 (pid 1002) failed with ValueError at /x/train.py:8: text"
+
+
+def test_rank_that_came_when_the_others_had_given_up_is_late() -> None:
+    def at(rank: int, number: int) -> RankStatus:
+        site = "/x/train.py:8 in main"
+        calls = (Position(rank, 1000 + rank, "the default group", number, "barrier()", site, True, "", 0.0, True),)
+        return RankStatus(rank, 1000 + rank, "S", calls, False)
+
+    statuses = {rank: at(rank, number) for rank, number in enumerate((9, 9, 8))}
+    waited = replace(wrote(0, 1.0), is_timeout=True, culprits=(1, 2))
+    exits = {rank: left(rank, stopped=rank > 0) for rank in range(3)}
+    text = format_summary(find_first_failure(exits, {0: waited}, set(), statuses), 3)
+    assert "rank 1 (pid 1001) came to barrier #9 at /x/train.py:8 too late; rank 2 (pid 1002) did not come to " in text
 
 
 def test_traceback_of_a_mismatch_is_that_of_who_came_for_something_else() -> None:

@@ -93,14 +93,29 @@ def test_second_rank_that_cannot_be_started(
     assert not any(Path(f"/proc/{pid}").exists() for pid in watched[:2])
 
 
-def test_too_many_ranks_for_the_descriptors(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused", ["local_workers.Relay.attach", "attempt.selectors.DefaultSelector"])
+def test_too_many_ranks_for_the_descriptors(
+    config: LaunchConfig, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
     before = traces()
 
     def fail(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(local_workers.Relay, "attach", fail)
-    with pytest.raises(LaunchError, match=r"cannot start 1 ranks: .*Too many open files"):
+    monkeypatch.setattr(f"lockstep.launch.{refused}", fail)
+    with pytest.raises(LaunchError, match=r"cannot (start 1|watch) ranks: .*Too many open files; .*ulimit -n"):
+        launch_job(config)
+    assert traces() == before
+
+
+def test_no_room_for_a_thread(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traces()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("lockstep.launch.output.threading.Thread.start", fail)
+    with pytest.raises(LaunchError, match=r"can't start new thread; raise the limit on processes \(ulimit -u"):
         launch_job(config)
     assert traces() == before
 

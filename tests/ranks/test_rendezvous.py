@@ -308,6 +308,15 @@ def test_a_port_that_a_url_has_named_is_not_that_of_a_variable(port: str | int, 
     assert "MASTER_" not in str(caught.value)
 
 
+def test_port_of_a_stranger_who_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        with pytest.raises(
+            RendezvousError, match=rf"port {port}, .*says nothing\. Is rank 0 running, and are MASTER_ADDR"
+        ):
+            tcp.open_store("127.0.0.1", port, 1, 2, SHORT)
+
+
 def test_ranks_that_do_not_come_to_the_port() -> None:
     with pytest.raises(RendezvousError, match=r"rank 1, rank 2 did not come to 127.0.0.1, port \d+.* within 1 s"):
         tcp.open_store("127.0.0.1", find_free_port(), 0, 3, SHORT)

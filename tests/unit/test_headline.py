@@ -107,6 +107,8 @@ def test_worker_that_is_gone(noticed: str, expected: str) -> None:
     assert why_worker_is_gone(message, trace) == f"DataLoader worker (pid 17) {expected}"
     assert why_worker_is_gone(message, f"RuntimeError: {message}\n") is None
     assert why_worker_is_gone("no memory", trace) is None
+    # What the handler of SIGCHLD raises itself, in the middle of a step.
+    assert why_worker_is_gone(f"DataLoader worker (pid 17) {noticed}", "") == f"DataLoader worker (pid 17) {expected}"
 
 
 def test_state_of_another_shape() -> None:

@@ -358,6 +358,18 @@ def test_folder_that_cannot_be_used(where: str, tmp_path: Path) -> None:
     assert descriptors() == before
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_limit_on_the_size_of_files_is_named(is_sparse: bool) -> None:
+    before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(SharedMemoryError, match="ulimit -f"):
+            Segment.create(1 << 20, is_sparse=is_sparse)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert descriptors() == before
+
+
 def test_file_system_too_small(tiny_tmpfs: Callable[[str], Path]) -> None:
     folder = tiny_tmpfs("64k")
     before = descriptors()

@@ -466,4 +466,3 @@ def test_fallbacks_compute_the_same() -> None:
     tensors._copy_one_by_one(places, [torch.ones(3), torch.ones(2)])
     tensors._mul_one_by_one(places, 2.0)
     assert [each.tolist() for each in places] == [[2.0] * 3, [2.0] * 2]
-    assert [each.item() for each in tensors._norm_one_by_one([torch.tensor([3.0, 4.0])])] == [5.0]

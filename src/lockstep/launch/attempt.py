@@ -241,8 +241,8 @@ class Attempt:
         # Exited ranks included: their children may still be there.
         for process in self._processes.values():
             process.send(signal.SIGKILL)
+        self._selector.close()  # whose descriptor the sweep may need
         sweep(set(self.pids.values()), None if succeeded else self._job, _KILL_TIMEOUT_S)
-        self._selector.close()
         for process in self._processes.values():
             process.reap()
 

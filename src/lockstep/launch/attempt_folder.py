@@ -4,6 +4,7 @@ Folder layout::
 
     events              FIFO: a rank announces that it failed, even if it then hangs on its way out
     error-rank<r>.json  why rank r failed (report.py)
+    errors              a link to memory of the launcher's, for reports that the disk has no room for: a line each
     position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
     store               a link to memory of the launcher's, for torch's FileStore of each lockstep.init(); without
                         it the ranks make files
@@ -23,10 +24,11 @@ from pathlib import Path
 
 from lockstep.errors import LaunchError
 
-__all__ = ["AttemptFolder", "announce_failure"]
+__all__ = ["ERRORS", "AttemptFolder", "announce_failure"]
 
 _EVENTS = "events"
 _STORE = "store"
+ERRORS = "errors"
 _DIGITS_OF_RANK = 9
 
 
@@ -61,8 +63,9 @@ class AttemptFolder:
         with contextlib.suppress(OSError):
             fcntl.flock(self._fds[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
         with contextlib.suppress(OSError):
-            self._fds.append(os.memfd_create("lockstep-store", os.MFD_CLOEXEC))
-            (self.path / _STORE).symlink_to(f"/proc/{os.getpid()}/fd/{self._fds[-1]}")
+            for name in (_STORE, ERRORS):
+                self._fds.append(os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC))
+                (self.path / name).symlink_to(f"/proc/{os.getpid()}/fd/{self._fds[-1]}")
 
     def read_failures(self) -> list[int]:
         """Ranks that announced a failure since the last call."""

@@ -92,7 +92,8 @@ def why_worker_is_gone(message: str, trace: str) -> str | None:
     Returns:
         None if the text is of something else, or the traceback does not say.
     """
-    found = _GONE_BY.search(trace) if _GONE.match(message) else None
+    # The handler of SIGCHLD raises it wherever the rank is; a loader that waits for a batch raises another from it.
+    found = _GONE_BY.match(message) or (_GONE_BY.search(trace) if _GONE.match(message) else None)
     if found is None:
         return None
     reason = found[0].strip().removesuffix(".")

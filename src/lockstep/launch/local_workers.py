@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import LaunchError
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.attempt_folder import AttemptFolder
 from lockstep.launch.config import LaunchConfig
@@ -24,7 +23,7 @@ from lockstep.launch.environment import AttemptEnvironment
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.output import Relay
 from lockstep.launch.positions import RankStatus, describe_interrupt, describe_statuses, format_table, look
-from lockstep.launch.process import RankCommand, worker_command_line
+from lockstep.launch.process import RankCommand, launch_errors, worker_command_line
 from lockstep.launch.reaper import Reaper
 from lockstep.launch.report import ErrorReport, read_reports
 from lockstep.launch.root_cause import RankFailure, find_first_failure, format_last_words
@@ -82,7 +81,7 @@ class LocalWorkers:
         self._config = config
         self._signals = signals
         self._logs = logs
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, launch_errors("cannot watch ranks"):
             folder = AttemptFolder()
             stack.callback(folder.remove)
             reaper.watch_folder(str(folder.path))
@@ -122,12 +121,10 @@ class LocalWorkers:
             LaunchError: not all can be started; `close` ends those that were.
         """
         self._stack.callback(_close_all, make_status_files(self.folder, environment.ranks))
-        try:
+        with launch_errors(f"cannot start {len(environment.ranks)} ranks"):
             self.attempt.start(self._commands(environment))
             if self._relay is not None:
                 self._relay.close_writers()
-        except OSError as error:  # Not enough file descriptors or memory for so many ranks.
-            raise LaunchError(f"cannot start {len(environment.ranks)} ranks: {error}") from error
 
     def end(self) -> Outcome:
         """End the ranks that are left, pass on the rest of their output, and return how the attempt ended."""

@@ -19,6 +19,7 @@ Rules for a stream of bytes, of whatever encoding:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import selectors
@@ -110,11 +111,18 @@ class Relay:
         return write_fd
 
     def close_writers(self) -> None:
-        """Close our write ends, once all ranks are started and hold theirs, and start the thread."""
+        """Close our write ends, once all ranks are started and hold theirs, and start the thread.
+
+        Raises:
+            OSError: there is no room for a thread.
+        """
         for fd in self._writers:
             os.close(fd)
         self._writers.clear()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # Python's word for what the system calls EAGAIN
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def end(self, timeout_s: float) -> None:
         """Pass on the rest, for `timeout_s` at most, and release everything. After all ranks are gone."""

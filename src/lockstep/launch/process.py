@@ -12,6 +12,7 @@ reaches one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -30,11 +31,12 @@ from lockstep.rank_status import EXIT_STOPPED
 if TYPE_CHECKING:
     from lockstep.launch.forked import ForkedProcess
 
-__all__ = ["RankCommand", "RankExit", "RankProcess", "start_reaper", "worker_command_line"]
+__all__ = ["RankCommand", "RankExit", "RankProcess", "launch_errors", "start_reaper", "worker_command_line"]
 
 # Another part of the program reaped the process (it ignores SIGCHLD, or waits for any child): its code is lost.
 _UNKNOWN_CODE = 255
 _REAP_TIMEOUT_S = 2.0
+_LIMITS = {errno.EMFILE: "open files (ulimit -n)", errno.EAGAIN: "processes (ulimit -u, or the container's)"}
 _FOR_RANK_ALONE = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 
 
@@ -57,10 +59,18 @@ def start_reaper(job: str, variables: Mapping[str, str]) -> Reaper:
     Raises:
         LaunchError: the process cannot be started.
     """
-    try:
+    with launch_errors("cannot start another process"):
         return Reaper(job, reaper_environment(variables))
+
+
+@contextlib.contextmanager
+def launch_errors(what: str) -> Iterator[None]:
+    """Make a LaunchError of what the system refuses meanwhile, with the limit that may be raised."""
+    try:
+        yield
     except OSError as error:
-        raise LaunchError(f"cannot start another process: {error}") from error
+        limit = _LIMITS.get(error.errno or 0)
+        raise LaunchError(f"{what}: {error}" + (f"; raise the limit on {limit}" if limit else "")) from error
 
 
 @dataclass(frozen=True)
@@ -167,11 +177,8 @@ class RankProcess:
     def __init__(self, command: RankCommand) -> None:
         self.rank = command.rank
         self.was_signalled = False
-        try:
-            with _sigint_held_back():
-                self._popen = _start(command)
-        except OSError as error:
-            raise LaunchError(f"rank {command.rank}: cannot start {command.argv[0]}: {error}") from error
+        with launch_errors(f"rank {command.rank}: cannot start {command.argv[0]}"), _sigint_held_back():
+            self._popen = _start(command)
         self.pid = self._popen.pid
         try:
             self.pidfd = os.pidfd_open(self.pid)

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from lockstep import env
 from lockstep.frames import is_library_file, is_torch_file, library_folders, without_own_lines
+from lockstep.launch.attempt_folder import ERRORS
 from lockstep.launch.headline import locations_in
 
 __all__ = [
@@ -43,6 +44,10 @@ _OWN_BASE, _SETUP_BASE = "lockstep.errors.LockstepError", "lockstep.errors.Setup
 _TIMEOUT_TYPE = "lockstep.errors.CollectiveTimeout"
 # Phrases of gloo, nccl's watchdog and torch's stores.
 _TIMEOUT_PHRASES = ("timed out", "timeout")
+# What torch's futures make of an error of Lockstep's in a callback, such as one that a communication hook adds.
+_THROUGH_CALLBACK = re.compile(
+    r"(?:Got the following error when running the callback: (?:RuntimeError: )?)+(?:RankLost|CollectiveAborted): "
+)
 # What `rank_zero` tells the other ranks of an error that is not one of Lockstep's.
 _TOLD_OF_ANOTHER = re.compile(r"rank \d+ failed: ")
 SECONDARY_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
@@ -85,11 +90,16 @@ class ErrorReport:
     after_interrupt: bool = False
 
     def write(self, folder: Path) -> None:
-        """Put it into `folder` as error-rank<r>.json, in one step."""
+        """Put it into `folder`, in one step: as error-rank<r>.json, or into memory where no file can be written."""
         final = _report_path(folder, self.rank)
         draft = final.with_suffix(f".{self.pid}.tmp")
-        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(draft, final)
+        text = json.dumps(asdict(self))  # one line
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, final)
+        except OSError:  # a full disk may be the error itself
+            with open(os.open(folder / ERRORS, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb", buffering=0) as memory:
+                memory.write(f"{text}\n".encode())
 
 
 def _report_path(folder: Path, rank: int) -> Path:
@@ -147,8 +157,8 @@ def _is_secondary_itself(error: BaseException) -> bool:
     if any(name.startswith("torch.") and name.rpartition(".")[2] in _TORCH_SECONDARY_TYPES for name in names):
         return True
     if isinstance(error, RuntimeError | ConnectionError):
-        text = _text_of(error).lower()
-        return any(phrase in text for phrase in SECONDARY_PHRASES)
+        text = _text_of(error)
+        return _THROUGH_CALLBACK.match(text) is not None or any(one in text.lower() for one in SECONDARY_PHRASES)
     return False
 
 
@@ -277,6 +287,15 @@ def _parse_elastic(path: Path, rank: int, pid: int) -> ErrorReport | None:
     return ErrorReport(rank, pid, socket.gethostname(), kind, text, trace, "", 0, moment, secondary)
 
 
+def _read_memory(folder: Path) -> dict[int, ErrorReport]:
+    """The reports of ranks that could not write a file."""
+    try:
+        lines = (folder / ERRORS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {report.rank: report for line in lines if (report := _parse(line)) is not None}
+
+
 def read_reports(folder: Path, pids: dict[int, int]) -> dict[int, ErrorReport]:
     """The reports of the ranks that wrote one.
 
@@ -289,11 +308,12 @@ def read_reports(folder: Path, pids: dict[int, int]) -> dict[int, ErrorReport]:
         it must not hide the failure itself.
     """
     reports: dict[int, ErrorReport] = {}
+    in_memory = _read_memory(folder)
     for rank, pid in pids.items():
         try:
             text = _report_path(folder, rank).read_text(encoding="utf-8", errors="replace")
         except OSError:
-            report = _parse_elastic(folder / f"torchelastic-rank{rank}.json", rank, pid)
+            report = in_memory.get(rank) or _parse_elastic(folder / f"torchelastic-rank{rank}.json", rank, pid)
         else:
             report = _parse(text)
             if report is None:

@@ -216,12 +216,15 @@ def _accuse_missing(first: RankFailure) -> str:
     """The first line on a timeout: which ranks did not come and where they are; then where the waiting ranks are."""
     clauses = []
     waiting = first.statuses[first.rank].latest if first.rank in first.statuses else None
+    call = describe_position(waiting).partition(" ")[2] if waiting else ""
     for rank in first.missing:
         status = first.statuses[rank]
         where = f"it was {status.describe()}" if status.latest is not None else "it had not entered a collective yet"
         stopped = ", and its process is stopped" if status.is_stopped else ""
-        awaited = f"did not come to {describe_position(waiting).partition(' ')[2]}" if waiting else "did not come"
-        clauses.append(f"rank {rank} (pid {status.pid}) {awaited}: {where}{stopped}")
+        awaited = f"did not come to {call}: {where}" if waiting else f"did not come: {where}"
+        if waiting and status.describe().partition(" ")[2] == call:
+            awaited = f"came to {call} too late"
+        clauses.append(f"rank {rank} (pid {status.pid}) {awaited}{stopped}")
     others = describe_statuses({rank: status for rank, status in first.statuses.items() if rank not in first.missing})
     return "; ".join([*clauses, others] if others else clauses)
 

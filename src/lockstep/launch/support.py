@@ -1,4 +1,4 @@
-"""Checks that this system can start and watch processes: Linux with pidfds."""
+"""Checks that this process can start and watch others: on Linux with pidfds, in a folder that is there."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ def check() -> None:
     """Raise if the launcher cannot work on this system. Local.
 
     Raises:
-        LaunchError: it is not Linux, or it is a Linux without pidfds; says how to start ranks all the same.
+        LaunchError: it is not Linux, or it is a Linux without pidfds; says how to start ranks all the same. Or the
+            current folder is gone.
     """
     system = libc.foreign_system()
     if system is not None:
         raise LaunchError(f"lockstep starts processes on Linux only, and this is {system}. {_INSTEAD}")
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch's libraries refuse to be loaded there
+        raise LaunchError("the folder in which this process runs was removed; change into another") from None
     try:
         os.close(os.pidfd_open(os.getpid()))
     except AttributeError:

@@ -59,6 +59,7 @@ __all__ = ["main", "run_module", "run_rank", "run_script", "run_target"]
 # By name, as it stands above this package.
 _SHIMS, _WORLD, _EXIT_HOOKS = "lockstep.compat.install", "lockstep.world", "lockstep.comm.exit_hooks"
 _INTERRUPTED_CODE = 128 + signal.SIGINT
+_GOOD_CODES = (None, 0, EXIT_STOPPED)
 # Modules whose hooks for uncaught exceptions hand on to the one before.
 _KNOWN_HOOKS = ("torch.distributed.distributed_c10d", _EXIT_HOOKS)
 # Frames that stand between the interpreter and the user's code, and say nothing.
@@ -67,6 +68,9 @@ _OWN_FILES = frozenset(
     {__file__, str(Path(__file__).with_name("payload.py")), str(Path(__file__).parents[1] / "tools/rehearse/rank.py")}
     | {str(_LIBRARY / name) for name in ("runpy.py", "multiprocessing/spawn.py")}
 )
+
+# This rank, and the launcher's folder for its report, as they were at its start: a script may set RANK anew.
+_addressee: tuple[int, Path] | None = None
 
 
 def _die_with_launcher() -> None:
@@ -197,8 +201,11 @@ def _trace_to_show(error: BaseException) -> TracebackType | None:
     return up_to_user(trace) if is_own(error) else without_own(trace)
 
 
-def _report(error: BaseException, trace: TracebackType | None, rank: int, folder: Path) -> bool:
-    """Tell the launcher of an error; whether it will have the report."""
+def _report(error: BaseException, trace: TracebackType | None) -> bool:
+    """Tell the launcher of an error; whether there is one that will have the report."""
+    if _addressee is None:
+        return False
+    rank, folder = _addressee
     try:
         capture(error, trace, rank).write(folder)
         is_written = True
@@ -213,12 +220,11 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
     """Report, print unless quiet, and exit as an uncaught exception does."""
     trace = _trace_to_show(error)
     is_plain = _has_plain_hook()
-    rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
-    if may_report and rank is not None and folder is not None:
+    if may_report and _addressee is not None:
         # The launcher shows the report. The hook of another library may do more than print.
         if is_plain and env.LOCKSTEP_DEBUG.get() is not True:
             is_quiet = is_quiet or is_expected(error) or env.LOCKSTEP_SHOWS_ERRORS.get() is True
-        is_quiet = _report(error, trace, rank, Path(folder)) and is_quiet
+        is_quiet = _report(error, trace) and is_quiet
     error = error.with_traceback(trace)
     sys.last_value = error  # as the interpreter keeps what nobody caught: exit handlers ask how the program ended
     _call_hook(error, trace, is_plain=is_plain, is_quiet=is_quiet)
@@ -229,16 +235,22 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
 def _explain(error: BaseException) -> None:
     shims = sys.modules.get(_SHIMS)
     if shims is not None:
-        shims.explain(error)
+        with contextlib.suppress(Exception):  # it reads the text, which the script's own code makes
+            shims.explain(error)
 
 
 def _report_cause_of(end: SystemExit) -> None:
-    """Report the exception that the program has made an exit of, as hydra does. What it printed was its affair."""
+    """Report the exception that the program has made an exit of, as hydra does. What it printed was its affair.
+
+    Without one, announce the failure: its exit handlers have as much time as those of a rank that raised.
+    """
     _explain(end)
     error = error_behind(end)
-    rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
-    if error is not None and rank is not None and folder is not None:
-        _report(error, _trace_to_show(error), rank, Path(folder))
+    if error is not None:
+        _report(error, _trace_to_show(error))
+    elif _addressee is not None and end.code not in _GOOD_CODES:
+        rank, folder = _addressee
+        announce_failure(folder, rank)
 
 
 def _run_to_end(body: Callable[[], None]) -> None:
@@ -247,7 +259,7 @@ def _run_to_end(body: Callable[[], None]) -> None:
     try:
         body()
     except SystemExit as end:
-        if end.code not in (None, 0, EXIT_STOPPED):
+        if end.code not in _GOOD_CODES:
             raise
         good_end = end
     _leave_world()  # not while the exit is handled, of which an error would speak first
@@ -271,10 +283,8 @@ def _leave_world() -> None:
 
 def _report_at_exit(error: Exception) -> bool:
     """Tell the launcher of an error in an exit handler; whether it shows it."""
-    rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
-    if rank is None or folder is None or not _report(error, _trace_to_show(error), rank, Path(folder)):
-        return False
-    return env.LOCKSTEP_SHOWS_ERRORS.get() is True and env.LOCKSTEP_DEBUG.get() is not True
+    is_reported = _report(error, _trace_to_show(error))
+    return is_reported and env.LOCKSTEP_SHOWS_ERRORS.get() is True and env.LOCKSTEP_DEBUG.get() is not True
 
 
 def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
@@ -289,7 +299,10 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
             and printed; with 130 and no word after Ctrl-C. An exception that `body` caught and made an exit of is
             reported, too.
     """
+    global _addressee
     pid = os.getpid()
+    rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
+    _addressee = None if rank is None or folder is None else (rank, Path(folder))
     try:
         # Held back by the launcher up to here; one that came meanwhile is raised now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -8,6 +8,7 @@ import ipaddress
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -29,6 +30,7 @@ _ANY_ADDRESS_V4 = "0.0.0.0"
 _LOCALHOST = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 _MOST_NAMED = 64
+_OVER_TORCHS_TIMEOUT_S = 1.0  # so that it can say by itself why it does not connect
 
 # What this process serves until it ends, by its pid and the port: the server of a forked child stayed in its parent.
 _servers: dict[tuple[int, int], Store] = {}
@@ -139,17 +141,34 @@ class _Rendezvous:
         who = f"rank {rank} of {self._world_size}"
         try:
             with looking_for_rank_0(rank, self._address, self._place):
-                client = TCPStore(
+                client = self._connect()
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(error, who, explain_host(self._address) or self._ask) from error
+        return self._go_on(client, who, lambda meeting: meeting.join(rank), self._ask)
+
+    def _connect(self) -> Store:
+        """Connect in a thread, because torch waits without a deadline for a server that says nothing."""
+        found: list[Store | Exception] = []
+
+        def connect() -> None:
+            try:
+                store = TCPStore(
                     self._address, self._port, None, False, self._timeout, wait_for_workers=False, multi_tenant=True
                 )
-        except (RuntimeError, ValueError) as error:
-            why = (
-                explain_host(self._address) or f". Is rank 0 running, and are {self._settings} the same for all ranks?"
-            )
-            raise self._lost(error, who, why) from error
-        return self._go_on(client, who, lambda meeting: meeting.join(rank))
+            except (RuntimeError, ValueError) as error:
+                found.append(error)
+            else:
+                found.append(store)
 
-    def _go_on(self, store: Store, who: str, agree: Callable[[Meeting], str]) -> Store:
+        thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
+        thread.start()
+        thread.join(self._timeout.total_seconds() + _OVER_TORCHS_TIMEOUT_S)
+        client = found[0] if found else RuntimeError("what listens there says nothing")
+        if isinstance(client, Exception):
+            raise client
+        return client
+
+    def _go_on(self, store: Store, who: str, agree: Callable[[Meeting], str], ask: str = "") -> Store:
         remaining_s = self._end_s - time.monotonic()
         meeting = Meeting(
             PrefixStore("lockstep", store),
@@ -165,7 +184,7 @@ class _Rendezvous:
         except RendezvousError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise self._lost(error, who, meeting.refusals and f".{meeting.refusals}") from error
+            raise self._lost(error, who, f".{meeting.refusals}" if meeting.refusals else ask) from error
 
     def _explain(self, missing: Iterable[int]) -> str:
         missing = list(itertools.islice(missing, _MOST_NAMED + 1))
@@ -178,8 +197,12 @@ class _Rendezvous:
 
     def _lost(self, error: Exception, who: str, why: str = "") -> RendezvousError:
         return RendezvousError(
-            f"{who} did not meet the others at {self._place}: {str(error).splitlines()[0].rstrip('.')}{why}"
+            f"{who} did not meet the others at {self._place}: {str(error).splitlines()[0].rstrip('.?')}{why}"
         )
+
+    @property
+    def _ask(self) -> str:
+        return f". Is rank 0 running, and are {self._settings} the same for all ranks?"
 
     @property
     def _place(self) -> str:

@@ -67,14 +67,19 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _reserve(fd: int, size_bytes: int, where: str) -> None:
+def _reserve(fd: int, size_bytes: int, where: str, is_sparse: bool) -> None:
     try:
-        os.posix_fallocate(fd, 0, size_bytes)
+        if is_sparse:
+            os.ftruncate(fd, size_bytes)
+        else:
+            os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
+        how = "Free some, give the container more (docker run --shm-size), or point LOCKSTEP_SHM_DIR elsewhere"
+        if error.errno == errno.EFBIG:
+            how = "Shared memory is a file to the kernel: raise the limit on their size (ulimit -f)"
         raise SharedMemoryError(
             error.errno,
-            f"cannot reserve {size_bytes / 2**20:.1f} MiB of shared memory in {where}: {error.strerror}. "
-            "Free some, give the container more (docker run --shm-size), or point LOCKSTEP_SHM_DIR elsewhere",
+            f"cannot reserve {size_bytes / 2**20:.1f} MiB of shared memory in {where}: {error.strerror}. {how}",
         ) from None
 
 
@@ -357,10 +362,7 @@ class Segment:
             fd, path = _open_in(directory)
         try:
             os.fchmod(fd, 0o600)
-            if is_sparse and directory is None:
-                os.ftruncate(fd, size_bytes)
-            else:
-                _reserve(fd, size_bytes, directory or "memory")
+            _reserve(fd, size_bytes, directory or "memory", is_sparse and directory is None)
         except OSError:
             os.close(fd)
             if path is not None:

@@ -86,7 +86,6 @@ _AUTOGRAD = (
 _TENSORS = (
     NameRecord("torch._foreach_copy_", Use.READ, "gradients into buckets, in one call", _SLOWER, _DDP),
     NameRecord("torch._foreach_mul_", Use.READ, "gradients divided by the loss scale", _SLOWER, "apex.fp16_utils"),
-    NameRecord("torch._foreach_norm", Use.READ, "norms of all gradients in one call", _SLOWER, "apex's FusedLAMB"),
     NameRecord(
         "torch._amp_foreach_non_finite_check_and_unscale_",
         Use.READ,

@@ -17,7 +17,6 @@ __all__ = [
     "can_count_references",
     "foreach_copy_",
     "foreach_mul_",
-    "foreach_norm",
     "indices_of",
     "make_sparse",
     "make_wrapper",
@@ -47,10 +46,6 @@ def _mul_one_by_one(tensors: _Tensors, factor: Any) -> None:
         tensor.mul_(factor)
 
 
-def _norm_one_by_one(tensors: _Tensors) -> list[torch.Tensor]:
-    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
-
-
 def _prepack_by_operators(rows: torch.Tensor) -> torch.Tensor:
     """What `embedding_bag_byte_prepack` returns for float32[n, k]: uint8[n, k + 8]."""
     low = rows.amin(dim=1, keepdim=True)
@@ -71,9 +66,6 @@ foreach_copy_: Callable[..., Any] = find("torch._foreach_copy_") or _copy_one_by
 
 foreach_mul_: Callable[..., Any] = find("torch._foreach_mul_") or _mul_one_by_one
 """`foreach_mul_(tensors, factor)`, in place."""
-
-foreach_norm: Callable[..., Any] = find("torch._foreach_norm") or _norm_one_by_one
-"""`foreach_norm(tensors)`: the 2-norm of each."""
 
 amp_unscale_: Callable[..., Any] = need("torch._amp_foreach_non_finite_check_and_unscale_")
 """`amp_unscale_(tensors, flag, factor)`: multiply in place, and set the flag if something is not finite."""

@@ -190,7 +190,8 @@ class HostAgent(SimpleElasticAgent):
             self._stop_workers(worker_group)
             raise JobClosed(membership, is_cut_short)
         if leave_reason is not None:
-            return self._regroup(leave_reason)
+            # Who leaves too few behind is about to end the job, which is said then.
+            return self._regroup(leave_reason, is_said=self._are_enough(1))
         if has_failed:
             return self._judge(worker_group)
         missing = rendezvous.missing()
@@ -323,8 +324,7 @@ class HostAgent(SimpleElasticAgent):
         """Continue without hosts that are gone without a reason, if the others are enough."""
         rendezvous = self._rendezvous_of_hosts
         text = f"{', '.join(map(str, gone))} {'was' if len(gone) == 1 else 'were'} lost, without a sign of life"
-        membership = rendezvous.membership
-        if len(rendezvous.members) - len(gone) + len(membership.waiting) >= membership.terms.min_nodes:
+        if self._are_enough(len(gone)):
             rendezvous.publish_leave_reason(text)
             return self._regroup(text)
         assert self._workers is not None
@@ -334,10 +334,18 @@ class HostAgent(SimpleElasticAgent):
         self.absent = gone
         return self._fail(worker_group)
 
-    def _regroup(self, text: str) -> RunResult:
-        say(f"lockstep: {text}; starting all ranks again with the hosts that are there\n")
-        if self._logs is not None:
-            self._logs.write(f"lockstep: {text}; starting all ranks again with the hosts that are there\n")
+    def _are_enough(self, num_gone: int) -> bool:
+        """Whether the job can continue without so many of its hosts."""
+        rendezvous = self._rendezvous_of_hosts
+        num_hosts = len(rendezvous.members) - num_gone + len(rendezvous.membership.waiting)
+        return num_hosts >= rendezvous.membership.terms.min_nodes
+
+    def _regroup(self, text: str, *, is_said: bool = True) -> RunResult:
+        if is_said:
+            line = f"lockstep: {text}; starting all ranks again with the hosts that are there\n"
+            say(line)
+            if self._logs is not None:
+                self._logs.write(line)
         self._rendezvous_of_hosts.regroup()
         return RunResult(WorkerState.HEALTHY)
 

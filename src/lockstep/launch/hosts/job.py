@@ -176,7 +176,9 @@ class _Job:
             names = ", ".join(map(str, absent))
             verb, needed = "was" if len(absent) == 1 else "were", self._rendezvous.membership.terms.min_nodes
             say(f"{_RULE}\nlockstep: {names} {verb} lost, and the job needs {needed} hosts\n")
-        if failures:
+        if absent and all(one.ended.stopped and one.report is None for one in failures):
+            say(f"{_RULE}\n")
+        elif failures:
             config = self._config
             say(format_summary(failures, num_ranks, config.log_dir, config.rehearsable, self._agent.ranks))
         code = 1 if absent or not failures else failures[0].exit_code

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ZeroGrad", "complete_groups", "is_narrow", "loss_of"]
+__all__ = ["ZeroGrad", "complete_groups", "is_narrow", "loss_of", "norm_of"]
 
 
 class ZeroGrad:
@@ -25,6 +25,12 @@ class ZeroGrad:
 def is_narrow(tensor: Tensor) -> bool:
     """Whether a tensor has 16-bit floats: Apex's kernels compute in float32 then."""
     return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def norm_of(tensor: Tensor, order: float = 2.0) -> Tensor:
+    """The norm of all elements: float64[]. Summed in float32 it is off by 0.1% with the 33 million of an embedding."""
+    norm: Tensor = torch.linalg.vector_norm(tensor, order, dtype=torch.float64)
+    return norm
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.compat.apex.optimizers.base import ZeroGrad, is_narrow, loss_of
+from lockstep.compat.apex.optimizers.base import ZeroGrad, is_narrow, loss_of, norm_of
 from lockstep.errors import InputError
-from lockstep.torch_private.tensors import foreach_norm
 
 __all__ = ["FusedLAMB"]
 
 
 class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
-    """LAMB (You et al. 2020, arXiv:1904.00962), which torch does not have; made of torch's foreach operations.
+    """LAMB (You et al. 2020, arXiv:1904.00962), which torch does not have.
 
     Gradients are first divided by `max(1, norm of all gradients / max_grad_norm)`. Then each parameter moves by `lr`
     times its Adam update (decay included), times the ratio of the norms of parameter and update. 16-bit parameters are
@@ -79,8 +78,7 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return loss
-        norms = foreach_norm([each.float() for each in gradients])
-        norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+        norm = norm_of(torch.stack([norm_of(each).to(gradients[0].device) for each in gradients]))
         for group in self.param_groups:
             limit = group["max_grad_norm"]
             divisor = (norm / limit).clamp(min=1.0) if limit > 0 else torch.ones_like(norm)
@@ -111,7 +109,7 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
         if self.adam_w_mode:
             update = update + decay * weight
         if decay != 0 or self.use_nvlamb:
-            size, step = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
+            size, step = norm_of(weight), norm_of(update)
             update = update * torch.where((size != 0) & (step != 0), size / step, 1.0)
         # Where nothing is 16-bit these are the tensors themselves.
         state["exp_avg"].copy_(first_mean)

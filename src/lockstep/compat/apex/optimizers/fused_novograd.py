@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.compat.apex.optimizers.base import ZeroGrad, is_narrow, loss_of
+from lockstep.compat.apex.optimizers.base import ZeroGrad, is_narrow, loss_of, norm_of
 from lockstep.errors import InputError
 
 __all__ = ["FusedNovoGrad"]
@@ -120,9 +120,8 @@ def _blend(before: Tensor | None, parameters: Sequence[Tensor], group: dict[str,
     """The running means of the norms of gradients, the current ones included: float32, one for each parameter."""
     order: int = group["norm_type"]
     beta: float = group["betas"][1]
-    gradients = [parameter.grad.float() for parameter in parameters if parameter.grad is not None]
-    found = [torch.linalg.vector_norm(each, _ORDERS[order]) for each in gradients]
-    norms = torch.stack([each.to(found[0].device) for each in found]) if found else torch.zeros(0)
+    found = [norm_of(parameter.grad, _ORDERS[order]) for parameter in parameters if parameter.grad is not None]
+    norms = torch.stack([each.to(found[0].device) for each in found]).float() if found else torch.zeros(0)
     if before is None:
         before = torch.zeros_like(norms) if group["init_zero"] else norms
     if before.numel() != norms.numel():

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from lockstep.compat.apex.optimizers.base import norm_of
+
 __all__ = ["LARC"]
 
 
@@ -48,7 +50,7 @@ class LARC:
 
     def _scale(self, parameter: torch.Tensor, decay: float, rate: float) -> None:
         assert parameter.grad is not None
-        size, slope = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(parameter.grad)
+        size, slope = norm_of(parameter), norm_of(parameter.grad)
         adaptive = self.trust_coefficient * size / (slope + size * decay + self.eps)
         if self.clip:
             adaptive = (adaptive / rate).clamp(max=1.0)
