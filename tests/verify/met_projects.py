@@ -211,3 +211,44 @@ WRONG = {
         """,
     ),
 }
+# After `COMMON` in float32, whose rounding hides a part of these, or makes it up; and what each is.
+IN_FLOAT32 = {
+    "LBFGS, whose closure returns the loss of all ranks": (
+        ("", ""),
+        """
+        draws = torch.Generator().manual_seed(1)
+        x, y = torch.randn(96, 8, generator=draws), torch.randint(4, (96,), generator=torch.Generator().manual_seed(2))
+        rows = torch.utils.data.TensorDataset(x, y)
+        sampler = torch.utils.data.DistributedSampler(rows)
+        batches = torch.utils.data.DataLoader(rows, 24, sampler=sampler)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in batches:
+                def closure():
+                    optimizer.zero_grad()
+                    loss = cross_entropy(model(x), y)
+                    loss.backward()
+                    loss = loss.detach()
+                    torch.distributed.all_reduce(loss)
+                    return loss / world.world_size
+
+                optimizer.step(closure)
+        """,
+    ),
+    "a sum that clipping hides": (
+        ("gradients", "sum"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y, reduction="sum").backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        """,
+    ),
+}

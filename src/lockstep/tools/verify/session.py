@@ -48,8 +48,8 @@ _ON_STAND_INS = (
     "rank (--devices cpu: none)"
 )
 _WIDE = (
-    "precision: the script computes in 16 bits, which hide as much as they make up; it was compared in float64, where "
-    "autocast leaves numbers as they are"
+    "precision: rounding hides or makes up too much of this script (numbers of 16 bits, several calls of a closure in "
+    "a step, gradients that are clipped); it was compared in float64, which autocast leaves as it is"
 )
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
@@ -213,14 +213,14 @@ class _Session:
 
 
 def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
-    """The verdict at one number of ranks; of a script that computes in 16 bits, in float64 where it can do so."""
+    """The verdict at one number of ranks; in float64, where rounding hides or makes up too much of it."""
     session = _Session(what, world_size, folder)
     verdict = _compared(session)
-    if verdict.is_rounded and not what.double:
+    if verdict.wants_double and not what.double:
         devices = "gpu" if session.devices else what.devices
         what = dataclasses.replace(what, double=True, devices=devices)
         second = _compared(_Session(what, world_size, Path(tempfile.mkdtemp(dir=folder))))
-        if not second.unknown and not second.is_rounded:
+        if not second.unknown and not second.wants_double:
             verdict = second
             verdict.notes.append(_WIDE)
     verdict.notes.extend([*session.notes, *session.words_on_files()])

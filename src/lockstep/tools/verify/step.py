@@ -134,6 +134,7 @@ class Gradients:
         used: those that rank 0's took, against one process.
         factor: rank 0's are one process's times this; None for no common factor.
         were_alike: those of rank 0 were one process's when backward() returned.
+        are_made_up: they were a multiple of those then, and are one process's now, as where clipping hides a factor.
         needed: one process's gradient out of what the ranks computed; see [Note: as a sum of the ranks'] in linear.py.
         taken: the gradient that rank 0's optimizer took out of the same.
         scale: what one process's optimizer took is what it computed times this (clipped, unscaled); None for neither.
@@ -156,9 +157,9 @@ class Gradients:
         self.used = compared(first, own)
         left, own_left = (parameters_of(step, "after") for step in (ranks[0], one))
         self.were_alike = any(each is not None for each in one["after"]) and not compared(left, own_left).names
-        both = {name: value for name, value in own.items() if value is not None and first.get(name) is not None}
         most = max(1e4 * max(precision, 1e-12), TIMES_NOISE * rounded)
-        self.factor = fit_ranks(_flat(first, both), [_flat(own, both)], most).factor
+        self.factor = _common_factor(first, own, most)
+        self.are_made_up = bool(not self.used.names and not self.were_alike and _common_factor(left, own_left, most))
         self._fit(ranks, one, again, precision)
 
     def _fit(self, ranks: Sequence[Record], one: Record, again: Record | None, precision: float) -> None:
@@ -174,6 +175,12 @@ class Gradients:
         self.taken = fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding)
         self.scale = fit_ranks(own_taken[uncut], [whole[uncut]], rounding).factor
         self.zeros = [not bool(each.any()) for each in (*parts, whole)]
+
+
+def _common_factor(a: Tensors, b: Tensors, rounding: float) -> float | None:
+    """Of which all tensors of `a` are multiples of those in `b`; None for none."""
+    both = {name: value for name, value in b.items() if value is not None and a.get(name) is not None}
+    return fit_ranks(_flat(a, both), [_flat(b, both)], rounding).factor
 
 
 def _total(step: Record) -> dict[int, Tensor]:
