@@ -104,6 +104,29 @@ RIGHT = {
     """,
 }
 WRONG = {
+    "boxes whose loss is divided by how many there are, beside a mean": (
+        ("loss", "count"),
+        """
+        class Detector(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.score, self.box = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 3)
+
+            def forward(self, x):
+                x = self.body(x).tanh()
+                return self.score(x), self.box(x)
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Detector())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            score, box = model(x)
+            distances = (box - x[:, :3]).abs().sum(1) * (y > 0)
+            (cross_entropy(score, y) + distances.sum() / (y > 0).sum()).backward()
+            optimizer.step()
+        """,
+    ),
     "a generator that is called without its engine, and a discriminator that is called with it": (
         ("gradients", "inner-model"),
         """
