@@ -127,6 +127,32 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "texts that are packed into one row, and a mean over their tokens": (
+        ("loss", "count"),
+        """
+        def pack(samples):
+            rows = [x[: 2 + y].round() for x, y in samples]
+            return torch.cat(rows), torch.cat([torch.full((len(x),), place) for place, x in enumerate(rows)])
+
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
+
+            def forward(self, x, text):
+                words = self.embed(x[:, None]).tanh()
+                scores = (words @ words.T).masked_fill(text[:, None] != text[None], -1e9)
+                return self.head(scores.softmax(1) @ words)
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Reader())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, text in split(collate_fn=pack):
+            optimizer.zero_grad()
+            (model(x, text)[:, 0] - x.square()).square().mean().backward()
+            optimizer.step()
+        """,
+    ),
     "a generator that is called without its engine, and a discriminator that is called with it": (
         ("gradients", "inner-model"),
         """
