@@ -153,6 +153,20 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "samples that each rank makes, and gradients that nobody averages": (
+        ("gradients", "unwrapped"),
+        """
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        plays = torch.Generator().manual_seed(world.rank)
+        for _ in range(4):
+            x = torch.randn(8, 6, generator=plays)
+            optimizer.zero_grad()
+            cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+        """,
+    ),
     "a generator that is called without its engine, and a discriminator that is called with it": (
         ("gradients", "inner-model"),
         """

@@ -107,11 +107,17 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
 def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
     """Up to the first that differs or of which nobody can tell."""
     for step in steps:
-        why = _is_undetermined(step) or _is_made_by_ranks(step)
-        if why:
-            verdict.unknown = f"step {step.number}: {why}"
+        why = _is_undetermined(step)
+        is_own = "" if why else _is_made_by_ranks(step)
+        # Ranks whose parameters part are wrong whatever one process would have made of their samples.
+        apart = (causes.read_ranks(step) or causes.read_unaveraged(step)) if is_own else None
+        if (why or is_own) and apart is None:
+            verdict.unknown = f"step {step.number}: {why or is_own}"
             return
         verdict.steps = step.number
+        if apart is not None:
+            verdict.differences.append(apart)
+            return
         if _cuts_pieces(step):
             verdict.digits.append({"gradients": 0.0})
             verdict.notes = [_PIECES]
