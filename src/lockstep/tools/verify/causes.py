@@ -146,7 +146,7 @@ def read_passes(step: StepOfJob) -> Difference | None:
         kind = step.ranks[0]["kind"]
         measured = (
             f"{kind} called its closure {len(losses.one)} times in one process and {_joined(counts)} times on the "
-            f"ranks; it first returned {_joined(losses.one[:1])} there, and "
+            f"ranks; its first loss was {_joined(losses.one[:1])} there, and "
             f"{_joined(each[0] for each in losses.ranks if each)} here"
         )
         return step.found("loss", "closure", measured, kind=kind)

@@ -47,6 +47,7 @@ _ON_STAND_INS = (
     "devices: without GPUs each rank of this script trains by itself; it was given stand-ins for GPUs, one for each "
     "rank (--devices cpu: none)"
 )
+_WITHOUT_STAND_INS = "devices: each rank of this script trains by itself, and fails on stand-ins for GPUs"
 _WIDE = (
     "precision: rounding hides or makes up too much of this script (numbers of 16 bits, several calls of a closure in "
     "a step, gradients that are clipped); it was compared in float64, which autocast leaves as it is"
@@ -54,7 +55,7 @@ _WIDE = (
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
 # Causes that may be a number which the script takes for the size of a batch; "" where one process fails by it.
-_BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings")
+_BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
 _NO_SIZE = (
     "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
     "batch_size), so it cannot be given the batches of all ranks"
@@ -165,6 +166,8 @@ class _Session:
         code_of_gpus, ranks_of_gpus = self.run(RANKS)
         trains = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
         if code == 0 and not trains:
+            failure = self.failure(RANKS) if code_of_gpus else ""
+            self.notes += [f"{_WITHOUT_STAND_INS}: {failure}"] if failure else []
             self._folder, self.devices = without, 0
             return code, ranks
         self.notes += [] if code else [_ON_STAND_INS]
