@@ -161,6 +161,69 @@ RIGHT = {
     """,
 }
 WRONG = {
+    "boxes whose loss is divided by how many there are, beside a mean": (
+        ("loss", "count"),
+        """
+        class Detector(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.score, self.box = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 3)
+
+            def forward(self, x):
+                x = self.body(x).tanh()
+                return self.score(x), self.box(x)
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Detector())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            score, box = model(x)
+            distances = (box - x[:, :3]).abs().sum(1) * (y > 0)
+            (cross_entropy(score, y) + distances.sum() / (y > 0).sum()).backward()
+            optimizer.step()
+        """,
+    ),
+    "texts that are packed into one row, and a mean over their tokens": (
+        ("loss", "count"),
+        """
+        def pack(samples):
+            rows = [x[: 2 + y].round() for x, y in samples]
+            return torch.cat(rows), torch.cat([torch.full((len(x),), place) for place, x in enumerate(rows)])
+
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
+
+            def forward(self, x, text):
+                words = self.embed(x[:, None]).tanh()
+                scores = (words @ words.T).masked_fill(text[:, None] != text[None], -1e9)
+                return self.head(scores.softmax(1) @ words)
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Reader())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, text in split(collate_fn=pack):
+            optimizer.zero_grad()
+            (model(x, text)[:, 0] - x.square()).square().mean().backward()
+            optimizer.step()
+        """,
+    ),
+    "samples that each rank makes, and gradients that nobody averages": (
+        ("gradients", "unwrapped"),
+        """
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        plays = torch.Generator().manual_seed(world.rank)
+        for _ in range(4):
+            x = torch.randn(8, 6, generator=plays)
+            optimizer.zero_grad()
+            cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+        """,
+    ),
     "a generator that is called without its engine, and a discriminator that is called with it": (
         ("gradients", "inner-model"),
         """
@@ -295,6 +358,47 @@ WRONG = {
             optimizer.zero_grad()
             z = model(x)
             cross_entropy(z + torch.randn_like(z), y).backward()
+            optimizer.step()
+        """,
+    ),
+}
+# After `COMMON` in float32, whose rounding hides a part of these, or makes it up; and what each is.
+IN_FLOAT32 = {
+    "LBFGS, whose closure returns the loss of all ranks": (
+        ("", ""),
+        """
+        draws = torch.Generator().manual_seed(1)
+        x, y = torch.randn(96, 8, generator=draws), torch.randint(4, (96,), generator=torch.Generator().manual_seed(2))
+        rows = torch.utils.data.TensorDataset(x, y)
+        sampler = torch.utils.data.DistributedSampler(rows)
+        batches = torch.utils.data.DataLoader(rows, 24, sampler=sampler)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in batches:
+                def closure():
+                    optimizer.zero_grad()
+                    loss = cross_entropy(model(x), y)
+                    loss.backward()
+                    loss = loss.detach()
+                    torch.distributed.all_reduce(loss)
+                    return loss / world.world_size
+
+                optimizer.step(closure)
+        """,
+    ),
+    "a sum that clipping hides": (
+        ("gradients", "sum"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y, reduction="sum").backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         """,
     ),

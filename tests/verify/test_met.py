@@ -32,9 +32,11 @@ def each_name(programs: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=SHARDS if "in shards" in name else ()) for name in programs]
 
 
-def verdict_on(program: str, folder: Path, double: bool = False, args: tuple[str, ...] = ()) -> tuple[Verdict, str]:
+def verdict_on(
+    program: str, folder: Path, double: bool = False, common: str = COMMON, args: tuple[str, ...] = ()
+) -> tuple[Verdict, str]:
     script = folder / "train.py"
-    script.write_text(COMMON + textwrap.dedent(program))
+    script.write_text(common + textwrap.dedent(program))
     (verdict,) = verify(Verification(str(script), args, steps=3, double=double))
     return verdict, format_text("train.py", [verdict])
 
@@ -63,6 +65,15 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     line = int(verdict.differences[0].lines[0].rpartition(":")[2])
     written = (tmp_path / "train.py").read_text().splitlines()[line - 1]
     assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ", "save(")), written
+
+
+@pytest.mark.parametrize("name", met_projects.IN_FLOAT32)
+def test_what_rounding_hides_or_makes_up_is_compared_in_float64(name: str, tmp_path: Path) -> None:
+    cause, program = met_projects.IN_FLOAT32[name]
+    common = COMMON.replace("torch.set_default_dtype(torch.float64)\n", "")
+    verdict, text = verdict_on(program, tmp_path, common=common)
+    assert verdict.first == cause, text
+    assert "it was compared in float64" in " ".join(text.split())
 
 
 def test_what_is_changed_between_the_steps_is_not_said_to_be_within_one(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def read_passes(step: StepOfJob) -> Difference | None:
         kind = step.ranks[0]["kind"]
         measured = (
             f"{kind} called its closure {len(losses.one)} times in one process and {_joined(counts)} times on the "
-            f"ranks; it first returned {_joined(losses.one[:1])} there, and "
+            f"ranks; its first loss was {_joined(losses.one[:1])} there, and "
             f"{_joined(each[0] for each in losses.ranks if each)} here"
         )
         return step.found("loss", "closure", measured, kind=kind)
@@ -158,10 +158,8 @@ def read_passes(step: StepOfJob) -> Difference | None:
 
 def read_inputs(step: StepOfJob) -> Difference | None:
     """Rows that enter a model, made of the same samples, and are others."""
-    calls, batches = step.calls, batches_of(step.one, *step.ranks)
-    # Nodes of graphs, and tokens that are packed: what enters the models has no row for each sample.
-    joins = bool(batches) and all(batch["joins"] for batch in batches)
-    if step.samples.by_index or joins or not (calls.unknown or step.is_far(calls.inputs)):
+    calls = step.calls
+    if step.samples.by_index or _joins(step) or not (calls.unknown or step.is_far(calls.inputs)):
         return None
     if calls.inputs and not calls.unknown:
         measured = f"what is made of them and enters {calls.kind} differs by {calls.inputs:.1e}"
@@ -169,6 +167,12 @@ def read_inputs(step: StepOfJob) -> Difference | None:
         count = calls.unknown or "some"
         measured = f"{count} rows that enter {calls.kind} are not (one process has {calls.rows})"
     return _by_draws(step, "inputs", f"the samples are the same, but {measured};")
+
+
+def _joins(step: StepOfJob) -> bool:
+    """Whether what enters the models has no row for each sample: nodes of graphs, and tokens that are packed."""
+    batches = batches_of(step.one, *step.ranks)
+    return bool(batches) and all(batch["joins"] for batch in batches)
 
 
 def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
@@ -211,7 +215,8 @@ def describe_draws(drawn: Sequence[Record]) -> str:
 def read_outputs(step: StepOfJob) -> Difference | None:
     """Outputs that differ though the inputs do not."""
     calls, samples = step.calls, step.samples
-    if not step.is_far(calls.outputs):
+    # Of a part of a sample, outputs may follow its other parts; if rows of others moved them, ranks made no gradient.
+    if not step.is_far(calls.outputs) or (_joins(step) and step.gradients.needed.is_good):
         return None
     name, kind = calls.culprit
     measured = f"the inputs are the same; what {calls.kind} returns for the same rows differs by {calls.outputs:.1e}."

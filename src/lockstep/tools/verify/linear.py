@@ -67,7 +67,7 @@ def read_gradients(step: StepOfJob) -> Difference | None:
         return step.found("gradients", averaging[0], measured, **averaging[1])
     if padded and needed is None:
         return step.found(stage, "padding", f"{measured}; {padded} samples were padded to another length")
-    cause, values = _meaning(step, needed, taken)
+    cause, values = _meaning(step, needed, taken, given)
     drawn, _ = unlike_draws(step)
     if drawn and cause in _MAY_BE_DRAWN:
         other = step.found(stage, cause, measured, **values)
@@ -133,9 +133,9 @@ def _averaging(
     return key, {"rows": rows, "given": _numbers(given)}
 
 
-def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | None) -> _Cause:
+def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float]) -> _Cause:
     """What a loss is, or has, that is no mean over samples."""
-    losses, zeros, is_always = step.losses, step.gradients.zeros, not _comes_later(step)
+    losses, is_always = step.losses, not _comes_later(step)
     if (
         is_always
         and losses.are("sum", max(1e-6, step.rounding))
@@ -146,15 +146,34 @@ def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | N
     if is_whole and (needed is None or len(set(losses.shares)) > 1):
         return "whole-batch", {}
     if needed is None:
-        if any(zeros):
-            return "threshold", {"who": "one process" if zeros[-1] else "a rank"}
-        return "kept-state" if _is_kept(step) else "not-linear", {}
+        return _without_weights(step, given)
     factor = _common_factor(step, needed, taken) if is_always else None
     if factor is None:
         return _by_weights(step, needed)
     if _close(factor * len(step.ranks), 1.0, max(_CLOSE, step.rounding)):
         return "whole-batch" if is_whole else "sum", {}
     return "factor", {"factor": _factor(factor)}
+
+
+def _without_weights(step: StepOfJob, given: list[float]) -> _Cause:
+    """The same, where no weights of the ranks make one process's gradient."""
+    zeros = step.gradients.zeros
+    if any(zeros):
+        return "threshold", {"who": "one process" if zeros[-1] else "a rank"}
+    return _count_of_part(step, given) or ("kept-state" if _is_kept(step) else "not-linear", {})
+
+
+def _count_of_part(step: StepOfJob, given: list[float]) -> _Cause | None:
+    """The count that one of several terms is divided by, as parameters tell that no other term reaches."""
+    shares, found = step.losses.shares, dict[str, list[float]]()
+    for name, fit in step.gradients.needed_by.items():
+        weights = _weights(fit, given, 1.0)
+        if weights and min(weights) > 0 and _close(sum(weights), sum(shares), 1e-2) and not _are_close(weights, shares):
+            found[step.one["names"][name]] = weights
+    if not found:
+        return None
+    words = {"weights": _numbers(next(iter(found.values()))), "shares": _numbers(shares)}
+    return "count of a part", {"names": ", ".join([*found][:3]), **words}
 
 
 def _common_factor(step: StepOfJob, needed: list[float], taken: list[float] | None) -> float | None:

@@ -47,9 +47,10 @@ _ON_STAND_INS = (
     "devices: without GPUs each rank of this script trains by itself; it was given stand-ins for GPUs, one for each "
     "rank (--devices cpu: none)"
 )
+_WITHOUT_STAND_INS = "devices: each rank of this script trains by itself, and fails on stand-ins for GPUs"
 _WIDE = (
-    "precision: the script computes in 16 bits, which hide as much as they make up; it was compared in float64, where "
-    "autocast leaves numbers as they are"
+    "precision: rounding hides or makes up too much of this script (numbers of 16 bits, several calls of a closure in "
+    "a step, gradients that are clipped); it was compared in float64, which autocast leaves as it is"
 )
 _DRAWN = ("samples", "drawn")
 _BY_SAMPLE = (
@@ -60,7 +61,7 @@ _ALIKE = ": that was the answer of one process, so the draws of samples are all 
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 _OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
 # Causes that may be a number which the script takes for the size of a batch; "" where one process fails by it.
-_BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings")
+_BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _MOST_OPTIONS = 3  # that are tried
 _BY_OPTION = "options: one process was given the batches of all ranks by its arguments, which were"
@@ -181,6 +182,8 @@ class _Session:
         code_of_gpus, ranks_of_gpus = self.run(RANKS)
         trains = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
         if code == 0 and not trains:
+            failure = self.failure(RANKS) if code_of_gpus else ""
+            self.notes += [f"{_WITHOUT_STAND_INS}: {failure}"] if failure else []
             self.folder, self.devices = without, 0
             return code, ranks
         self.notes += [] if code else [_ON_STAND_INS]
@@ -190,7 +193,7 @@ class _Session:
         """Whether there is another way to give one process the draws that have several rows for each sample."""
         if self._across or not any(each["facts"]["several"] for each in one):
             return False
-        self._across = True
+        self._across, self.args = True, self._what.args
         return True
 
     def learns_layout(self, records: Sequence[Record]) -> bool:
@@ -239,16 +242,16 @@ def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
     """The verdict at one number of ranks.
 
     Of a script whose samples are drawn by each rank, what follows is compared with samples that draw by their index; of
-    one that computes in 16 bits, in float64 where it can do so.
+    one of which rounding hides or makes up too much, in float64.
     """
     session = _Session(what, world_size, folder)
     verdict = _compared(session)
     drawn = verdict if verdict.first == _DRAWN else None
     if drawn is not None:
         verdict = _compared(_again(session, what, by_sample=True))
-    if verdict.is_rounded and not what.double:
+    if verdict.wants_double and not what.double:
         second = _compared(_again(session, dataclasses.replace(what, double=True), drawn is not None))
-        if not second.unknown and not second.is_rounded:
+        if not second.unknown and not second.wants_double:
             verdict = second
             verdict.notes.append(_WIDE)
     if drawn is not None:

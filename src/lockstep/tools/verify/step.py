@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 _SINGLE = 2.0**-23  # the eps of float32
+# How many numbers a parameter has for each rank, at least, that its gradient alone may tell what a loss is divided by.
+_TIMES_UNKNOWNS = 4
 # What the script does at each stage, whose lines are told.
 _EVENTS = {
     "samples": "batch",
@@ -134,7 +136,9 @@ class Gradients:
         used: those that rank 0's took, against one process.
         factor: rank 0's are one process's times this; None for no common factor.
         were_alike: those of rank 0 were one process's when backward() returned.
+        are_made_up: they were a multiple of those then, and are one process's now, as where clipping hides a factor.
         needed: one process's gradient out of what the ranks computed; see [Note: as a sum of the ranks'] in linear.py.
+        needed_by: the same of each parameter by itself, where that has several numbers for each backward pass.
         taken: the gradient that rank 0's optimizer took out of the same.
         scale: what one process's optimizer took is what it computed times this (clipped, unscaled); None for neither.
         zeros: of each rank's backward passes, whether it left nothing but zeros; of one process's last.
@@ -156,24 +160,36 @@ class Gradients:
         self.used = compared(first, own)
         left, own_left = (parameters_of(step, "after") for step in (ranks[0], one))
         self.were_alike = any(each is not None for each in one["after"]) and not compared(left, own_left).names
-        both = {name: value for name, value in own.items() if value is not None and first.get(name) is not None}
         most = max(1e4 * max(precision, 1e-12), TIMES_NOISE * rounded)
-        self.factor = fit_ranks(_flat(first, both), [_flat(own, both)], most).factor
+        self.factor = _common_factor(first, own, most)
+        self.are_made_up = bool(not self.used.names and not self.were_alike and _common_factor(left, own_left, most))
         self._fit(ranks, one, again, precision)
 
     def _fit(self, ranks: Sequence[Record], one: Record, again: Record | None, precision: float) -> None:
         total = _total(one)
         whole = _flat(total, total)
-        parts = [_flat(each["local"], total) for step in ranks for each in step["backwards"]]
+        passes = [each["local"] for step in ranks for each in step["backwards"]]
+        parts = [_flat(each, total) for each in passes]
         moved = 0.0 if again is None else relative(whole, _flat(_total(again), total))
         rounding = max(1e-9, 100 * precision, TIMES_NOISE * moved)
         rounding = max(min(MOST_REST, rounding), TIMES_NOISE * noise_of_rounding(one))
         taken, own_taken = (_flat(parameters_of(step, "used"), total) for step in (ranks[0], one))
         uncut = _below_limits([taken, own_taken], len(parts))
         self.needed = fit_ranks(whole, parts, rounding)
+        self.needed_by = {
+            name: fit_ranks(value[:-1], [_flat(each, {name: value}) for each in passes], rounding)
+            for name, value in total.items()
+            if not self.needed.is_good and value.numel() > _TIMES_UNKNOWNS * len(parts)
+        }
         self.taken = fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding)
         self.scale = fit_ranks(own_taken[uncut], [whole[uncut]], rounding).factor
         self.zeros = [not bool(each.any()) for each in (*parts, whole)]
+
+
+def _common_factor(a: Tensors, b: Tensors, rounding: float) -> float | None:
+    """Of which all tensors of `a` are multiples of those in `b`; None for none."""
+    both = {name: value for name, value in b.items() if value is not None and a.get(name) is not None}
+    return fit_ranks(_flat(a, both), [_flat(b, both)], rounding).factor
 
 
 def _total(step: Record) -> dict[int, Tensor]:

@@ -88,6 +88,7 @@ class TrainingWatch:
         wrap(torch.Tensor, "backward", self._backward)
         wrap(torch.autograd, "backward", self._backward)
         wrap(torch.amp.GradScaler, "__init__", self._make_scaler)
+        wrap(torch.amp.GradScaler, "unscale_", self._unscale)
         wrap(Optimizer, "__init__", _made(self._see_optimizer))
         wrap(nn.parallel.DistributedDataParallel, "__init__", _made(self._see_engine))
         wrap(OwnDistributedDataParallel, "__init__", _made(self._see_engine))
@@ -143,6 +144,15 @@ class TrainingWatch:
             original(*bound.args, **bound.kwargs)
 
         return init
+
+    def _unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The scale is one number in all runs: that it is of float32 makes them no less precise."""
+
+        def unscale(*args: Any) -> None:
+            with self._recorder.aside():
+                original(*args)
+
+        return unscale
 
     def _see_engine(self, engine: Any) -> None:
         engines = self._recorder.facts["engines"]

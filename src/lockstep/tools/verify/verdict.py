@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from lockstep.tools.verify import causes
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.linear import read_gradients
@@ -47,7 +49,8 @@ class Verdict:
         steps: how many were compared.
         digits: for each step, the largest relative difference of each stage; of the gradients, all together.
         unknown: why nothing can be said; empty if something can.
-        is_rounded: whether a step computed with numbers of 16 bits.
+        wants_double: whether a step is to be compared in float64: it computed with numbers of 16 bits, or in float32
+            rounding grew from one call of a closure to the next, or hides what clipping leaves of a factor.
     """
 
     world_size: int
@@ -56,7 +59,7 @@ class Verdict:
     steps: int = 0
     digits: list[dict[str, float]] = field(default_factory=list)
     unknown: str = ""
-    is_rounded: bool = False
+    wants_double: bool = False
 
     @property
     def first(self) -> tuple[str, str]:
@@ -76,7 +79,7 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
         runs: to compare.
         failure: the error with which the ranks ended, and one process did not.
     """
-    verdict = Verdict(len(runs.ranks), is_rounded=any(each["rounded"] for each in runs.one["steps"]))
+    verdict = Verdict(len(runs.ranks), wants_double=any(map(_is_rounded, runs.one["steps"])))
     _judge_steps(verdict, each_step(runs))
     if verdict.unknown:
         return verdict
@@ -104,20 +107,35 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
 def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
     """Up to the first that differs or of which nobody can tell."""
     for step in steps:
-        why = _is_undetermined(step) or _is_made_by_ranks(step)
-        if why:
-            verdict.unknown = f"step {step.number}: {why}"
+        why = _is_undetermined(step)
+        is_own = "" if why else _is_made_by_ranks(step)
+        # Ranks whose parameters part are wrong whatever one process would have made of their samples.
+        apart = (causes.read_ranks(step) or causes.read_unaveraged(step)) if is_own else None
+        if (why or is_own) and apart is None:
+            verdict.unknown = f"step {step.number}: {why or is_own}"
             return
         verdict.steps = step.number
+        if apart is not None:
+            verdict.differences.append(apart)
+            return
         if _cuts_pieces(step):
             verdict.digits.append({"gradients": 0.0})
             verdict.notes = [_PIECES]
             continue
         verdict.digits.append(_digits(step))
+        verdict.wants_double |= _is_single(step.one) and step.gradients.are_made_up
         found = _judge_step(step)
         if found is not None:
             verdict.differences.append(found)
             return
+
+
+def _is_single(step: Record) -> bool:
+    return bool(step["precision"] >= torch.finfo(torch.float32).eps)
+
+
+def _is_rounded(step: Record) -> bool:
+    return bool(step["rounded"]) or (_is_single(step) and step["closure"] > 1)
 
 
 def _judge_step(step: StepOfJob) -> Difference | None:

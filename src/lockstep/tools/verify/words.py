@@ -166,6 +166,12 @@ _WORDS = {
         "return lockstep.mean(loss * len(y), len(y)) from the closure, after loss.backward()",
     ),
     "count": (_COUNT, "lockstep.mean(total, count)"),
+    "count of a part": (
+        "in the gradients of {names} the ranks' losses weigh {weights} in one process, and their samples {shares}: a "
+        "part of the loss is divided by a count that ranks have more or less of (positives, tokens, a mask), and "
+        "another part is not",
+        "lockstep.mean(total, count) for that part",
+    ),
     "count times": (
         _COUNT + ", and multiplied by the number of ranks",
         "lockstep.mean(total, count), and leave the number of ranks out",
