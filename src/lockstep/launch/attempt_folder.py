@@ -20,6 +20,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import LaunchError
@@ -35,6 +36,9 @@ _DIGITS_OF_RANK = 9
 class AttemptFolder:
     """A private folder (mode 0700), fresh for every attempt and removed at its end.
 
+    Args:
+        watch: told of its path before it is made, so that one who dies meanwhile leaves nothing behind.
+
     Attributes:
         path: the path of the folder.
         events_fd: readable when a rank has announced something.
@@ -43,9 +47,12 @@ class AttemptFolder:
         LaunchError: no folder can be made where temporary files go.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[str], None] | None = None) -> None:
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="lockstep-"))
+            self.path = Path(tempfile.gettempdir(), f"lockstep-{os.urandom(6).hex()}").absolute()
+            if watch is not None:
+                watch(str(self.path))
+            self.path.mkdir(0o700)
         except OSError as error:
             raise LaunchError(
                 f"cannot make a private folder for the ranks ({error}); set TMPDIR to a writable folder"

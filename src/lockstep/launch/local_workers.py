@@ -82,9 +82,8 @@ class LocalWorkers:
         self._signals = signals
         self._logs = logs
         with contextlib.ExitStack() as stack, launch_errors("cannot watch ranks"):
-            folder = AttemptFolder()
+            folder = AttemptFolder(reaper.watch_folder)
             stack.callback(folder.remove)
-            reaper.watch_folder(str(folder.path))
             self.folder: Path = folder.path
             self._relay = Relay(all_bars=config.all_bars) if config.prefix and logs is None else None
             if self._relay is not None:

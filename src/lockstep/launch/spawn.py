@@ -103,11 +103,10 @@ def spawn(
     with contextlib.ExitStack() as stack:
         call = PackedCall(fn, args)
         stack.callback(call.close)
-        folder = AttemptFolder()
-        stack.callback(folder.remove)
         reaper = start_reaper(job, variables)
         stack.callback(reaper.dismiss)
-        reaper.watch_folder(str(folder.path))
+        folder = AttemptFolder(reaper.watch_folder)
+        stack.callback(folder.remove)
         relay = Relay(_target_of(sys.stdout, 1), _target_of(sys.stderr, 2)) if prefix else None
         if relay is not None:
             stack.callback(relay.end, _DRAIN_TIMEOUT_S)

@@ -120,6 +120,7 @@ class _Session:
         self._failures: dict[tuple[Path, str], str] = {}
         self.devices = world_size if what.devices == "gpu" else 0
         self.notes: list[str] = []
+        self.failure_of_ranks = ""  # the error with which they ended
 
     def run(
         self, role: str, batch_sizes: tuple[int | None, ...] = (), orders: Orders | None = None
@@ -285,24 +286,43 @@ def _compared(session: _Session) -> Verdict:
         return session.ended(RANKS, code, f"{world_size} ranks")
     if session.learns_layout(ranks):
         return _compared(session)
-    failure = session.failure(RANKS) if code else ""
+    session.failure_of_ranks = session.failure(RANKS) if code else ""
     code, one, sizes = _run_one(session, ranks)
     if session.learns_layout([*ranks, *one]):
         return _compared(session)
-    verdict = session.ended(ONE, code, "one process that is started as a rank")
-    if one:
-        judged = _judged(session, Runs(ranks, *one), sizes, failure)
-        is_found = any(0 < each.step <= len(one[0]["steps"]) for each in judged.differences)
-        verdict = judged if is_found or not code else verdict
-    words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes) if code or not verdict.unknown else []
-    by_option = _run_one_by_option(session, ranks, one, sizes) if words else []
-    if by_option:
-        verdict = _judged(session, Runs(ranks, *by_option), (), failure)
-        words = [f"{_BY_OPTION} {' '.join(session.args)}"]
-    verdict.notes.extend(words)
+    verdict = _on_one(session, code, ranks, one, sizes)
     if verdict.differences and session.turns_draws(one):
         second = _compared(session)
         return second if _comes_further(second, verdict) else verdict
+    return verdict
+
+
+def _on_one(
+    session: _Session,
+    code: int,
+    ranks: Sequence[Record],
+    one: Sequence[Record],
+    sizes: tuple[int | None, ...],
+) -> Verdict:
+    """The verdict by one process, or where it may be explained by what a script computes from batch sizes, by another.
+
+    Args:
+        code: with which one process ended.
+        ranks: what they have recorded.
+        one: the same of one process; none where it left nothing.
+        sizes: of the batches that it was given.
+    """
+    verdict = _judged(session, Runs(ranks, *one), sizes) if one else None
+    if verdict is None or (code and not any(0 < each.step <= len(one[0]["steps"]) for each in verdict.differences)):
+        verdict = session.ended(ONE, code, "one process that is started as a rank")
+    if verdict.unknown and not code:
+        return verdict
+    words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes)
+    by_option = _run_one_by_option(session, ranks, one, sizes) if words else []
+    if by_option:
+        verdict = _judged(session, Runs(ranks, *by_option), ())
+        words = [f"{_BY_OPTION} {' '.join(session.args)}"]
+    verdict.notes.extend(words)
     return verdict
 
 
@@ -366,7 +386,8 @@ def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple
     return tuple(None if size is None else max(1, round(size * factor)) for size in facts["made"])
 
 
-def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...], failure: str) -> Verdict:
+def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...]) -> Verdict:
+    failure = session.failure_of_ranks
     verdict = judge(runs, failure)
     orders = _order_of_ranks(runs, verdict)
     if orders:
