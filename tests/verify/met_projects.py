@@ -153,7 +153,7 @@ RIGHT = {
                         loss.backward()
                         optimizer.step()
                     total += torch.tensor([loss.item() * len(y), len(y)])
-                    if world.rank == 0 and total[1] == len(y):
+                    if world.rank == 0:
                         print(f"{phase}: loss {total[0] / total[1]:.5f}, so far")
                 torch.distributed.all_reduce(total)
                 if world.rank == 0:

@@ -152,6 +152,15 @@ def test_what_samples_draw_does_not_hide_what_else_differs(
     assert ("are all that differs" in " ".join(text.split())) == (not others)
 
 
+def test_samples_that_draw_otherwise_are_said_to_tell_no_more(tmp_path: Path) -> None:
+    program = (
+        AUGMENTED.replace("np.random.rand()", "own.random()").replace("LAYER", "nn.Tanh()").replace("WORKERS", "0")
+    )
+    verdict, text = verdict_on("own = np.random.default_rng(world.rank)\n" + textwrap.dedent(program), tmp_path)
+    assert [(each.stage, each.cause) for each in verdict.differences] == [("samples", "drawn")], text
+    assert "which tells nothing: samples still differ, by collate_fn" in " ".join(text.split())
+
+
 @pytest.mark.parametrize("args", [("--epochs", "5", "--batch", "5"), ("--epochs=5", "--batch=5")])
 @pytest.mark.parametrize(
     ("rate", "found"),

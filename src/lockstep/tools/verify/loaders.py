@@ -271,6 +271,7 @@ class LoaderWatch:
         except StopIteration:
             facts["finished"] = True
             self._ended.add(one.number)
+            recorder.note_progress(one.number)
             if trains and not facts["stream"]:
                 recorder.end_whole_epoch()
             raise

@@ -233,7 +233,7 @@ class StepRecorder:
             lines.append(line)
 
     def note_progress(self, number: int) -> None:
-        """A pass hands out a batch: what was written since its last one, with no step, is no result of it yet."""
+        """A pass hands out a batch, or ends: what was written since its last one, with no step, is no result of it."""
         before, steps, lines = self._progress
         texts = self.facts["texts"]
         for line in texts[lines:] if (before, steps) == (number, len(self.steps)) else ():

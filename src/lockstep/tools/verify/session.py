@@ -270,6 +270,8 @@ def _again(session: _Session, what: Verification, by_sample: bool) -> _Session:
 def _beside_drawn(drawn: Verdict, verdict: Verdict) -> Verdict:
     """What was found of a script whose samples are drawn by each rank, and of the same with samples that are not."""
     if verdict.unknown or verdict.first == _DRAWN:
+        why = verdict.unknown.partition("\n")[0] or "samples still differ, by collate_fn or a generator of their own"
+        drawn.notes.append(f"{_BY_SAMPLE}, which tells nothing: {why}")
         return drawn
     verdict.notes.append(f"{_BY_SAMPLE}{_ALIKE if not verdict.differences else ''}")
     verdict.differences = [*drawn.differences, *verdict.differences]
@@ -314,7 +316,10 @@ def _on_one(
     """
     verdict = _judged(session, Runs(ranks, *one), sizes) if one else None
     if verdict is None or (code and not any(0 < each.step <= len(one[0]["steps"]) for each in verdict.differences)):
-        verdict = session.ended(ONE, code, "one process that is started as a rank")
+        is_alike = session.failure_of_ranks == session.failure(ONE)
+        where = f"{len(ranks)} ranks and on one process alike" if is_alike else "one process that is started as a rank"
+        verdict = session.ended(ONE, code, where)
+        code = 0 if is_alike else code
     if verdict.unknown and not code:
         return verdict
     words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes)
