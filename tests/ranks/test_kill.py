@@ -13,6 +13,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def kill_once(folder: Path, victim: int, delay_s: float) -> None:
             assert isinstance(error, RankLost) or "RankLost: rank" in str(error), repr(error)
         if isinstance(error, CollectiveError):
             assert error.culprits == (victim,), error
-        assert after == before
+        assert not Counter(after) - Counter(before)  # a thread of earlier tests may have closed some
 
 
 def leftovers() -> set[str]:
