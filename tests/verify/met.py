@@ -321,4 +321,28 @@ UNKNOWN = {
             optimizer.step()
         """,
     ),
+    "streams of their own, for parts of the passes of a step": (
+        "each rank reads a stream of its own",
+        """
+        import random
+
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                draw = random.Random(world.rank)
+                while True:
+                    yield data[draw.randrange(60)]
+
+        model, optimizer = by_torch()
+        count = 4 // world.world_size
+        batches = iter(torch.utils.data.DataLoader(Stream(), batch_size=5))
+        x, y = next(batches)
+        for step in range(4):
+            optimizer.zero_grad()
+            for place in range(count):
+                loss = cross_entropy(model(x), y) / count
+                x, y = next(batches)
+                loss.backward()
+            optimizer.step()
+        """,
+    ),
 }

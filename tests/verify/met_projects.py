@@ -100,6 +100,20 @@ RIGHT = {
                 (cross_entropy(model(data.tensors[0][places]), data.tensors[1][places]) / count).backward()
             optimizer.step()
     """,
+    "batches that are fetched ahead, for a step of fewer on each of N ranks": """
+        model, optimizer = by_torch()
+        count = 6 // world.world_size
+        batches = iter(split(2))
+        x, y = next(batches)
+        for step in range(4):
+            optimizer.zero_grad()
+            for place in range(count):
+                model.require_backward_grad_sync = place == count - 1
+                loss = cross_entropy(model(x), y) / count
+                x, y = next(batches)
+                loss.backward()
+            optimizer.step()
+    """,
     "a branch that is dropped for whole rows of two views that are joined": """
         class Views(nn.Module):
             def __init__(self):

@@ -75,7 +75,9 @@ def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
     samples = step.samples
     loaders = [step.facts["loaders"][each["loader"]] for each in step.ranks[0]["batches"]]
     own, *ranks = (len(each["batches"]) for each in (step.one, *step.ranks))
-    if {*ranks} != {own}:
+    # Where ranks accumulate over fewer passes, so that all together make one process's, they have fewer batches, too.
+    is_shared_out = len({*ranks}) == 1 and len(step.losses.one) == sum(map(len, step.losses.ranks))
+    if {*ranks} != {own} and not is_shared_out:
         return "skips", f"; batches before this step: one process {own}, the ranks {_joined(ranks)}"
     if samples.missing == 0 and _come_again(step):
         return "no-sampler" if samples.is_alike else "padded", ""

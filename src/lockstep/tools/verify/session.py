@@ -69,6 +69,10 @@ _NO_SIZE = (
     "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
     "batch_size), so it cannot be given the batches of all ranks"
 )
+_OF_STREAMS = (
+    "each rank reads a stream of its own (an IterableDataset) for its part of the passes of a step, and one process "
+    "cannot be given the ranks' batches, pass by pass"
+)
 _GIVEN = (
     "order: one process by itself draws another order of samples than the ranks, among whom no sample came twice; it "
     "was given theirs"
@@ -408,17 +412,23 @@ def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...]) -> Ver
         if verdict.first[0] == "evaluated":
             _, moved = session.run(ONE, sizes, {**orders, **_evaluation_of_first(runs)})
             verdict = judge(dataclasses.replace(runs, moved=moved[0] if moved else None), failure)
-    if verdict.first == ("samples", "order") and _lacks_batch_size(runs):
-        return Verdict(session.world_size, unknown=_NO_SIZE)
+    why = _why_not_given(runs) if verdict.first == ("samples", "order") else ""
+    if why:
+        return Verdict(session.world_size, unknown=why)
     if orders and verdict.first not in _OTHER_ORDER:
         verdict.notes.append(_GIVEN)
     return verdict
 
 
-def _lacks_batch_size(runs: Runs) -> bool:
-    """Whether one process had fewer samples in its first step than the ranks, of a loader without a batch size."""
-    own, *ranks = (rows_of(each["steps"][0]) for each in (runs.one, *runs.ranks))
-    return None in runs.ranks[0]["facts"]["made"] and own < sum(ranks)
+def _why_not_given(runs: Runs) -> str:
+    """Why one process could not be given the samples of all ranks in its first step; empty if it was."""
+    own, *ranks = (each["steps"][0] for each in (runs.one, *runs.ranks))
+    facts = runs.ranks[0]["facts"]
+    if None in facts["made"] and rows_of(own) < sum(map(rows_of, ranks)):
+        return _NO_SIZE
+    is_shared_out = len(own["backwards"]) == sum(len(each["backwards"]) for each in ranks)
+    is_stream = any(one["stream"] and one["trains"] for one in facts["passes"])
+    return _OF_STREAMS if is_shared_out and is_stream else ""
 
 
 def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
