@@ -340,6 +340,26 @@ def test_a_failure_of_its_own_is_no_finding(monkeypatch: pytest.MonkeyPatch, tmp
     assert "ArithmeticError: no svd" in text
 
 
+def test_rounding_that_a_batch_norm_of_samples_nearly_alike_makes_large_is_no_finding(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        norms = [nn.BatchNorm2d(8, eps=1e-12) for _ in range(2)]
+        layers = [nn.Conv2d(4, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 8, 1), norms[1], nn.Flatten(), nn.Linear(8, 4)]
+        net = lockstep.convert_sync_batchnorm(nn.Sequential(*layers))
+        alike = torch.utils.data.TensorDataset(1 + 1e-6 * torch.randn(60, 4, 3, 3), data.tensors[1][:60])
+        model, optimizer = trained(net)
+        for x, y in lockstep.DataLoader(alike, batch_size=10):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.code != 1, text
+
+
 def test_gradients_that_overflowed_are_no_sum_of_the_ranks() -> None:
     fit = fit_ranks(torch.ones(2), [torch.tensor([1.0, float("inf")])])
     assert not fit.is_good

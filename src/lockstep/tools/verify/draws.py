@@ -5,10 +5,10 @@ that is longer on one process. N ranks draw other numbers than one process, whic
 the rows that the ranks drew, in the places where it has their samples. A draw that cannot be put together so (one
 process permutes ten samples, two ranks five each) is its own, and said.
 
-[Note: halves] What rounding does is measured: the one process takes each step once more, with every product and sum
-over a batch cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script. What
-is computed before the samples of a step, such as the data, stays as it is: samples are known by their content. (Added
-up from their ends, sums of some kernels come out the same to the last bit, and the noise is missed.)
+[Note: halves] What rounding does is measured: the one process takes each step once more, with every product,
+convolution and sum cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script.
+What is computed before the samples of a step, such as the data, stays as it is: samples are known by their content.
+(Added up from their ends, sums of some kernels come out the same to the last bit, and the noise is missed.)
 
 [Note: draws by pass] A script without a loader may draw where in the data its samples lie, on each rank by another seed
 (nanoGPT's `get_batch`), and divide the passes that it accumulates over by the number of ranks. Its one process makes N
@@ -397,6 +397,15 @@ def _sum_all(tensor: Tensor, *, dtype: Any = None) -> Tensor | None:
     return _sum(tensor, list(range(tensor.ndim)), dtype=dtype)
 
 
+def _convolution(tensor: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor | None:
+    half, (transposed, _, groups) = weight.size(1) // 2, rest[3:]
+    if transposed or groups != 1 or half == 0:
+        return None
+    first = _ATEN.convolution(tensor[:, :half], weight[:, :half], None, *rest)
+    total: Tensor = first + _ATEN.convolution(tensor[:, half:], weight[:, half:], bias, *rest)
+    return total
+
+
 def _convolution_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> Any:
     if gradient.size(0) < 2:
         return None
@@ -412,6 +421,7 @@ _CUTS: dict[Any, Callable[..., Any]] = {
     _ATEN.bmm.default: _bmm,
     _ATEN.sum.dim_IntList: _sum,
     _ATEN.sum.default: _sum_all,
+    _ATEN.convolution.default: _convolution,
     _ATEN.convolution_backward.default: _convolution_backward,
 }
 

@@ -157,7 +157,7 @@ def _is_undetermined(step: StepOfJob) -> str:
     if distance <= _MOST_NOISE:
         return ""
     return (
-        f"{by_itself}, gradients by {distance:.1e}: chance or rounding (of float16) decides what the script computes; "
+        f"{by_itself}, gradients by {distance:.1e}: chance or rounding decides what the script computes; "
         "--double takes the rounding away where the script allows that"
     )
 
