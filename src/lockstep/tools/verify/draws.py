@@ -56,7 +56,8 @@ _NO_DRAWS = {"seed", "get_state", "set_state", "spawn", "bit_generator"}
 PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
 # Numbers kept of all draws of a step; more are not given to the one process.
 _MOST_NUMBERS = 1 << 26
-_MOST_BEFORE = 1 << 16  # of one draw before the first step
+# Of one draw before the first step; and how many of these are kept, the last ones, for scripts that draw their data.
+_MOST_BEFORE, _KEPT_BEFORE = 1 << 16, 4096
 _Draw = dict[str, Any]
 _Kind = tuple[str, tuple[int, ...]]  # name and shape
 
@@ -126,8 +127,11 @@ class DrawWatch:
     def _note_before(self, name: str, values: Tensor) -> None:
         if self._recorder.is_before_steps and self._settings.role == RANKS and values.numel() <= _MOST_BEFORE:
             with self._recorder.aside():
+                before = self._recorder.step["before"]
+                if len(before) >= 2 * _KEPT_BEFORE:
+                    del before[:_KEPT_BEFORE]
                 if torch.is_grad_enabled():
-                    self._recorder.step["before"].append({"name": name, "values": values.detach().cpu().clone()})
+                    before.append({"name": name, "values": values.detach().cpu().clone()})
 
     def _of_ranks(self, number: int) -> list[Any]:
         """What each rank left of a step."""
