@@ -13,7 +13,14 @@ from typing import Any
 
 from lockstep.tools.verify.compare import TIMES_NOISE, distances, measure_values
 from lockstep.tools.verify.draws import PERMUTATIONS
-from lockstep.tools.verify.samples import Record, batches_of, contents, entered, have_same_indices
+from lockstep.tools.verify.samples import (
+    Record,
+    batches_of,
+    contents,
+    entered,
+    have_same_indices,
+    passes_are_shared_out,
+)
 from lockstep.tools.verify.step import StepOfJob, counted, parameters_of
 from lockstep.tools.verify.words import Difference
 
@@ -76,7 +83,7 @@ def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
     loaders = [step.facts["loaders"][each["loader"]] for each in step.ranks[0]["batches"]]
     own, *ranks = (len(each["batches"]) for each in (step.one, *step.ranks))
     # Where ranks accumulate over fewer passes, so that all together make one process's, they have fewer batches, too.
-    is_shared_out = len({*ranks}) == 1 and len(step.losses.one) == sum(map(len, step.losses.ranks))
+    is_shared_out = len({*ranks}) == 1 and passes_are_shared_out(step.one, step.ranks)
     if {*ranks} != {own} and not is_shared_out:
         return "skips", f"; batches before this step: one process {own}, the ranks {_joined(ranks)}"
     if samples.missing == 0 and _come_again(step):
@@ -193,8 +200,7 @@ def unlike_draws(step: StepOfJob) -> tuple[Sequence[Record], Sequence[Record]]:
 
 def _unlike_draws(step: StepOfJob) -> Sequence[Record]:
     """Draws that were not given to one process as the ranks had them."""
-    passes = [len(each["backwards"]) for each in (step.one, *step.ranks)]
-    is_by_pass = passes[0] == sum(passes[1:])
+    is_by_pass = passes_are_shared_out(step.one, step.ranks)
     return [each for each in step.one["unlike_draws"] if not (is_by_pass and each["by_pass"])]
 
 

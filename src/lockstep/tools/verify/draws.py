@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder
-from lockstep.tools.verify.settings import HALVES, RANKS, VerifySettings
+from lockstep.tools.verify.settings import HALVES, RANKS
 
 __all__ = ["PERMUTATIONS", "DrawWatch"]
 
@@ -75,7 +75,7 @@ class DrawWatch:
         # By number of a step: what each rank left of it; and the samples of all ranks, batch by batch.
         self._files: dict[int, list[Any]] = {}
         self._keys: dict[int, list[list[int]]] = {}
-        self._of_passes = _DrawsOfPasses(recorder.settings)
+        self._of_passes = _DrawsOfPasses(self._of_ranks, recorder.settings.world_size)
 
     def install(self) -> None:
         """Watch from now on."""
@@ -97,11 +97,7 @@ class DrawWatch:
         with self._recorder.aside():
             if self._settings.role == RANKS:
                 is_filler = bool(after and step["batches"][-1]["filler"])
-                trains = torch.is_grad_enabled()
-                values = values.detach().cpu().clone()
-                step["draws"].append(
-                    {"name": name, "values": values, "after": after, "filler": is_filler, "trains": trains}
-                )
+                step["draws"].append({**_noted(name, values), "after": after, "filler": is_filler})
                 return None
             joined = self._of_passes.take(len(self._recorder.steps), name, values)
             if joined is not None:
@@ -131,12 +127,14 @@ class DrawWatch:
                 if len(before) >= 2 * _KEPT_BEFORE:
                     del before[:_KEPT_BEFORE]
                 if torch.is_grad_enabled():
-                    before.append({"name": name, "values": values.detach().cpu().clone()})
+                    before.append(_noted(name, values))
 
     def _of_ranks(self, number: int) -> list[Any]:
         """What each rank left of a step."""
         if number not in self._files:
-            found = _read(self._settings, number)
+            files = [self._settings.file("draws", number, rank) for rank in range(self._settings.world_size)]
+            found = [torch.load(file, weights_only=True, map_location="cpu") for file in files if file.exists()]
+            found = found if len(found) == len(files) else []
             self._files = {number: found}  # the last one only: these may be large
             batches = itertools.zip_longest(*(each["keys"] for each in found), fillvalue=[])
             self._keys[number] = [[key for part in parts for key in part] for parts in batches]
@@ -210,13 +208,14 @@ class _DrawsOfPasses:
     """What ranks without a loader drew, each by itself, for the passes of the one process. See [Note: draws by pass].
 
     Args:
-        settings: of this run.
+        read: what each rank left of a step, by number; nothing where one has left nothing.
+        world_size: how many ranks.
     """
 
-    def __init__(self, settings: VerifySettings) -> None:
-        self._settings = settings
+    def __init__(self, read: Callable[[int], list[Any]], world_size: int) -> None:
+        self._read = read
         self._num_read = 0  # steps of the ranks
-        self._of_ranks: list[dict[_Kind, list[Tensor]]] = [defaultdict(list) for _ in range(settings.world_size)]
+        self._of_ranks: list[dict[_Kind, list[Tensor]]] = [defaultdict(list) for _ in range(world_size)]
         self._per_pass: Counter[_Kind] = Counter()  # how many a backward pass has, of kinds in question
         self._own: Counter[_Kind] = Counter()  # how many this process has drawn
 
@@ -232,22 +231,23 @@ class _DrawsOfPasses:
             self._read_next()
         self._own[kind] += 1
         number, place = divmod(number, per_pass)
-        earlier, rank = divmod(number, self._settings.world_size)
+        earlier, rank = divmod(number, len(self._of_ranks))
         drawn = self._of_ranks[rank][kind][earlier * per_pass + place :]
         return drawn[0].to(own.device) if drawn else None
 
     def _begin(self) -> None:
         """Learn from the second step which draws are in question: those of the first pass of all come before it."""
-        first, second = (_read(self._settings, number) for number in (0, 1))
-        kinds = [_by_kind(each["draws"]) for each in second]
-        if not second or any(each["keys"] for each in first):
+        first = self._read(0)
+        second = [] if any(each["keys"] for each in first) else self._read(1)
+        if not second:  # ranks have a loader, or one step
             self._num_read = 1
             return
-        for kind, drawn in kinds[0].items():
-            others = [each.get(kind, []) for each in kinds[1:]]
-            are_alike = any(len(each) != len(drawn) or all(map(torch.equal, each, drawn)) for each in others)
-            if not are_alike and len(drawn) % max(1, second[0]["passes"]) == 0:
-                self._per_pass[kind] = len(drawn) // max(1, second[0]["passes"])
+        passes, (one, *others) = max(1, second[0]["passes"]), [_by_kind(each["draws"]) for each in second]
+        for kind, drawn in one.items():
+            theirs = [each.get(kind, []) for each in others]
+            are_apart = all(len(each) == len(drawn) and not all(map(torch.equal, each, drawn)) for each in theirs)
+            if are_apart and len(drawn) % passes == 0:
+                self._per_pass[kind] = len(drawn) // passes
         for kind, count in self._per_pass.items():
             for rank, each in enumerate(first):
                 self._of_ranks[rank][kind] += _by_kind(each["before"]).get(kind, [])[-count:]
@@ -255,23 +255,21 @@ class _DrawsOfPasses:
         self._read_next()
 
     def _read_next(self) -> None:
-        for rank, each in enumerate(_read(self._settings, self._num_read)):
+        for rank, each in enumerate(self._read(self._num_read)):
             for kind, drawn in _by_kind(each["draws"]).items():
                 self._of_ranks[rank][kind] += drawn
         self._num_read += 1
 
 
-def _read(settings: VerifySettings, number: int) -> list[Any]:
-    """What each rank left of a step; nothing where one has left nothing."""
-    files = [settings.file("draws", number, rank) for rank in range(settings.world_size)]
-    found = [torch.load(file, weights_only=True, map_location="cpu") for file in files if file.exists()]
-    return found if len(found) == len(files) else []
+def _noted(name: str, values: Tensor) -> _Draw:
+    """What is kept of a draw: also whether gradients were on."""
+    return {"name": name, "values": values.detach().cpu().clone(), "trains": torch.is_grad_enabled()}
 
 
 def _by_kind(draws: list[_Draw]) -> dict[_Kind, list[Tensor]]:
     found: dict[_Kind, list[Tensor]] = {}
     for each in draws:
-        if each.get("trains", True):
+        if each["trains"]:
             found.setdefault((each["name"], tuple(each["values"].shape)), []).append(each["values"])
     return found
 

@@ -26,6 +26,7 @@ __all__ = [
     "entered",
     "have_same_indices",
     "measure_calls",
+    "passes_are_shared_out",
     "rows_of",
 ]
 
@@ -54,6 +55,11 @@ def rows_of(step: Record) -> int:
     if step["batches"]:
         return sum(batch["rows"] for batch in batches_of(step))
     return sum(call["count"] for call in calls_of(step))
+
+
+def passes_are_shared_out(one: Record, ranks: Sequence[Record]) -> bool:
+    """Whether the backward passes of all ranks together are as many as those of one process, in a step."""
+    return len(one["backwards"]) == sum(len(each["backwards"]) for each in ranks)
 
 
 # ---- samples -----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from lockstep.launch.config import LaunchConfig
 from lockstep.launch.report import read_reports
 from lockstep.launch.supervisor import launch_job
 from lockstep.tools.verify.aftermath import LOGGED
-from lockstep.tools.verify.samples import Record, Samples, batches_of, rows_of
+from lockstep.tools.verify.samples import Record, Samples, batches_of, passes_are_shared_out, rows_of
 from lockstep.tools.verify.scratch import folders_of, kept_apart
 from lockstep.tools.verify.settings import HALVES, OF_RANK_0, ONE, RANKS, Orders, Verification, VerifySettings
 from lockstep.tools.verify.step import Runs
@@ -359,7 +359,7 @@ def _run_one_by_option(
     """The same where the script's arguments ask for these sizes, and so for what else it computes from them.
 
     Which argument it is, is tried: one that is the size of the ranks' batches, and by which loaders are made with what
-    one process needs. None where there is none.
+    one process needs. Nothing where there is none.
     """
     asked, args = ranks[0]["facts"]["made"], session.args
     if not one or one[0]["facts"]["asked"] != asked:
@@ -426,9 +426,8 @@ def _why_not_given(runs: Runs) -> str:
     facts = runs.ranks[0]["facts"]
     if None in facts["made"] and rows_of(own) < sum(map(rows_of, ranks)):
         return _NO_SIZE
-    is_shared_out = len(own["backwards"]) == sum(len(each["backwards"]) for each in ranks)
     is_stream = any(one["stream"] and one["trains"] for one in facts["passes"])
-    return _OF_STREAMS if is_shared_out and is_stream else ""
+    return _OF_STREAMS if is_stream and passes_are_shared_out(own, ranks) else ""
 
 
 def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
