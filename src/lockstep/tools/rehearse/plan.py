@@ -11,7 +11,9 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Needs", "dotted_name", "read_script"]
+from lockstep.compat.legacy.spelling import find_spelling
+
+__all__ = ["Needs", "dotted_name", "option_for_local_rank", "read_script"]
 
 _SPAWNERS = frozenset({"spawn", "start_processes"})
 _JOINERS = frozenset({"init_process_group", "init"})
@@ -94,3 +96,8 @@ def read_script(path: str) -> Needs:
         reads_slurm=any(text.startswith("SLURM_") for text in texts),
         uses_horovod=any(name.startswith("horovod") for name in imported.values()),
     )
+
+
+def option_for_local_rank(needs: Needs, target: str, is_module: bool) -> str:
+    """The option by which `torch.distributed.launch` tells a script that declares it; empty for others."""
+    return (find_spelling(target, is_module).option or "") if needs.declares_local_rank else ""

@@ -12,14 +12,13 @@ from pathlib import Path
 from lockstep import env
 from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.compat.legacy.sources import locate_target
-from lockstep.compat.legacy.spelling import find_spelling
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
 from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
 from lockstep.tools.rehearse.events import RehearsedJob, read_records
 from lockstep.tools.rehearse.findings import KINDS, Finding, judge
-from lockstep.tools.rehearse.plan import Needs, read_script
+from lockstep.tools.rehearse.plan import Needs, option_for_local_rank, read_script
 from lockstep.tools.rehearse.report import format_json, format_text
 from lockstep.tools.rehearse.settings import RehearsalSettings, parse_memory
 
@@ -69,7 +68,6 @@ class Rehearsal:
 
 def _settings(rehearsal: Rehearsal, needs: Needs) -> RehearsalSettings:
     once = needs.is_one_process if rehearsal.start == "auto" else rehearsal.start == "once"
-    passes_local_rank = needs.declares_local_rank and not once
     return RehearsalSettings(
         devices=rehearsal.nproc if rehearsal.gpus is None else rehearsal.gpus,
         nodes=rehearsal.nodes,
@@ -77,9 +75,7 @@ def _settings(rehearsal: Rehearsal, needs: Needs) -> RehearsalSettings:
         memory_bytes=0 if rehearsal.memory is None else parse_memory(rehearsal.memory),
         slurm=needs.reads_slurm,
         horovod=needs.uses_horovod and rehearsal.with_shims and importlib.util.find_spec("horovod") is None,
-        local_rank_option=(find_spelling(rehearsal.target, rehearsal.is_module).option or "")
-        if passes_local_rank
-        else "",
+        local_rank_option="" if once else option_for_local_rank(needs, rehearsal.target, rehearsal.is_module),
     )
 
 

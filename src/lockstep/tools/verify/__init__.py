@@ -5,6 +5,7 @@ General layout, from the bottom up:
 * `settings`: what a process of a verification is told.
 * `rows`, `state`: samples, tensors and states in a form that two runs can compare and exchange.
 * `recorder`: what a process keeps of its steps; `loaders`, `training`, `draws`, `outputs`: who tells it what.
+* `starts`: ranks that the script starts itself.
 * `scratch`: what the script writes, kept apart from the user's files.
 * `rank`: what runs in a process before the script.
 * `compare`: how far tensors are apart; `samples`: whose rows are whose; `step`: what was measured of a step.

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "main"]
 
-_STARTS_RANKS = (
-    "the script starts its ranks itself (torch.multiprocessing.spawn), so nobody else can say how many there are. Let "
-    "it read RANK and WORLD_SIZE where they are set, and start nothing then"
-)
 _SHARDS = (
     "FullyShardedDataParallel keeps parts of parameters that no two ranks can compare. Its successor, fully_shard, "
     "can be verified, and so can the script with DistributedDataParallel in its place"
@@ -46,6 +42,7 @@ def install(settings: VerifySettings) -> StepRecorder:
     from lockstep.tools.verify.draws import DrawWatch
     from lockstep.tools.verify.loaders import LoaderWatch
     from lockstep.tools.verify.recorder import StepRecorder
+    from lockstep.tools.verify.starts import StartWatch
     from lockstep.tools.verify.training import TrainingWatch
 
     rank = env.RANK.get() or 0
@@ -64,9 +61,8 @@ def install(settings: VerifySettings) -> StepRecorder:
     TrainingWatch(recorder, loaders.note_step).install()
     outputs.install(recorder)
     DrawWatch(recorder).install()
+    StartWatch(recorder, _seed_as_nobody_does).install()
     if settings.role == RANKS:
-        for name in ("spawn", "start_processes"):
-            wrap(torch.multiprocessing, name, lambda original: functools.partial(_refuse, recorder, _STARTS_RANKS))
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         wrap(FullyShardedDataParallel, "__init__", lambda original: functools.partial(_refuse, recorder, _SHARDS))
@@ -104,6 +100,10 @@ def main(arguments: list[str]) -> None:
     if settings.keeper:
         enter(settings.keeper)
     recorder = install(settings)
+    if settings.local_rank_option:
+        # Where torch.distributed.launch puts it: before the script's own.
+        first = 2 if arguments[0] == "-m" else 1
+        arguments[first:first] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
     kind, *rest = arguments
     try:
         if kind == "-m":

@@ -99,6 +99,7 @@ class StepRecorder:
             "saves": [],
             "texts": [],
             "refused": "",  # why nothing can be told
+            "starts": None,  # see `starts.py`
             "scales": False,
             "goes_on": False,
             "untrained": {},  # of other models, called or saved: two numbers of each tensor, and the line

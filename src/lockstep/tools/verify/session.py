@@ -16,21 +16,23 @@ import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from lockstep import env
 from lockstep.compat.legacy.choice import tell_ranks
+from lockstep.compat.legacy.sources import locate_target
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.report import read_reports
 from lockstep.launch.supervisor import launch_job
+from lockstep.tools.rehearse.plan import Needs, option_for_local_rank, read_script
 from lockstep.tools.verify.aftermath import LOGGED
 from lockstep.tools.verify.samples import Record, Samples, batches_of, passes_are_shared_out, rows_of
 from lockstep.tools.verify.scratch import folders_of, kept_apart
 from lockstep.tools.verify.settings import HALVES, OF_RANK_0, ONE, RANKS, Orders, Verification, VerifySettings
-from lockstep.tools.verify.step import Runs
+from lockstep.tools.verify.step import Runs, counted
 from lockstep.tools.verify.verdict import Verdict, first_steps, judge, train_apart
 
 __all__ = ["verify_at"]
@@ -43,10 +45,7 @@ _FOREIGN = (
     "A file or folder that belongs to another user cannot be written to where files are kept apart: give the script a "
     "folder of your own. "
 )
-_ON_STAND_INS = (
-    "devices: without GPUs each rank of this script trains by itself; it was given stand-ins for GPUs, one for each "
-    "rank (--devices cpu: none)"
-)
+_ON_STAND_INS = "it was given stand-ins for GPUs, one for each rank (--devices cpu: none)"
 _WITHOUT_STAND_INS = "devices: each rank of this script trains by itself, and fails on stand-ins for GPUs"
 _WIDE = (
     "precision: rounding hides or makes up too much of this script (numbers of 16 bits, several calls of a closure in "
@@ -69,6 +68,13 @@ _NO_SIZE = (
     "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
     "batch_size), so it cannot be given the batches of all ranks"
 )
+_OTHER_NUMBER = (
+    "the script asks for {ranks}, and not for as many as were started: give it the argument that says how many"
+)
+_NEVER_ONE = (
+    "the script starts {number} ranks, and none of its arguments makes it start one: let it take their number from an "
+    "argument, from torch.cuda.device_count() or from WORLD_SIZE"
+)
 _OF_STREAMS = (
     "each rank reads a stream of its own (an IterableDataset) for its part of the passes of a step, and one process "
     "cannot be given the ranks' batches, pass by pass"
@@ -77,6 +83,27 @@ _GIVEN = (
     "order: one process by itself draws another order of samples than the ranks, among whom no sample came twice; it "
     "was given theirs"
 )
+
+
+def _said_number(records: Sequence[Record]) -> int | None:
+    """How many ranks a script says there are, where that is another number than were started."""
+    numbers = (each["facts"]["starts"] for each in records)
+    return next((each for each in numbers if each is not None), None)
+
+
+def _with_another(args: tuple[str, ...], values: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Arguments of a script with one of some values replaced, in each way to be tried."""
+    parts = [argument.rpartition("=") for argument in args]
+    places = [place for place, (*_, value) in enumerate(parts) if value in values][:_MOST_OPTIONS]
+    return [
+        (*args[:place], "".join([*parts[place][:2], values[parts[place][2]]]), *args[place + 1 :]) for place in places
+    ]
+
+
+def _local_rank_option(what: Verification) -> str:
+    source = locate_target(what.target, what.is_module)
+    needs = Needs() if source is None else read_script(source.file)
+    return "" if needs.starts_ranks else option_for_local_rank(needs, what.target, what.is_module)
 
 
 @contextlib.contextmanager
@@ -113,9 +140,11 @@ class _Session:
         self._what = what
         self._by_sample = by_sample
         self.args = what.args  # of one process
+        self.replaces = 0  # as `VerifySettings` has it
         self._across = False  # as `VerifySettings` has it
         self.world_size = world_size
         self.folder = folder
+        self._option = _local_rank_option(what)
         self._folders = folders_of(what.target, what.is_module, what.args)
         self._count = 0
         self._time_first: bool | None = None  # as `VerifySettings` has it
@@ -141,16 +170,20 @@ class _Session:
             batch_sizes=batch_sizes,
             time_first=self._time_first,
             by_sample=self._by_sample,
+            replaces=self.replaces,
+            local_rank_option=self._option,
             across=self._across,
         )
         if orders is not None:
             torch.save(orders, settings.file("orders"))
+        files = [settings.file("record", role, rank) for rank in range(count)]
+        for file in files:
+            file.unlink(missing_ok=True)
         self._count += 1
         with kept_apart(self._folders, self.folder / f"files-{self._count}") as keeper:
             code = self._launch(dataclasses.replace(settings, keeper=keeper.pid), count)
         self._written.update(keeper.written)
         self._not_kept = keeper.why
-        files = [settings.file("record", role, rank) for rank in range(count)]
         return code, [torch.load(file, weights_only=True) for file in files if file.exists()]
 
     def _launch(self, settings: VerifySettings, count: int) -> int:
@@ -173,25 +206,56 @@ class _Session:
         with _quiet(self.folder):
             return launch_job(config)
 
+    def _run_as_many(self) -> tuple[int, list[Record]]:
+        """The run on N ranks, or on as many as the script says there are. See [Note: ranks in place] in `starts.py`."""
+        target = self.folder / "target"
+        was_known = target.exists()
+        code, ranks = self.run(RANKS)
+        if target.exists() and not was_known:
+            code, ranks = self.run(RANKS)
+        number = _said_number(ranks)
+        if number is not None and number > 1:
+            self.notes.append(f"ranks: the script starts {number} ranks, whatever --nproc says")
+            self.world_size = number
+            code, ranks = self.run(RANKS)
+        return code, ranks
+
+    def run_one(self, sizes: tuple[int | None, ...]) -> tuple[int, list[Record]]:
+        """The run on one process, also of a script that takes the number of its ranks from elsewhere. See the same."""
+        code, one = self.run(ONE, sizes, {})
+        number = _said_number(one)
+        for args in () if number is None else _with_another(self._what.args, {str(number): "1"}):
+            self.args = args
+            code, one = self.run(ONE, sizes, {})
+            if one and _said_number(one) is None:
+                return code, one
+        if number is not None:
+            self.args, self.replaces = self._what.args, number
+            code, one = self.run(ONE, sizes, {})
+        return code, one
+
     def run_ranks(self) -> tuple[int, list[Record]]:
         """The run on N ranks, once more with stand-ins for GPUs where the script asks for some, or may do without.
 
         Accelerate and others, where they find no GPU, have each rank train by itself.
         """
-        code, ranks = self.run(RANKS)
-        wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU)
-        if self._what.devices != "auto" or not (wants if code else train_apart(ranks)):
+        code, ranks = self._run_as_many()
+        steps = first_steps(ranks)
+        wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or _said_number(ranks) in (0, 1)
+        if self._what.devices != "auto" or not (train_apart(ranks) if steps and not code else wants):
             return code, ranks
         without = self.folder
         self.folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
-        code_of_gpus, ranks_of_gpus = self.run(RANKS)
-        trains = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
-        if code == 0 and not trains:
+        code_of_gpus, ranks_of_gpus = self._run_as_many()
+        is_better = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
+        if steps and code == 0 and not is_better:
             failure = self.failure(RANKS) if code_of_gpus else ""
             self.notes += [f"{_WITHOUT_STAND_INS}: {failure}"] if failure else []
             self.folder, self.devices = without, 0
             return code, ranks
-        self.notes += [] if code else [_ON_STAND_INS]
+        if not code:
+            what = "each rank of this script trains by itself" if steps else "this script starts no rank"
+            self.notes.append(f"devices: without GPUs {what}; {_ON_STAND_INS}")
         return code_of_gpus, ranks_of_gpus
 
     def turns_draws(self, one: Sequence[Record]) -> bool:
@@ -283,17 +347,19 @@ def _beside_drawn(drawn: Verdict, verdict: Verdict) -> Verdict:
 
 
 def _compared(session: _Session) -> Verdict:
-    world_size = session.world_size
     code, ranks = session.run_ranks()
+    world_size, number = session.world_size, _said_number(ranks)
     refused = next((each["facts"]["refused"] for each in ranks if each["facts"]["refused"]), "")
-    if refused:
-        return Verdict(world_size, unknown=refused)
+    if refused or number is not None:
+        return Verdict(world_size, unknown=refused or _OTHER_NUMBER.format(ranks=counted(number or 0, "rank")))
     if len(ranks) < world_size:
         return session.ended(RANKS, code, f"{world_size} ranks")
     if session.learns_layout(ranks):
         return _compared(session)
     session.failure_of_ranks = session.failure(RANKS) if code else ""
     code, one, sizes = _run_one(session, ranks)
+    if _said_number(one) is not None:
+        return Verdict(world_size, unknown=_NEVER_ONE.format(number=world_size))
     if session.learns_layout([*ranks, *one]):
         return _compared(session)
     verdict = _on_one(session, code, ranks, one, sizes)
@@ -346,7 +412,7 @@ def _comes_further(second: Verdict, first: Verdict) -> bool:
 def _run_one(session: _Session, ranks: Sequence[Record]) -> tuple[int, list[Record], tuple[int | None, ...]]:
     """The run on one process with batches of all ranks: its exit code, its record if it left one, and their sizes."""
     sizes = _needed_batch_sizes(ranks, [])
-    code, one = session.run(ONE, sizes, {})
+    code, one = session.run_one(sizes)
     corrected = _needed_batch_sizes(ranks, one)
     if code or corrected == sizes:
         return code, one, sizes
@@ -365,11 +431,8 @@ def _run_one_by_option(
     if not one or one[0]["facts"]["asked"] != asked:
         return []
     needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
-    parts = [argument.rpartition("=") for argument in args]
-    places = [place for place, (*_, value) in enumerate(parts) if value in needed]
-    for place in places[:_MOST_OPTIONS]:
-        *name, value = parts[place]
-        session.args = (*args[:place], "".join([*name, needed[value]]), *args[place + 1 :])
+    for changed in _with_another(args, needed):
+        session.args = changed
         code, found = session.run(ONE, (), {})
         if found and not code and tuple(found[0]["facts"]["made"]) == sizes:
             return found

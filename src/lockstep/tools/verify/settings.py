@@ -61,6 +61,8 @@ class VerifySettings:
         time_first: samples are columns of batches that are as long as wide; None where nobody knows.
         batch_sizes: of the loaders of torch that one process makes, in order; None for what the script says.
         by_sample: what a sample of torch's loaders draws depends on its index alone.
+        replaces: in one process, of which number of ranks the first that a script hands to them becomes 1; 0 for none.
+        local_rank_option: for the local rank, which goes before the script's own arguments; empty for none.
         across: draws with several rows for each sample have first one for each, then the next, as those for views that
             are joined; else all of a sample, then those of the next, as those for the heads of attention.
     """
@@ -75,6 +77,8 @@ class VerifySettings:
     time_first: bool | None = None
     batch_sizes: tuple[int | None, ...] = ()
     by_sample: bool = False
+    replaces: int = 0
+    local_rank_option: str = ""
     across: bool = False
 
     @property
@@ -89,7 +93,8 @@ class VerifySettings:
             name: "record", a role and a rank: what a process recorded; "state" and a step from 0: parameters, buffers,
                 optimizers and random state of rank 0 at its beginning; "draws", a step and a rank: the random numbers
                 that it drew, and its samples; "orders": the indices that loaders of the one process hand out, where not
-                their own; "epoch", a number and a word: that rank 0 has begun it, and "goes" on to record or "stops".
+                their own; "target": the function of processes that a script starts as ranks; "epoch", a number and a
+                word: that rank 0 has begun it, and "goes" on to record or "stops".
         """
         return Path(self.folder, "-".join(map(str, name)))
 

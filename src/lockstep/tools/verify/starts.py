@@ -1,0 +1,179 @@
+"""Ranks that a script starts itself run in place: in the processes that this verification has started for them.
+
+[Note: ranks in place] A script may start its ranks by `torch.multiprocessing.spawn`, `lockstep.spawn`, or as processes
+of multiprocessing. It is started N times all the same, and of the ranks that it would start, each of these processes
+runs one: the function is called where it would have been handed to a new process. A process of multiprocessing counts
+as a rank if its function joins a group, which a first run tells. How many ranks there are is the script's to say, by
+an option or by the number of devices; what it says is noted if it is not the number that was started, and the
+verification begins anew with as many. So that it says one, it is tried with a single device, with other arguments, and
+at last the first number among what it hands to its ranks is replaced, which holds if a group of one is made by it.
+
+Writes the fact `starts`: the number of ranks that the script has asked for, if that is another; and the file "target".
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from multiprocessing import current_process, get_start_method
+from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.multiprocessing.spawn  # whose name is its function's in `torch.multiprocessing`
+
+import lockstep
+from lockstep import env
+from lockstep.tools.rehearse.patching import wrap, wrap_everywhere
+from lockstep.tools.verify.recorder import StepRecorder, is_of_library
+from lockstep.tools.verify.settings import RANKS
+
+__all__ = ["StartWatch"]
+
+
+class StartWatch:
+    """Watches how this process starts others. See [Note: ranks in place].
+
+    Args:
+        recorder: of this process.
+        seed: gives the generators the state of a new process.
+    """
+
+    def __init__(self, recorder: StepRecorder, seed: Callable[[int], None]) -> None:
+        self._recorder = recorder
+        self._settings = recorder.settings
+        self._count = self._settings.world_size if self._settings.role == RANKS else 1
+        self._seed = seed
+        self._pid = os.getpid()
+        self._started = 0  # processes that would be ranks
+        target = self._settings.file("target")
+        self._target = target.read_text() if target.exists() else ""
+
+    def install(self) -> None:
+        """Watch from now on."""
+        wrap(torch.distributed.distributed_c10d, "init_process_group", self._join)
+        torch.distributed.init_process_group = torch.distributed.distributed_c10d.init_process_group
+        wrap_everywhere(torch.multiprocessing, "start_processes", self._start_processes)
+        wrap(lockstep, "spawn", self._spawn)
+        wrap(BaseProcess, "start", self._start)
+
+    def _expect(self, count: int) -> None:
+        """The script asks for `count` ranks: end here if that is another number than verify has started.
+
+        A script may start further ones when it has trained, such as for another demonstration, which is left out.
+        """
+        if count != self._count:
+            if not self._recorder.steps:
+                self._recorder.facts["starts"] = count
+            self._recorder.end()
+
+    def _join(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != self._pid:  # a child, which is a rank then
+                self._settings.file("target").write_text(_name_of(current_process()))
+                os._exit(0)
+            asked = signature.bind(*args, **kwargs).arguments.get("world_size", -1)
+            if asked is not None and int(asked) > 0:
+                self._expect(int(asked))
+            env.MASTER_ADDR.set("127.0.0.1")  # where a script names a host of its author's
+            return original(*args, **kwargs)
+
+        return init_process_group
+
+    def _numbers(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a script hands to a rank: where all else has failed, with a first number of N replaced by 1."""
+        number = self._settings.replaces
+        place = next((at for at, each in enumerate(args) if number and type(each) is int and each == number), None)
+        return args if place is None else (*args[:place], 1, *args[place + 1 :])
+
+    def _start_processes(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start_processes(
+            fn: Callable[..., Any],
+            args: tuple[Any, ...] = (),
+            nprocs: int = 1,
+            join: bool = True,
+            daemon: bool = False,
+            start_method: str = "spawn",
+        ) -> Any:
+            self._expect(1 if nprocs == self._settings.replaces != 0 else nprocs)
+            self._run(start_method, lambda: fn(self._recorder.rank, *self._numbers(args)))
+            return None if join else _Joined()
+
+        return start_processes
+
+    def _spawn(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def spawn(fn: Callable[..., Any], args: Any = (), nproc: Any = "auto", **options: Any) -> list[Any]:
+            env.replace({**env.snapshot(), **(options.get("env") or {})})
+            results = list[Any]()
+            self._run("spawn", lambda: results.append(fn(*args)))
+            return results * self._count  # however many it asks for: the ranks learn from lockstep.init()
+
+        return spawn
+
+    def _start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start(process: Any) -> None:
+            target = getattr(process, "_target", None) or type(process).run
+            if is_of_library(inspect.getsourcefile(target) or ""):  # such as a worker of a loader
+                original(process)
+            elif self._target != _name_of(process):
+                process._Popen = ForkProcess._Popen  # whose child has what is installed here
+                original(process)
+            else:
+                process._popen, process._sentinel = _Ended(), os.open(os.devnull, os.O_RDONLY)
+                self._started += 1
+                if self._started == self._recorder.rank + 1:
+                    process._args = self._numbers(process._args)
+                    self._run(process._start_method or get_start_method(), process.run)
+
+        return start
+
+    def _run(self, method: str, call: Callable[[], Any]) -> None:
+        if method != "fork":
+            self._seed(self._recorder.rank)
+        try:
+            call()
+        except SystemExit as leaving:
+            if leaving.code:
+                raise
+
+
+def _name_of(process: BaseProcess) -> str:
+    target = getattr(process, "_target", None) or type(process)
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+class _Joined:
+    """What `start_processes` returns for processes that have ended."""
+
+    processes: tuple[BaseProcess, ...] = ()
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Nothing is left to wait for."""
+        return True
+
+    def pids(self) -> list[int]:
+        """Of no process."""
+        return []
+
+
+class _Ended:
+    """In place of the handle of a process that has ended well."""
+
+    returncode = 0
+
+    def poll(self, flag: int = 0) -> int:
+        """Its exit code."""
+        return 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code."""
+        return 0
+
+    def terminate(self) -> None:
+        """Nothing is left to end."""
+
+    kill = close = terminate

@@ -1,0 +1,169 @@
+"""Scripts that start their ranks themselves, in the ways that people write, are verified as others are."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.free_port import find_free_port
+from lockstep.tools.verify.report import format_text
+from lockstep.tools.verify.settings import Verification
+from lockstep.tools.verify.verdict import Verdict
+from lockstep.tools.verify.verification import verify
+
+# A rank of a training.
+TRAINS = """
+    import argparse, os, sys
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+    from torch import nn
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    def train(how):
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(24, 4, generator=generator), torch.randint(0, 2, (24,), generator=generator))
+        sampler = DistributedSampler(data)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for inputs, targets in DataLoader(data, 4, sampler=sampler):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), targets, reduction=how).backward()
+                optimizer.step()
+        dist.destroy_process_group()
+
+    def join(rank, size):
+        os.environ["MASTER_ADDR"] = "192.0.2.1"  # of its author's cluster
+        os.environ["MASTER_PORT"] = "PORT"
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+"""
+BY_DEVICES = """
+    def work(rank, how):
+        join(rank, torch.cuda.device_count())
+        train(how)
+
+    if __name__ == "__main__":
+        mp.spawn(work, args=(sys.argv[1],), nprocs=torch.cuda.device_count())
+"""
+BY_OPTION = """
+    def work(gpu, args):
+        join(args.nr * args.gpus + gpu, args.world_size)
+        train(args.how)
+
+    if __name__ == "__main__":
+        parser = argparse.ArgumentParser()
+        parser.add_argument("how")
+        parser.add_argument("--epochs", type=int, default=2)
+        parser.add_argument("-g", "--gpus", type=int, default=1)
+        parser.add_argument("-nr", type=int, default=0)
+        args = parser.parse_args()
+        args.world_size = args.gpus
+        mp.spawn(work, nprocs=args.gpus, args=(args,))
+"""
+BY_NUMBER = """
+    def work(rank, size, how):
+        join(rank, size)
+        train(how)
+
+    if __name__ == "__main__":
+        mp.spawn(work, args=(2, sys.argv[1]), nprocs=2)
+"""
+BY_PROCESSES = """
+    def work(rank, size, fn, how):
+        join(rank, size)
+        fn(how)
+
+    if __name__ == "__main__":
+        size, processes = 2, []
+        if "spawn" in sys.argv:
+            mp.set_start_method("spawn")
+        for rank in range(size):
+            processes.append(mp.Process(target=work, args=(rank, size, train, sys.argv[1])))
+            processes[-1].start()
+        for process in processes:
+            process.join()
+        assert [each.exitcode for each in processes] == [0, 0]
+"""
+BY_LOCKSTEP = """
+    import lockstep
+
+    def work(how):
+        with lockstep.init():
+            train(how)
+
+    if __name__ == "__main__":
+        lockstep.spawn(work, args=(sys.argv[1],), nproc=4)
+"""
+BY_LAUNCHER = """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("how")
+    parser.add_argument("--local_rank", type=int, default=-1)  # of torch.distributed.launch
+    args = parser.parse_args()
+    assert args.local_rank >= 0
+    dist.init_process_group("gloo")
+    train(args.how)
+"""
+BY_CONSTANT = """
+    SIZE = 2
+
+    def work(rank, how):
+        join(rank, SIZE)
+        train(how)
+
+    if __name__ == "__main__":
+        mp.spawn(work, args=(sys.argv[1],), nprocs=SIZE)
+"""
+
+
+def verdict_on(program: str, folder: Path, *args: str, nproc: int = 2) -> tuple[Verdict, str]:
+    script = folder / "main.py"
+    script.write_text(textwrap.dedent(TRAINS.replace("PORT", str(find_free_port())) + program))
+    (verdict,) = verify(Verification(str(script), args, nproc=(nproc,)))
+    return verdict, " ".join(format_text("main.py", [verdict]).split())
+
+
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [
+        pytest.param(BY_DEVICES, (), id="by devices"),
+        pytest.param(BY_OPTION, ("--epochs=2", "-g", "2"), id="by an option"),
+        pytest.param(BY_NUMBER, (), id="by a number that is handed to them"),
+        pytest.param(BY_PROCESSES, (), id="as processes"),
+        pytest.param(BY_PROCESSES, ("spawn",), id="as processes that are spawned"),
+        pytest.param(BY_LOCKSTEP, (), id="by lockstep.spawn"),
+        pytest.param(BY_LAUNCHER, (), id="by torch.distributed.launch"),
+    ],
+)
+def test_ranks_that_a_script_starts_are_compared(program: str, args: tuple[str, ...], tmp_path: Path) -> None:
+    verdict, text = verdict_on(program, tmp_path, "mean", *args)
+    assert verdict.code == 0, text
+    assert verdict.steps > 2
+
+
+@pytest.mark.parametrize("program", [BY_DEVICES, BY_PROCESSES], ids=["spawn", "processes"])
+def test_what_they_do_wrong_is_named(program: str, tmp_path: Path) -> None:
+    verdict, text = verdict_on(program, tmp_path, "sum")
+    assert verdict.first == ("gradients", "sum"), text
+
+
+def test_their_number_is_what_the_script_says(tmp_path: Path) -> None:
+    verdict, text = verdict_on(BY_NUMBER, tmp_path, "mean", nproc=3)
+    assert (verdict.code, verdict.world_size) == (0, 2)
+    assert "the script starts 2 ranks, whatever --nproc says" in text
+
+
+def test_a_script_that_never_starts_one_cannot_be_judged(tmp_path: Path) -> None:
+    verdict, text = verdict_on(BY_CONSTANT, tmp_path, "mean")
+    assert verdict.code == 2
+    assert "the script starts 2 ranks, and none of its arguments makes it start one" in text
+
+
+def test_a_script_that_starts_one_is_told_so(tmp_path: Path) -> None:
+    verdict, text = verdict_on(BY_OPTION, tmp_path, "mean")
+    assert verdict.code == 2
+    assert "the script asks for 1 rank, and not" in text
