@@ -379,6 +379,21 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "a model that goes to the CPU and back after it was wrapped": (
+        ("gradients", "not-averaged"),
+        """
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4).cuda(), device_ids=[world.local_rank])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.cpu()
+        model.cuda()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x.float().cuda()), y.cuda()).backward()
+            optimizer.step()
+        """,
+    ),
     "set_epoch on rank 0": (
         ("samples", "set-epoch"),
         """

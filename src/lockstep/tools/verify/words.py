@@ -282,9 +282,10 @@ _WORDS = {
     ),
     "not-averaged": (
         "the engine was called, and averaged nothing: under no_sync up to the step, by gradients taken by hand "
-        "(torch.autograd.grad), in a group of one rank, or since parameters that the step does not use kept it waiting",
-        "let the last backward pass before each step average (outside of no_sync), and take gradients by backward(); "
-        "where parameters go unused, find_unused_parameters=True",
+        "(torch.autograd.grad), in a group of one rank, by a model that was moved to another device or type after it "
+        "was wrapped, or since parameters that the step does not use kept it waiting",
+        "let the last backward pass before each step average (outside of no_sync), take gradients by backward(), and "
+        "move the model before it is wrapped; where parameters go unused, find_unused_parameters=True",
     ),
     # parameters and buffers
     "ranks-differ": (

@@ -31,6 +31,9 @@ _RANDOM = frozenset({"rand", "randn", "randint", "randperm", "normal"})
 _FROM_DATA = ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 
+_OTHER_TYPE = {torch.float64: torch.float32}
+
+_data = torch._C.TensorBase.data
 _plain_to = torch.Tensor.to
 _plain_type = torch.Tensor.type
 
@@ -144,6 +147,17 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **k
 def _device(self: torch.Tensor) -> torch.device:
     index = mark_of(self)
     return real_device(self) if index is None else torch.device("cuda", index)
+
+
+def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+    """On another device, what autograd knows of a parameter begins anew, as it does on another type.
+
+    So torch's engine, which listens there, averages nothing more.
+    """
+    is_plain = type(self) in (torch.Tensor, torch.nn.Parameter) and self.layout is torch.strided
+    if is_plain and self.requires_grad and mark_of(self) != mark_of(value):
+        _data.__set__(self, torch.empty(0, dtype=_OTHER_TYPE.get(self.dtype, torch.float64), device="cpu"))
+    _data.__set__(self, value)
 
 
 def _refuse_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,6 +321,7 @@ def _pad(original: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Replace what scripts ask of tensors, and the functions that make them."""
     replace(torch.Tensor, "device", property(_device))
+    replace(torch.Tensor, "data", property(_data.__get__, _set_data))
     replace(torch.Tensor, "is_cuda", property(lambda self: mark_of(self) is not None))
     for name, function in (("to", _to), ("cuda", _cuda), ("cpu", _cpu), ("type", _type)):
         replace(torch.Tensor, name, function)
