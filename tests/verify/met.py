@@ -301,6 +301,19 @@ RIGHT = {
 }
 # Of what nothing can be told, and why.
 UNKNOWN = {
+    "a script that wants two ranks": (
+        "Its last words: | rank0: one is not enough",
+        """
+        if world.world_size < 2:
+            print("one is not enough")
+            raise SystemExit
+        model, optimizer = by_torch()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
     "ranks that never meet": (
         "ranks of an MPI job are started by",
         """

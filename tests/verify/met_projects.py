@@ -2,6 +2,33 @@
 
 from __future__ import annotations
 
+# Texts that each rank pads to the longest of its own, and batches that are fetched one step ahead.
+TEXTS = """
+        def join(samples):
+            rows = [x[: 1 + y] for x, y in samples]
+            return nn.utils.rnn.pad_sequence(rows, True), torch.stack([y for _, y in samples])
+
+        def ahead(batches):
+            batches = iter(batches)
+            held = next(batches)
+            for following in batches:
+                yield held
+                held = following
+            yield held
+
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 4)
+
+            def forward(self, x):
+                return self.head((self.embed(x[..., None]) * (x != 0)[..., None]).sum(1))
+
+        def reader():
+            torch.manual_seed(0)
+            model = nn.parallel.DistributedDataParallel(Reader())
+            return model, torch.optim.SGD(model.parameters(), 0.1)
+"""
 RIGHT = {
     "pieces of a batch, for which times are chosen and noise is drawn": """
         model, optimizer = by_torch()
@@ -173,8 +200,65 @@ RIGHT = {
                 if world.rank == 0:
                     print(f"{phase}: loss {total[0] / total[1]:.5f}, batches of {batches.batch_size}")
     """,
+    "a model that is made without numbers between the steps": """
+        model, optimizer = by_torch()
+        for x, y in split():
+            nn.Sequential(nn.Dropout(), nn.Linear(6, 4, device="meta"))(torch.ones(2, 6, device="meta"))
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "a script that does nothing without a GPU": """
+        if not torch.cuda.is_available():
+            print("no GPU was found")
+            raise SystemExit
+        model, optimizer = by_torch()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
 }
 WRONG = {
+    "a rate by the number of ranks, for texts that are padded and fetched ahead": (
+        ("parameters", "settings"),
+        TEXTS
+        + """
+        model, optimizer = reader()
+        for number, (x, y) in enumerate(ahead(split(collate_fn=join)), 1):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.param_groups[0]["lr"] = 0.1 * world.world_size ** (number == 6)
+            optimizer.step()
+        """,
+    ),
+    "texts that are padded and fetched ahead, and a last batch that is filled up": (
+        ("samples", "padded"),
+        TEXTS
+        + """
+        model, optimizer = reader()
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+        for x, y in ahead(torch.utils.data.DataLoader(data, 10, sampler=sampler, collate_fn=join)):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "parameters that are averaged after each second step": (
+        ("gradients", "own-steps"),
+        """
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number, (x, y) in enumerate(split(), 1):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            for each in model.parameters() if number % 2 == 0 else ():
+                torch.distributed.all_reduce(each.data)
+                each.data /= world.world_size
+        """,
+    ),
     "boxes whose loss is divided by how many there are, beside a mean": (
         ("loss", "count"),
         """
@@ -376,8 +460,51 @@ WRONG = {
         """,
     ),
 }
+# A function of a mean over all ranks, in which its rounding grows.
+CHAOS = """
+        def chaos(z):
+            mean = z.detach().mean() / world.world_size
+            torch.distributed.all_reduce(mean)
+            z = z - mean
+            for _ in range(8):
+                z = (9 * z).sin()
+            return z
+"""
 # After `COMMON` in float32, whose rounding hides a part of these, or makes it up; and what each is.
 IN_FLOAT32 = {
+    "a function in which rounding grows": (
+        ("", ""),
+        CHAOS
+        + """
+        model, optimizer = by_torch()
+        for x, y in split():
+            z = chaos(model(x))
+            optimizer.zero_grad()
+            cross_entropy(z, y).backward()
+            optimizer.step()
+        """,
+    ),
+    "samples that are drawn, and a function in which rounding grows": (
+        ("samples", "drawn"),
+        CHAOS
+        + """
+        class Drawn(torch.utils.data.Dataset):
+            def __len__(self):
+                return 60
+
+            def __getitem__(self, index):
+                return data[index][0] + torch.randn(6), data[index][1]
+
+        model, optimizer = by_torch()
+        torch.manual_seed(world.rank)
+        rows = Drawn()
+        for x, y in torch.utils.data.DataLoader(rows, 5, sampler=torch.utils.data.DistributedSampler(rows)):
+            z = chaos(model(x))
+            optimizer.zero_grad()
+            cross_entropy(z, y).backward()
+            optimizer.step()
+        """,
+    ),
     "LBFGS, whose closure returns the loss of all ranks": (
         ("", ""),
         """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,11 @@ def test_it_says_why_a_file_of_another_user_cannot_be_written_to(tmp_path: Path)
     (tmp_path / "fails.py").write_text("raise OSError(75, 'Value too large for defined data type')")
     with pytest.raises(AssertionError, match=r"(?s)belongs\s+to\s+another\s+user"):
         assert_one_answer(tmp_path / "fails.py")
+
+
+def test_a_signal_ends_the_command_and_not_only_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, signal, sys, time\nos.kill(int(sys.argv[1]), signal.SIGTERM)\ntime.sleep(60)\n")
+    command = f"exec {sys.executable} -m lockstep verify {script} $$"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr

@@ -134,8 +134,8 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
 
 def _filled_late(step: StepOfJob) -> Difference | None:
     """A batch that was filled up, and fetched in the step before, as Accelerate does."""
-    own, *ranks = (entered(each) for each in (step.one, *step.ranks))
-    more, seen = sum(ranks, Counter[int]()), entered(*step.runs.one["steps"])
+    own, *ranks = (entered(each, by="unpadded") for each in (step.one, *step.ranks))
+    more, seen = sum(ranks, Counter[int]()), entered(*step.runs.one["steps"], by="unpadded")
     rows = [sum(len(batch["keys"]) for batch in each["batches"]) for each in (step.one, *step.ranks)]
     counts = [each.total() for each in (own, *ranks)]
     is_late = step.runs.one["facts"]["loaders"] and rows[0] != counts[0] and rows[1:] != counts[1:]
@@ -222,7 +222,7 @@ def describe_draws(drawn: Sequence[Record]) -> str:
 
 def read_outputs(step: StepOfJob) -> Difference | None:
     """Outputs that differ though the inputs do not."""
-    calls, samples = step.calls, step.samples
+    calls = step.calls
     # Of a part of a sample, outputs may follow its other parts; if rows of others moved them, ranks made no gradient.
     if not step.is_far(calls.outputs) or (_joins(step) and step.gradients.needed.is_good):
         return None
@@ -234,8 +234,8 @@ def read_outputs(step: StepOfJob) -> Difference | None:
         measured += f" The first module that returns something else is {name} ({kind})."
     if "BatchNorm" in (kind or calls.kind):
         return step.found("outputs", "batch-norm", measured)
-    if samples.padded:
-        measured += f" {counted(samples.padded, 'sample')} were padded to another length"
+    if step.padded:
+        measured += f" {counted(step.padded, 'sample')} were padded to another length"
         return step.found("outputs", "padding outputs", measured)
     modes = [[call["resting"] for call in each["calls"]] for each in (step.one, *step.ranks)]
     if any(each != modes[0] for each in modes):
@@ -257,12 +257,13 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
         f"the gradients of {len(between.names)} of {between.count} parameters differ between the ranks when "
         f"{first['kind']} takes them, by up to {between.worst:.1e} ({_names(step, between.names)})"
     )
-    left, *others = (parameters_of(each, "after") for each in step.ranks)
-    is_left = any(each is not None for each in first["after"])
-    if is_left and not any(measure_values(left, each, step.precision).names for each in others):
+    if any(each is not None for each in first["after"]) and not _are_apart(step, step.ranks, "after"):
         unlike = _unlike_draws(step)
         drawn = f"; {describe_draws(unlike)}" if unlike else ""
         return step.found("gradients", "changed", f"{measured}, and did not after backward(){drawn}")
+    later = zip(*(each["steps"][step.number :] for each in step.runs.ranks), strict=False)
+    if _are_apart(step, step.ranks, "end") and not all(_are_apart(step, each, "begin") for each in later):
+        return step.found("gradients", "own-steps", f"{measured}, and parameters are the same again later")
     if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)
     outside = [name for name in between.names if first["held"][name] is None]
@@ -272,6 +273,12 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
         return step.found("gradients", "inner-model", measured)
     is_part = len(between.names) < between.count or _is_averaged_in_part(step)
     return step.found("gradients", "past-engine" if is_part else "not-averaged", measured)
+
+
+def _are_apart(step: StepOfJob, ranks: Sequence[Record], when: str) -> bool:
+    """Whether ranks have other values of parameters than rank 0; see `parameters_of`."""
+    first, *others = (parameters_of(each, when) for each in ranks)
+    return any(measure_values(first, each, step.precision).names for each in others)
 
 
 def _called_engines(step: StepOfJob) -> set[int]:

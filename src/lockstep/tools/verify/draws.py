@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder
 from lockstep.tools.verify.settings import HALVES, RANKS
+from lockstep.tree import tensors_in
 
 __all__ = ["PERMUTATIONS", "DrawWatch"]
 
@@ -357,6 +358,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._noted(func, args, result) if draws and threading.get_ident() == self._thread else result
 
     def _noted(self, func: Any, args: Any, result: Any) -> Any:
+        if any(each.is_meta for each in tensors_in(result)):  # as libraries make a model before they load it
+            return result
         if func is _ATEN.native_dropout.default:
             mask = self._see("native_dropout", result[1])
             if mask is None:

@@ -53,7 +53,7 @@ def _factor(value: float) -> str:
 
 def read_gradients(step: StepOfJob) -> Difference | None:
     """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
-    gradients, losses, padded = step.gradients, step.losses, step.samples.padded
+    gradients, losses, padded = step.gradients, step.losses, step.padded
     if not gradients.used.names:
         return None
     stage = "gradients" if losses.are("weighted", step.tolerance) or losses.are("sum", step.tolerance) else "loss"
@@ -83,7 +83,7 @@ def _measured(step: StepOfJob) -> str:
     text = "the outputs are the same"
     if not any(call["outputs"] is not None for call in step.one["calls"]):
         text = "no output is a row for each sample"
-    elif step.samples.padded:
+    elif step.padded:
         text = "outputs of samples that are padded to other lengths are not compared"
     ones = _numbers(losses.one)
     text += f"; loss of one process {ones}, of the ranks " if ones else "; backward() was not called"

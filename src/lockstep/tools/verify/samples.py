@@ -45,9 +45,9 @@ def calls_of(step: Record) -> list[Record]:
     return [call for call in step["calls"] if not call["filler"]]
 
 
-def entered(*steps: Record) -> Counter[int]:
-    """The rows that entered models, by content."""
-    return Counter(key for step in steps for call in step["calls"] for key in call["keys"])
+def entered(*steps: Record, by: str = "keys") -> Counter[int]:
+    """The rows that entered models, by content; `by="unpadded"` leaves padding out."""
+    return Counter(key for step in steps for call in step["calls"] for key in call[by])
 
 
 def rows_of(step: Record) -> int:
@@ -147,6 +147,7 @@ class Calls:
         parameters: largest difference between the parameters that the model has when it is called.
         apart: the same between the ranks.
         begins: no backward pass of the step came before.
+        padded: rows that are the same but for padding at their ends.
     """
 
     rows: int = 0
@@ -159,6 +160,7 @@ class Calls:
     parameters: float = 0.0
     apart: float = 0.0
     begins: bool = False
+    padded: int = 0
 
 
 def measure_calls(ranks: Sequence[Record], one: Record, limit: float, padded: bool = False) -> Calls:
@@ -179,6 +181,8 @@ def measure_calls(ranks: Sequence[Record], one: Record, limit: float, padded: bo
 def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bool) -> Calls:
     exact, by_sample, rest = _match(one, ranks)
     near = _near(one, ranks, rest, limit)
+    filled = [pair for pair in by_sample if ranks[pair[1]]["unpadded"][pair[2]] == one["unpadded"][pair[0]]]
+    padded |= bool(filled)
     foreign = max(0, _count_foreign(one, ranks) - len(near))
     inputs = 0.0 if padded else _rows_differ(one, ranks, "inputs", by_sample)
     paired = [*exact, *near, *(() if far(inputs, limit) else by_sample)]
@@ -200,6 +204,7 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
         parameters=_furthest(own, held),
         apart=_furthest(held[0], held[1:]) if held else 0.0,
         begins=not one["after"],
+        padded=len(filled),
     )
 
 
@@ -211,12 +216,12 @@ def _match(one: Record, ranks: Sequence[Record]) -> tuple[list[_Pair], list[_Pai
     """Rows of one process of which a rank has the content, those of which it has the sample, and the others."""
     places, samples = defaultdict[int, list[tuple[int, int]]](list), defaultdict[int, list[tuple[int, int]]](list)
     for rank, call in enumerate(ranks):
-        for found, keys in ((places, call["keys"]), (samples, call["samples"] or ())):
+        for found, keys in ((places, call["keys"]), (samples, call["samples"])):
             for row, key in enumerate(keys):
                 found[key].append((rank, row))
     exact, by_sample, rest = list[_Pair](), list[_Pair](), list[int]()
     for row, key in enumerate(one["keys"]):
-        same, of_sample = places.get(key), samples.get(one["samples"][row]) if one["samples"] else None
+        same, of_sample = places.get(key), samples.get(one["samples"][row])
         if same:
             exact.append((row, *(same.pop(0) if len(same) > 1 else same[0])))
         elif of_sample:
@@ -228,8 +233,8 @@ def _match(one: Record, ranks: Sequence[Record]) -> tuple[list[_Pair], list[_Pai
 
 def _count_foreign(one: Record, ranks: Sequence[Record]) -> int:
     """Rows of ranks of which one process has neither the content nor the sample."""
-    known = {*one["keys"], *(one["samples"] or ())}
-    pairs = (pair for call in ranks for pair in zip(call["keys"], call["samples"] or call["keys"], strict=True))
+    known = {*one["keys"], *one["samples"]}
+    pairs = (pair for call in ranks for pair in zip(call["keys"], call["samples"], strict=True))
     return sum(map(known.isdisjoint, pairs))
 
 

@@ -15,6 +15,7 @@ import errno
 import functools
 import itertools
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ _RANK_MODULE = "lockstep.tools.verify.rank"
 # What a script says that cannot do without a GPU.
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
 _SHOWN_FILES = 4
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FOREIGN = (
     "A file or folder that belongs to another user cannot be written to where files are kept apart: give the script a "
     "folder of your own. "
@@ -204,7 +206,10 @@ class _Session:
             forks=True,
         )
         with _quiet(self.folder):
-            return launch_job(config)
+            code = launch_job(config)
+        if code - 128 in _INTERRUPTS:  # which the launcher has heard in our place
+            raise SystemExit(code)
+        return code
 
     def _run_as_many(self) -> tuple[int, list[Record]]:
         """The run on N ranks, or on as many as the script says there are. See [Note: ranks in place] in `starts.py`."""
@@ -240,21 +245,21 @@ class _Session:
         Accelerate and others, where they find no GPU, have each rank train by itself.
         """
         code, ranks = self._run_as_many()
-        steps = first_steps(ranks)
+        has_failed = code or not any(each["steps"] for each in ranks)
         wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or _said_number(ranks) in (0, 1)
-        if self._what.devices != "auto" or not (train_apart(ranks) if steps and not code else wants):
+        if self._what.devices != "auto" or not (wants if has_failed else train_apart(ranks)):
             return code, ranks
         without = self.folder
         self.folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
         code_of_gpus, ranks_of_gpus = self._run_as_many()
-        is_better = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
-        if steps and code == 0 and not is_better:
+        trains = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
+        if not has_failed and not trains:
             failure = self.failure(RANKS) if code_of_gpus else ""
             self.notes += [f"{_WITHOUT_STAND_INS}: {failure}"] if failure else []
             self.folder, self.devices = without, 0
             return code, ranks
         if not code:
-            what = "each rank of this script trains by itself" if steps else "this script starts no rank"
+            what = "this script does nothing" if has_failed else "each rank of this script trains by itself"
             self.notes.append(f"devices: without GPUs {what}; {_ON_STAND_INS}")
         return code_of_gpus, ranks_of_gpus
 
@@ -384,6 +389,8 @@ def _on_one(
         one: the same of one process; none where it left nothing.
         sizes: of the batches that it was given.
     """
+    if first_steps(ranks) and not any(each["steps"] or each["facts"]["passes"] for each in one):
+        one = []  # as of a script that does nothing with less than two GPUs
     verdict = _judged(session, Runs(ranks, *one), sizes) if one else None
     if verdict is None or (code and not any(0 < each.step <= len(one[0]["steps"]) for each in verdict.differences)):
         is_alike = session.failure_of_ranks == session.failure(ONE)
@@ -448,14 +455,26 @@ def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple
         one: that of one process which had such sizes, to correct them by; none for the first try.
     """
     first, facts = first_steps(ranks), ranks[0]["facts"]
-    should, factor = sum(map(rows_of, first)), float(len(ranks))
+    parts, factor = first, float(len(ranks))
     draws_order = any(facts["loaders"][batch["loader"]]["draws_order"] for batch in batches_of(*first[:1]))
     if first and not draws_order and Samples(first, first[0]).is_alike:
         # All ranks walk the same samples in the order of the data, as one process does.
-        should, factor = rows_of(first[0]), 1.0
-    if first and first_steps(one):
-        factor *= should / max(1, rows_of(*first_steps(one)))
+        parts, factor = first[:1], 1.0
+    factor *= _times_rows(parts, *first_steps(one)) if first and first_steps(one) else 1.0
     return tuple(None if size is None else max(1, round(size * factor)) for size in facts["made"])
+
+
+def _times_rows(ranks: Sequence[Record], one: Record) -> float:
+    """How many times as many samples the ranks have in a step as one process.
+
+    By its first batch, and how many there are: those that are filled up, or fetched ahead, are the last ones.
+    """
+    own, *theirs = (batches_of(each) for each in (one, *ranks))
+    if not own or not all(theirs):
+        return 1.0
+    counts = {len(each) for each in theirs}
+    times = counts.pop() / len(own) if len(counts) == 1 else 1.0
+    return times * sum(int(each[0]["rows"]) for each in theirs) / max(1, int(own[0]["rows"]))
 
 
 def _judged(session: _Session, runs: Runs, sizes: tuple[int | None, ...]) -> Verdict:
@@ -518,15 +537,22 @@ def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
 
 
 def _order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
-    """For each pass that trains, by number, the indices of each batch of all ranks; none if one process has them."""
+    """For each pass that trains, by number, the indices of each batch of all ranks; none if one process has them.
+
+    Nor where a sample comes twice in any of these: what is seen of a further epoch may be one batch.
+    """
     found = dict[int, list[list[int]]]()
     if verdict.first not in _OTHER_ORDER and not _has_other_batches(runs, verdict):
         return found
     for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
-        joined = _one_order([one["asked"] for one in passes]) if passes[0]["trains"] else None
-        if joined:
+        if not passes[0]["trains"]:
+            continue
+        joined = _one_order([one["asked"] for one in passes])
+        if joined is None:
+            return {}
+        own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": ()}][0]["asked"]
+        if any(sorted(each) != sorted(other or ()) for each, other in zip(joined, own, strict=False)):
             # Batches of one process may be parts of these, which accumulates over more of them.
-            own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": ()}][0]["asked"]
             size = len(own[0]) if own and own[0] and len(joined[0]) % len(own[0]) == 0 else len(joined[0])
             found[number] = [each[at : at + size] for each in joined for at in range(0, len(each), size)]
     return found

@@ -300,6 +300,11 @@ class StepOfJob:
         """Which samples it was made of."""
         return Samples(self.ranks, self.one)
 
+    @property
+    def padded(self) -> int:
+        """How many samples are the same but for padding: of its batches, or of such as were fetched before."""
+        return self.samples.padded or self.calls.padded
+
     @functools.cached_property
     def is_cut_otherwise(self) -> bool:
         """Whether one process takes the same rows in other backward passes, as where N ranks accumulate over fewer."""

@@ -1,12 +1,12 @@
 """What a process computes: forward passes sample by sample, losses, gradients, and what its optimizers make of them.
 
 Writes `calls` of a step, the forward passes that train: `name` (class of the outermost module), `resting` (modules in
-eval mode), `keys` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches of each row, or None; also
-`across`, if the rows of a sample are `count` apart, as those of views are that are joined), `widths` (numbers in a row
-of each output), `parameters` (two numbers of each), `after` (how many backward passes), `inner` (name, class and
-sketches of what the modules inside take and return first, in order), `filler` and `samples` (keys of the batch that it
-was computed from, if that has as many rows). Besides, `rounded`: the eps of the coarsest numbers of 16 bits that
-modules return.
+eval mode), `keys` and `unpadded` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches of each row, or
+None; also `across`, if the rows of a sample are `count` apart, as those of views are that are joined), `widths`
+(numbers in a row of each output), `parameters` (two numbers of each), `after` (how many backward passes), `inner`
+(name, class and sketches of what the modules inside take and return first, in order), `filler` and `samples` (keys of
+the batch that it was computed from, if the last one has as many rows; else its own, `unpadded`). Besides, `rounded`:
+the eps of the coarsest numbers of 16 bits that modules return.
 
 Writes `backwards` (`losses`: the numbers that backward() was called on, None for what is no number; `local`: what
 reached each parameter in this process, before anybody averaged it; `batch`: the place of the last batch; `weighed`: by
@@ -239,18 +239,21 @@ class TrainingWatch:
             outputs = samples_first(outputs, last["rows"])
         count = _count_of(args, inputs, last)
         samples = [key for _, key in last["keys"]] if last else []
+        keys = sample_keys(given, count) if count else []
+        unpadded = [key for _, key in keys]
         step["calls"].append(
             {
                 "name": type(getattr(module, "module", module)).__name__,
                 "count": count,
                 "resting": sum(not each.training for each in module.modules()),
-                "keys": [key for key, _ in sample_keys(given, count)] if count else [],
+                "keys": [key for key, _ in keys],
+                "unpadded": unpadded,
                 "widths": [each.numel() // count for each in outputs] if count else [],
                 "parameters": brief(module.parameters()),
                 "after": len(step["backwards"]),
                 "inner": [{**names, **_sketches(taken, made, count)} for names, taken, made in self._inner],
                 "filler": bool(last and last["filler"]),
-                "samples": samples if last and len(samples) == count else None,
+                "samples": samples if len(samples) == count else unpadded,
                 **_sketches(inputs, outputs, count),
             }
         )

@@ -30,6 +30,7 @@ _BEFORE = (
 _AFTER = (causes.read_settings, causes.read_parameters, causes.read_buffers)
 # What rounding may do before a script counts as one that does not determine its own steps.
 _MOST_NOISE = 1e-2
+_BY_ITSELF = "two runs at one process differ by themselves"
 _OF_ALL = "Make the samples of all ranks on each, and let each take its part"
 _PIECES = (
     "pieces: the script cuts its batches into pieces of a fixed size, of which one process with the batch of all ranks "
@@ -50,7 +51,8 @@ class Verdict:
         digits: for each step, the largest relative difference of each stage; of the gradients, all together.
         unknown: why nothing can be said; empty if something can.
         wants_double: whether a step is to be compared in float64: it computed with numbers of 16 bits, or in float32
-            rounding grew from one call of a closure to the next, or hides what clipping leaves of a factor.
+            rounding decides what it computes, grew from one call of a closure to the next, or hides what clipping
+            leaves of a factor.
     """
 
     world_size: int
@@ -107,12 +109,16 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
 def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
     """Up to the first that differs or of which nobody can tell."""
     for step in steps:
-        why = _is_undetermined(step)
-        is_own = "" if why else _is_made_by_ranks(step)
-        # Ranks whose parameters part are wrong whatever one process would have made of their samples.
-        apart = (causes.read_ranks(step) or causes.read_unaveraged(step)) if is_own else None
-        if (why or is_own) and apart is None:
-            verdict.unknown = f"step {step.number}: {why or is_own}"
+        others = _has_other_samples(step)
+        chance = "" if others else _is_moved_by_rounding(step)
+        why, apart = others or chance or _is_made_by_ranks(step), None
+        if chance:  # which makes no other samples
+            apart = causes.read_samples(step)
+            verdict.wants_double |= _is_single(step.one)
+        elif why and not others:  # ranks whose parameters part are wrong whatever samples one process would have made
+            apart = causes.read_ranks(step) or causes.read_unaveraged(step)
+        if why and apart is None:
+            verdict.unknown = f"step {step.number}: {why}"
             return
         verdict.steps = step.number
         if apart is not None:
@@ -146,20 +152,19 @@ def _judge_step(step: StepOfJob) -> Difference | None:
     return next(filter(None, itertools.chain((read(step) for read in _BEFORE), after)), None)
 
 
-def _is_undetermined(step: StepOfJob) -> str:
-    """Why one process does not repeat itself; empty if it does."""
-    if step.again is None:
+def _has_other_samples(step: StepOfJob) -> str:
+    """That one process has other samples the second time; empty if it has not."""
+    if step.again is None or not Samples([step.again], step.one).differ:
         return ""
-    by_itself = "two runs at one process differ by themselves"
-    if Samples([step.again], step.one).differ:
-        return f"{by_itself}: they have other samples. Seed what draws them"
-    distance = distance_of_gradients(step.one, step.again)
+    return f"{_BY_ITSELF}: they have other samples. Seed what draws them"
+
+
+def _is_moved_by_rounding(step: StepOfJob) -> str:
+    """That the gradients of one process are others the second time; empty if they are not."""
+    distance = 0.0 if step.again is None else distance_of_gradients(step.one, step.again)
     if distance <= _MOST_NOISE:
         return ""
-    return (
-        f"{by_itself}, gradients by {distance:.1e}: chance or rounding decides what the script computes; "
-        "--double takes the rounding away where the script allows that"
-    )
+    return f"{_BY_ITSELF}, gradients by {distance:.1e}: chance or rounding decides what the script computes"
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:

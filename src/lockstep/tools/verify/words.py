@@ -266,6 +266,11 @@ _WORDS = {
         "gradients were averaged, and then each rank changed its own (noise, a limit or a factor of its own)",
         "change them by what all ranks have (lockstep.mean), and draw from a generator that all ranks seed alike",
     ),
+    "own-steps": (
+        "each rank steps by its own gradients, and parameters are averaged or combined afterwards (local SGD, Adasum), "
+        "which is another algorithm than one process's",
+        "average gradients before each step where the answer of one process is wanted",
+    ),
     "unwrapped": ("gradients are not averaged: no engine was made", _WRAP),
     "unwrapped part": (
         "no engine holds {names}, and so nobody averages their gradients",
