@@ -33,7 +33,7 @@ _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 
 _OTHER_TYPE = {torch.float64: torch.float32}
 
-_data = torch._C.TensorBase.data
+_data: Any = torch._C.TensorBase.data
 _plain_to = torch.Tensor.to
 _plain_type = torch.Tensor.type
 
