@@ -13,7 +13,8 @@ General layout, from the bottom up:
 * `causes`: which cause it is; `linear`: the same of gradients that all ranks have alike.
 * `aftermath`: the same for what follows the steps: evaluations, printed numbers, checkpoints.
 * `verdict`: of all steps, and of what follows them; `report`: says it, to people, programs and as a picture.
-* `session`: the runs for one number of ranks; `verification`: the whole.
+* `script`: how the script is run; `reference`: what one process is given; `session`: one number of ranks;
+  `verification`: the whole.
 
 [Note: one process as the reference] The script runs on N ranks, and then on one process, which starts each step from
 what the ranks had and gets the samples of all of them: Lockstep's loader gives it those by itself; a loader of

@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         if isinstance(error, SetupError) and not recorder.steps:  # the ranks have not met
             recorder.facts["refused"] = str(error)
-            print(error, file=sys.stderr)  # for `_Session.ranks`: the worker leaves it to the launcher
+            print(error, file=sys.stderr)  # for `Script.run_ranks`: the worker leaves it to the launcher
         if not recorder.is_cut and (recorder.until == sys.maxsize or not recorder.is_last_batch):
             raise
         # Its loader has ended early, which not every script is written for.

@@ -1,0 +1,193 @@
+"""What the one process is given, so that it takes the steps of the ranks: their batches, their order, other arguments.
+
+[Note: orders that are given] Some libraries draw the order of an epoch otherwise on one process than on several, as
+Accelerate does, and Trainers that put in a sampler which splits. One process then trains on other samples in each step,
+which is no mistake where the ranks' parts are parts of one order, so that no sample comes twice in an epoch. One
+process is given that order, batch by batch, and what follows can be compared. What fills up the last batch is left out,
+so that it is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from lockstep.tools.verify.samples import Record, Samples, batches_of, passes_are_shared_out, rows_of
+from lockstep.tools.verify.script import Script, said_number
+from lockstep.tools.verify.settings import OF_RANK_0, ONE, Orders
+from lockstep.tools.verify.step import Runs
+from lockstep.tools.verify.verdict import Verdict, first_steps
+
+__all__ = ["OTHER_ORDER", "evaluation_of_first", "order_of_ranks", "run_one", "run_one_by_option", "why_not_given"]
+
+# What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
+OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
+_MOST_OPTIONS = 3  # that are tried
+_NO_SIZE = (
+    "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
+    "batch_size), so it cannot be given the batches of all ranks"
+)
+_OF_STREAMS = (
+    "each rank reads a stream of its own (an IterableDataset) for its part of the passes of a step, and one process "
+    "cannot be given the ranks' batches, pass by pass"
+)
+
+
+def _run_alone(script: Script, sizes: tuple[int | None, ...]) -> tuple[int, list[Record]]:
+    """The run on one process, also of a script that says itself how many there are.
+
+    See [Note: ranks in place] in `starts.py`.
+    """
+    code, one = script.run(ONE, sizes, {})
+    number = said_number(one)
+    for args in () if number is None else _with_another(script.what.args, {str(number): "1"}):
+        script.args = args
+        code, one = script.run(ONE, sizes, {})
+        if one and said_number(one) is None:
+            return code, one
+    if number is not None:
+        script.args, script.replaces = script.what.args, number
+        code, one = script.run(ONE, sizes, {})
+    return code, one
+
+
+def _with_another(args: tuple[str, ...], values: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Arguments of a script with one of some values replaced, in each way to be tried."""
+    parts = [argument.rpartition("=") for argument in args]
+    places = [place for place, (*_, value) in enumerate(parts) if value in values][:_MOST_OPTIONS]
+    return [
+        (*args[:place], "".join([*parts[place][:2], values[parts[place][2]]]), *args[place + 1 :]) for place in places
+    ]
+
+
+def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record], tuple[int | None, ...]]:
+    """The run on one process with batches of all ranks: its exit code, its record if it left one, and their sizes."""
+    sizes = _needed_batch_sizes(ranks, [])
+    code, one = _run_alone(script, sizes)
+    corrected = _needed_batch_sizes(ranks, one)
+    if code or corrected == sizes:
+        return code, one, sizes
+    return *script.run(ONE, corrected, {}), corrected
+
+
+def run_one_by_option(
+    script: Script, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]
+) -> list[Record]:
+    """The same where the script's arguments ask for these sizes, and so for what else it computes from them.
+
+    Which argument it is, is tried: one that is the size of the ranks' batches, and by which loaders are made with what
+    one process needs. Nothing where there is none.
+    """
+    asked, args = ranks[0]["facts"]["made"], script.args
+    if not one or one[0]["facts"]["asked"] != asked:
+        return []
+    needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
+    for changed in _with_another(args, needed):
+        script.args = changed
+        code, found = script.run(ONE, (), {})
+        if found and not code and tuple(found[0]["facts"]["made"]) == sizes:
+            return found
+    script.args = args
+    return []
+
+
+def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple[int | None, ...]:
+    """The batch size that each loader of torch needs in one process to hand out what all ranks had.
+
+    Args:
+        ranks: their records.
+        one: that of one process which had such sizes, to correct them by; none for the first try.
+    """
+    first, facts = first_steps(ranks), ranks[0]["facts"]
+    parts, factor = first, float(len(ranks))
+    draws_order = any(facts["loaders"][batch["loader"]]["draws_order"] for batch in batches_of(*first[:1]))
+    if first and not draws_order and Samples(first, first[0]).is_alike:
+        # All ranks walk the same samples in the order of the data, as one process does.
+        parts, factor = first[:1], 1.0
+    factor *= _times_rows(parts, *first_steps(one)) if first and first_steps(one) else 1.0
+    return tuple(None if size is None else max(1, round(size * factor)) for size in facts["made"])
+
+
+def _times_rows(ranks: Sequence[Record], one: Record) -> float:
+    """How many times as many samples the ranks have in a step as one process.
+
+    By its first batch, and how many there are: those that are filled up, or fetched ahead, are the last ones.
+    """
+    own, *theirs = (batches_of(each) for each in (one, *ranks))
+    if not own or not all(theirs):
+        return 1.0
+    counts = {len(each) for each in theirs}
+    times = counts.pop() / len(own) if len(counts) == 1 else 1.0
+    return times * sum(int(each[0]["rows"]) for each in theirs) / max(1, int(own[0]["rows"]))
+
+
+def why_not_given(runs: Runs) -> str:
+    """Why one process could not be given the samples of all ranks in its first step; empty if it was."""
+    own, *ranks = (each["steps"][0] for each in (runs.one, *runs.ranks))
+    facts = runs.ranks[0]["facts"]
+    if None in facts["made"] and rows_of(own) < sum(map(rows_of, ranks)):
+        return _NO_SIZE
+    is_stream = any(one["stream"] and one["trains"] for one in facts["passes"])
+    return _OF_STREAMS if is_stream and passes_are_shared_out(own, ranks) else ""
+
+
+def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
+    """Whether samples came in other batches than the ranks', such as where a step takes an epoch, and steps differ."""
+    for steps in zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False):
+        for own, *ranks in zip(*(each["batches"] for each in steps), strict=False):
+            if Samples([{"batches": [each]} for each in ranks], {"batches": [own]}).differ:
+                return verdict.code == 1
+    return False
+
+
+def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
+    """For each pass that trains, by number, the indices of each batch of all ranks; none if one process has them.
+
+    Nor where a sample comes twice in any of these: what is seen of a further epoch may be one batch.
+    """
+    found = dict[int, list[list[int]]]()
+    if verdict.first not in OTHER_ORDER and not _has_other_batches(runs, verdict):
+        return found
+    for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
+        if not passes[0]["trains"]:
+            continue
+        joined = _one_order([one["asked"] for one in passes])
+        if joined is None:
+            return {}
+        own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": ()}][0]["asked"]
+        if any(sorted(each) != sorted(other or ()) for each, other in zip(joined, own, strict=False)):
+            # Batches of one process may be parts of these, which accumulates over more of them.
+            size = len(own[0]) if own and own[0] and len(joined[0]) % len(own[0]) == 0 else len(joined[0])
+            found[number] = [each[at : at + size] for each in joined for at in range(0, len(each), size)]
+    return found
+
+
+def _one_order(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] | None:
+    seen: set[int] = set()
+    batches: list[list[int]] = []
+    last = max(map(len, asked)) - 1
+    for number, parts in enumerate(itertools.zip_longest(*asked, fillvalue=[])):
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        indices = [index for part in known for index in part]
+        new = [index for index in dict.fromkeys(indices) if index not in seen]
+        if len(new) < len(indices) and number < last:
+            return None
+        seen.update(new)
+        batches.append(new)
+    return batches
+
+
+def evaluation_of_first(runs: Runs) -> Orders:
+    """For each pass that evaluates, the batches of rank 0 alone, where one process has others."""
+    facts = runs.ranks[0]["facts"]
+    found, of_own_loaders = dict[int, list[list[int]]](), list[int]()
+    for number, (first, own) in enumerate(zip(facts["passes"], runs.one["facts"]["passes"], strict=False)):
+        if first["trains"]:
+            continue
+        if first["asked"] and None not in first["asked"] and first["asked"] != own["asked"]:
+            found[number] = first["asked"]
+        if facts["loaders"][first["loader"]]["own"]:
+            of_own_loaders.append(number)
+    return {**found, OF_RANK_0: [of_own_loaders]}

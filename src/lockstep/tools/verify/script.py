@@ -1,0 +1,243 @@
+"""A script, and how it is run on N ranks and on one process: its arguments, devices, files and last words."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from lockstep import env
+from lockstep.compat.legacy.choice import tell_ranks
+from lockstep.compat.legacy.sources import locate_target
+from lockstep.launch.config import LaunchConfig
+from lockstep.launch.report import read_reports
+from lockstep.launch.supervisor import launch_job
+from lockstep.tools.rehearse.plan import Needs, option_for_local_rank, read_script
+from lockstep.tools.verify.samples import Record
+from lockstep.tools.verify.scratch import folders_of, kept_apart
+from lockstep.tools.verify.settings import RANKS, Orders, Verification, VerifySettings
+from lockstep.tools.verify.verdict import Verdict, first_steps, train_apart
+
+__all__ = ["Script", "said_number"]
+
+_RANK_MODULE = "lockstep.tools.verify.rank"
+# What a script says that cannot do without a GPU.
+_WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
+_SHOWN_FILES = 4
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FOREIGN = (
+    "A file or folder that belongs to another user cannot be written to where files are kept apart: give the script a "
+    "folder of your own. "
+)
+_ON_STAND_INS = "it was given stand-ins for GPUs, one for each rank (--devices cpu: none)"
+_WITHOUT_STAND_INS = "devices: each rank of this script trains by itself, and fails on stand-ins for GPUs"
+
+
+def said_number(records: Sequence[Record]) -> int | None:
+    """How many ranks a script says there are, where that is another number than were started."""
+    numbers = (each["facts"]["starts"] for each in records)
+    return next((each for each in numbers if each is not None), None)
+
+
+def _local_rank_option(what: Verification) -> str:
+    source = locate_target(what.target, what.is_module)
+    needs = Needs() if source is None else read_script(source.file)
+    return "" if needs.starts_ranks else option_for_local_rank(needs, what.target, what.is_module)
+
+
+@contextlib.contextmanager
+def _quiet(folder: Path) -> Iterator[None]:
+    """A context: what the launcher says goes nowhere; the report says what matters of it.
+
+    Args:
+        folder: where it makes its own, which the ranks see as it does, other than that for temporary files.
+    """
+    saved = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        tempfile.tempdir = before
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+class Script:
+    """A script, as it is run for one number of ranks.
+
+    Args:
+        what: to verify.
+        world_size: that number.
+        folder: for records and logs.
+        by_sample: as `VerifySettings` has it.
+    """
+
+    def __init__(self, what: Verification, world_size: int, folder: Path, by_sample: bool = False) -> None:
+        self.what = what
+        self._by_sample = by_sample
+        self.args = what.args  # of one process
+        self.replaces = 0  # as `VerifySettings` has it
+        self._across = False  # as `VerifySettings` has it
+        self.world_size = world_size
+        self.folder = folder
+        self._option = _local_rank_option(what)
+        self._folders = folders_of(what.target, what.is_module, what.args)
+        self._count = 0
+        self._time_first: bool | None = None  # as `VerifySettings` has it
+        self._written: set[str] = set()
+        self._not_kept = ""
+        self._failures: dict[tuple[Path, str], str] = {}
+        self.devices = world_size if what.devices == "gpu" else 0
+        self.notes: list[str] = []
+        self.failure_of_ranks = ""  # the error with which they ended
+
+    def run(
+        self, role: str, batch_sizes: tuple[int | None, ...] = (), orders: Orders | None = None
+    ) -> tuple[int, list[Record]]:
+        """Run the script in a role; the exit code, and the records of the processes that left one, rank by rank."""
+        what, count = self.what, self.world_size if role == RANKS else 1
+        settings = VerifySettings(
+            role=role,
+            world_size=self.world_size,
+            steps=what.steps,
+            folder=str(self.folder),
+            double=what.double,
+            devices=min(count, self.devices),
+            batch_sizes=batch_sizes,
+            time_first=self._time_first,
+            by_sample=self._by_sample,
+            replaces=self.replaces,
+            local_rank_option=self._option,
+            across=self._across,
+        )
+        if orders is not None:
+            torch.save(orders, settings.file("orders"))
+        files = [settings.file("record", role, rank) for rank in range(count)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        self._count += 1
+        with kept_apart(self._folders, self.folder / f"files-{self._count}") as keeper:
+            code = self._launch(dataclasses.replace(settings, keeper=keeper.pid), count)
+        self._written.update(keeper.written)
+        self._not_kept = keeper.why
+        return code, [torch.load(file, weights_only=True) for file in files if file.exists()]
+
+    def _launch(self, settings: VerifySettings, count: int) -> int:
+        what, variables = self.what, env.snapshot()
+        args = what.args if settings.role == RANKS else self.args
+        env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
+        env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(settings.devices))), variables)
+        tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
+        config = LaunchConfig(
+            target=_RANK_MODULE,
+            args=(*(("-m",) if what.is_module else ()), what.target, *args),
+            nproc=count,
+            is_module=True,
+            log_dir=str(self.folder / f"log-{settings.role}"),
+            environment=variables,
+            on_end=functools.partial(self._note_failure, settings.role),
+            warns_unjoined=False,
+            forks=True,
+        )
+        with _quiet(self.folder):
+            code = launch_job(config)
+        if code - 128 in _INTERRUPTS:  # which the launcher has heard in our place
+            raise SystemExit(code)
+        return code
+
+    def _run_as_many(self) -> tuple[int, list[Record]]:
+        """The run on N ranks, or on as many as the script says there are. See [Note: ranks in place] in `starts.py`."""
+        target = self.folder / "target"
+        was_known = target.exists()
+        code, ranks = self.run(RANKS)
+        if target.exists() and not was_known:
+            code, ranks = self.run(RANKS)
+        number = said_number(ranks)
+        if number is not None and number > 1:
+            self.notes.append(f"ranks: the script starts {number} ranks, whatever --nproc says")
+            self.world_size = number
+            code, ranks = self.run(RANKS)
+        return code, ranks
+
+    def run_ranks(self) -> tuple[int, list[Record]]:
+        """The run on N ranks, once more with stand-ins for GPUs where the script asks for some, or may do without.
+
+        Accelerate and others, where they find no GPU, have each rank train by itself.
+        """
+        code, ranks = self._run_as_many()
+        has_failed = code or not any(each["steps"] for each in ranks)
+        wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or said_number(ranks) in (0, 1)
+        if self.what.devices != "auto" or not (wants if has_failed else train_apart(ranks)):
+            return code, ranks
+        without = self.folder
+        self.folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
+        code_of_gpus, ranks_of_gpus = self._run_as_many()
+        trains = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
+        if not has_failed and not trains:
+            failure = self.failure(RANKS) if code_of_gpus else ""
+            self.notes += [f"{_WITHOUT_STAND_INS}: {failure}"] if failure else []
+            self.folder, self.devices = without, 0
+            return code, ranks
+        if not code:
+            what = "this script does nothing" if has_failed else "each rank of this script trains by itself"
+            self.notes.append(f"devices: without GPUs {what}; {_ON_STAND_INS}")
+        return code_of_gpus, ranks_of_gpus
+
+    def turns_draws(self, one: Sequence[Record]) -> bool:
+        """Whether there is another way to give one process the draws that have several rows for each sample."""
+        if self._across or not any(each["facts"]["several"] for each in one):
+            return False
+        self._across, self.args = True, self.what.args
+        return True
+
+    def learns_layout(self, records: Sequence[Record]) -> bool:
+        """Whether some batches were as long as wide, of which others say that samples are columns."""
+        batches = (batch for each in records for step in each["steps"] for batch in step["batches"])
+        layouts = {batch["time_first"] for batch in batches}
+        self._time_first = self._time_first or (True in layouts or None)
+        return {None, True} <= layouts
+
+    def output(self, role: str, most: int = 30) -> str:
+        """The last lines that a run's processes printed."""
+        lines: list[str] = []
+        for file in sorted((self.folder / f"log-{role}").glob("*.log")):
+            lines += [f"{file.stem}: {line}" for line in file.read_text(errors="replace").splitlines()[-most:]]
+        return "\n".join(lines[-2 * most :])
+
+    def _note_failure(self, role: str, folder: Path) -> None:
+        reports = read_reports(folder, dict.fromkeys(range(self.world_size), 0)).values()
+        if reports:
+            first = min(reports, key=lambda each: (each.secondary, each.time))
+            self._failures[self.folder, role] = f"{first.type}: {first.message}".strip().splitlines()[0]
+
+    def failure(self, role: str) -> str:
+        """The error with which a run ended, of the rank that failed first."""
+        lines = self.output(role).splitlines()
+        return self._failures.get((self.folder, role)) or (lines[-1] if lines else "no word")
+
+    def ended(self, role: str, code: int, where: str) -> Verdict:
+        """Nothing can be said, since a run came to nothing."""
+        output = self.output(role)
+        why = _FOREIGN if f"[Errno {errno.EOVERFLOW}]" in output else ""
+        words = f"the script ends with exit code {code} on {where}. {why}Its last words:\n{output}"
+        return Verdict(self.world_size, unknown=words)
+
+    def words_on_files(self) -> list[str]:
+        """What the runs have written, and where."""
+        if self._not_kept:
+            return [f"files: the script wrote where it writes, once for each run: {self._not_kept}"]
+        written = sorted(self._written)
+        more = f" and {len(written) - _SHOWN_FILES} more" if len(written) > _SHOWN_FILES else ""
+        text = f"the runs wrote {', '.join(written[:_SHOWN_FILES])}{more}, each into memory of its own"
+        return [f"files: nothing of yours was changed; {text}"] if written else []
