@@ -208,9 +208,9 @@ RIGHT = {
             cross_entropy(model(x), y).backward()
             optimizer.step()
     """,
-    "a script that does nothing without a GPU": """
-        if not torch.cuda.is_available():
-            print("no GPU was found")
+    "a script that does nothing with less than two GPUs": """
+        if torch.cuda.device_count() < 2:
+            print("this example takes two GPUs")
             raise SystemExit
         model, optimizer = by_torch()
         for x, y in split():

@@ -55,6 +55,21 @@ def test_of_some_nothing_can_be_told(name: str, tmp_path: Path) -> None:
     assert why in " ".join(text.split())
 
 
+def test_ranks_that_train_apart_are_told_whatever_comes_first(tmp_path: Path) -> None:
+    program = """
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        engine = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for number, (x, y) in enumerate(split()):
+            optimizer.zero_grad()
+            cross_entropy((net if number % 2 else engine)(x), y).backward()
+            optimizer.step()
+    """
+    verdict, text = verdict_on(program, tmp_path)
+    assert [each.cause for each in verdict.differences] == ["batch-norm", "inner-model"], text
+
+
 @pytest.mark.parametrize("name", each_name(WRONG))
 def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     cause, program = WRONG[name]

@@ -23,9 +23,12 @@ TRAINS = """
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
     def train(how):
-        torch.manual_seed(0)
         generator = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.randn(24, 4, generator=generator), torch.randint(0, 2, (24,), generator=generator))
+        if how == "split":
+            data = torch.utils.data.random_split(data, [24, 0])[0]
+            how = "mean"
+        torch.manual_seed(0)
         sampler = DistributedSampler(data)
         model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -99,6 +102,13 @@ BY_LOCKSTEP = """
     if __name__ == "__main__":
         lockstep.spawn(work, args=(sys.argv[1],), nproc=4)
 """
+SEEDED = """
+    torch.manual_seed(3)
+"""
+SEEDED_IN_MAIN = """
+    if __name__ == "__main__":
+        torch.manual_seed(3)
+"""
 BY_LAUNCHER = """
     parser = argparse.ArgumentParser()
     parser.add_argument("how")
@@ -149,6 +159,13 @@ def test_ranks_that_a_script_starts_are_compared(program: str, args: tuple[str, 
 def test_what_they_do_wrong_is_named(program: str, tmp_path: Path) -> None:
     verdict, text = verdict_on(program, tmp_path, "sum")
     assert verdict.first == ("gradients", "sum"), text
+
+
+def test_they_have_the_seeds_of_new_processes(tmp_path: Path) -> None:
+    verdict, text = verdict_on(SEEDED + BY_NUMBER, tmp_path, "split")
+    assert verdict.code == 0, text
+    verdict, text = verdict_on(SEEDED_IN_MAIN + BY_NUMBER, tmp_path, "split")
+    assert verdict.first == ("samples", "split"), text
 
 
 def test_their_number_is_what_the_script_says(tmp_path: Path) -> None:

@@ -18,7 +18,15 @@ from lockstep.tools.verify.settings import OF_RANK_0, ONE, Orders
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict, first_steps
 
-__all__ = ["OTHER_ORDER", "evaluation_of_first", "order_of_ranks", "run_one", "run_one_by_option", "why_not_given"]
+__all__ = [
+    "OTHER_ORDER",
+    "evaluation_of_first",
+    "has_begun",
+    "order_of_ranks",
+    "run_one",
+    "run_one_by_option",
+    "why_not_given",
+]
 
 # What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
 OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
@@ -40,6 +48,11 @@ def _run_alone(script: Script, sizes: tuple[int | None, ...]) -> tuple[int, list
     """
     code, one = script.run(ONE, sizes, {})
     number = said_number(one)
+    if script.devices and number is None and not has_begun(one):
+        # A script that asks for two GPUs; others may use all that they see.
+        script.devices_of_one = script.devices
+        code, one = script.run(ONE, sizes, {})
+        number = said_number(one)
     for args in () if number is None else _with_another(script.what.args, {str(number): "1"}):
         script.args = args
         code, one = script.run(ONE, sizes, {})
@@ -49,6 +62,11 @@ def _run_alone(script: Script, sizes: tuple[int | None, ...]) -> tuple[int, list
         script.args, script.replaces = script.what.args, number
         code, one = script.run(ONE, sizes, {})
     return code, one
+
+
+def has_begun(records: Sequence[Record]) -> bool:
+    """Whether a process has come to its data or a step, and not left before, as one that wants several ranks."""
+    return any(each["steps"] or each["facts"]["passes"] for each in records)
 
 
 def _with_another(args: tuple[str, ...], values: Mapping[str, str]) -> list[tuple[str, ...]]:

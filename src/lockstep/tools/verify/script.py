@@ -99,6 +99,7 @@ class Script:
         self._not_kept = ""
         self._failures: dict[tuple[Path, str], str] = {}
         self.devices = world_size if what.devices == "gpu" else 0
+        self.devices_of_one = 1  # that one process sees of them
         self.notes: list[str] = []
         self.failure_of_ranks = ""  # the error with which they ended
 
@@ -113,7 +114,7 @@ class Script:
             steps=what.steps,
             folder=str(self.folder),
             double=what.double,
-            devices=min(count, self.devices),
+            devices=min(self.devices, count if role == RANKS else self.devices_of_one),
             batch_sizes=batch_sizes,
             time_first=self._time_first,
             by_sample=self._by_sample,
@@ -223,8 +224,8 @@ class Script:
 
     def failure(self, role: str) -> str:
         """The error with which a run ended, of the rank that failed first."""
-        lines = self.output(role).splitlines()
-        return self._failures.get((self.folder, role)) or (lines[-1] if lines else "no word")
+        last = "".join(self.output(role).splitlines()[-1:]).partition(": ")[2]  # after the name of the rank
+        return self._failures.get((self.folder, role)) or last or "no word"
 
     def ended(self, role: str, code: int, where: str) -> Verdict:
         """Nothing can be said, since a run came to nothing."""

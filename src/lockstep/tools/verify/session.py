@@ -11,6 +11,7 @@ from lockstep.tools.verify.aftermath import LOGGED
 from lockstep.tools.verify.reference import (
     OTHER_ORDER,
     evaluation_of_first,
+    has_begun,
     order_of_ranks,
     run_one,
     run_one_by_option,
@@ -128,8 +129,7 @@ def _on_one(
         one: the same of one process; none where it left nothing.
         sizes: of the batches that it was given.
     """
-    if first_steps(ranks) and not any(each["steps"] or each["facts"]["passes"] for each in one):
-        one = []  # as of a script that does nothing with less than two GPUs
+    one = one if has_begun(one) or not first_steps(ranks) else []
     verdict = _judged(script, Runs(ranks, *one), sizes) if one else None
     if verdict is None or (code and not any(0 < each.step <= len(one[0]["steps"]) for each in verdict.differences)):
         is_alike = script.failure_of_ranks == script.failure(ONE)

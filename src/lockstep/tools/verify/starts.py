@@ -13,8 +13,11 @@ Writes the fact `starts`: the number of ranks that the script has asked for, if 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import runpy
+import sys
 from collections.abc import Callable
 from multiprocessing import current_process, get_start_method
 from multiprocessing.context import ForkProcess
@@ -133,12 +136,19 @@ class StartWatch:
 
     def _run(self, method: str, call: Callable[[], Any]) -> None:
         if method != "fork":
-            self._seed(self._recorder.rank)
+            self._begin_anew()
         try:
             call()
         except SystemExit as leaving:
             if leaving.code:
                 raise
+
+    def _begin_anew(self) -> None:
+        """Let generators be as in a new process, which imports the script: what `__main__` alone seeds is not seeded."""
+        self._seed(self._recorder.rank)
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        with contextlib.suppress(Exception):  # of a script that cannot run twice in one process
+            runpy.run_path(script or "", run_name="__mp_main__")
 
 
 def _name_of(process: BaseProcess) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -347,7 +347,7 @@ class StepOfJob:
         return difference(self.number, stage, key, measured, tuple(lines), **values)
 
 
-def each_step(runs: Runs) -> Iterable[StepOfJob]:
+def each_step(runs: Runs) -> Iterator[StepOfJob]:
     """The steps that the ranks and one process took."""
     for number, steps in enumerate(zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False)):
         again = [] if runs.again is None else runs.again["steps"][number : number + 1]

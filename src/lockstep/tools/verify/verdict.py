@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,7 +106,7 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
 # ---- the steps ---------------------------------------------------------------------------------------
 
 
-def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
+def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
     """Up to the first that differs or of which nobody can tell."""
     for step in steps:
         others = _has_other_samples(step)
@@ -132,8 +132,15 @@ def _judge_steps(verdict: Verdict, steps: Iterable[StepOfJob]) -> None:
         verdict.wants_double |= _is_single(step.one) and step.gradients.are_made_up
         found = _judge_step(step)
         if found is not None:
-            verdict.differences.append(found)
+            verdict.differences += [found, *_averaged_by_nobody(found, [step, *steps])]
             return
+
+
+def _averaged_by_nobody(found: Difference, steps: Sequence[StepOfJob]) -> list[Difference]:
+    """Ranks that step by gradients of their own: what differs earlier in a step hides it from nobody."""
+    if found.stage in ("gradients", "parameters"):
+        return []
+    return list(filter(None, map(causes.read_unaveraged, steps)))[:1]
 
 
 def _is_single(step: Record) -> bool:
