@@ -144,7 +144,7 @@ class StartWatch:
                 raise
 
     def _begin_anew(self) -> None:
-        """Let generators be as in a new process, which imports the script: what `__main__` alone seeds is not seeded."""
+        """Let generators be as in a new process, which imports the script: without what `__main__` alone seeds."""
         self._seed(self._recorder.rank)
         script = getattr(sys.modules["__main__"], "__file__", None)
         with contextlib.suppress(Exception):  # of a script that cannot run twice in one process
