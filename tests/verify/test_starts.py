@@ -75,6 +75,7 @@ BY_NUMBER = """
 
     if __name__ == "__main__":
         mp.spawn(work, args=(2, sys.argv[1]), nprocs=2)
+        mp.spawn(work, args=(1, sys.argv[1]), nprocs=1)  # a further demonstration, which is left out
 """
 BY_PROCESSES = """
     def work(rank, size, fn, how):

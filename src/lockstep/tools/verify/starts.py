@@ -19,6 +19,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing import current_process, get_start_method
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
@@ -34,6 +35,9 @@ from lockstep.tools.verify.recorder import StepRecorder, is_of_library
 from lockstep.tools.verify.settings import RANKS
 
 __all__ = ["StartWatch"]
+
+# How long a rank waits for others, which may have been told of another place to meet.
+_PATIENCE = timedelta(minutes=5)
 
 
 class StartWatch:
@@ -62,12 +66,12 @@ class StartWatch:
         wrap(lockstep, "spawn", self._spawn)
         wrap(BaseProcess, "start", self._start)
 
-    def _expect(self, count: int) -> None:
-        """The script asks for `count` ranks: end here if that is another number than verify has started.
+    def _expect(self, count: int, expected: int) -> None:
+        """End here if the script asks for another number of ranks than is expected, and say so.
 
-        A script may start further ones when it has trained, such as for another demonstration, which is left out.
+        A script that has trained may start others, such as for a further demonstration, which are left out.
         """
-        if count != self._count:
+        if count != expected:
             if not self._recorder.steps:
                 self._recorder.facts["starts"] = count
             self._recorder.end()
@@ -79,11 +83,13 @@ class StartWatch:
             if os.getpid() != self._pid:  # a child, which is a rank then
                 self._settings.file("target").write_text(_name_of(current_process()))
                 os._exit(0)
-            asked = signature.bind(*args, **kwargs).arguments.get("world_size", -1)
+            bound = signature.bind(*args, **kwargs)
+            asked = bound.arguments.get("world_size", -1)
             if asked is not None and int(asked) > 0:
-                self._expect(int(asked))
+                self._expect(int(asked), self._count)
             env.MASTER_ADDR.set("127.0.0.1")  # where a script names a host of its author's
-            return original(*args, **kwargs)
+            bound.arguments.setdefault("timeout", _PATIENCE)
+            return original(*bound.args, **bound.kwargs)
 
         return init_process_group
 
@@ -102,7 +108,7 @@ class StartWatch:
             daemon: bool = False,
             start_method: str = "spawn",
         ) -> Any:
-            self._expect(1 if nprocs == self._settings.replaces != 0 else nprocs)
+            self._expect(nprocs, self._settings.replaces or self._count)
             self._run(start_method, lambda: fn(self._recorder.rank, *self._numbers(args)))
             return None if join else _Joined()
 
