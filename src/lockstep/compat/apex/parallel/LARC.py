@@ -68,11 +68,6 @@ class LARC:
         return f"LARC({self.optim!r})"
 
     @property
-    def state(self) -> Any:
-        """State of the wrapped optimizer."""
-        return self.optim.state
-
-    @property
     def param_groups(self) -> Any:
         """Groups of the wrapped optimizer."""
         return self.optim.param_groups
@@ -81,19 +76,6 @@ class LARC:
     def param_groups(self, value: Any) -> None:
         self.optim.param_groups = value
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer."""
-        state: dict[str, Any] = self.optim.state_dict()
-        return state
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state of the wrapped optimizer."""
+        """Take up a state of the wrapped optimizer. A method of the class, by which Amp calls it."""
         self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients."""
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
-        self.optim.add_param_group(param_group)

@@ -97,7 +97,7 @@ def reduce_dense(
         factor,
         labels=tuple(names),
     )
-    pending = Pending(channel, channel.submit(Request(meta, compressed, compressed, is_single=False)))
+    pending = Pending(channel, Request(meta, compressed, compressed, is_single=False))
 
     def finish() -> None:
         with torch.no_grad():
@@ -260,7 +260,7 @@ class Buckets:
             unfuse=self._gradients,
             is_ready=self._transport is not None,
         )
-        return Pending(self.channel, self.channel.submit(request))
+        return Pending(self.channel, request)
 
     def _gradients(self) -> list[Any]:
         """Where they are now."""

@@ -5,10 +5,12 @@ Pure functions over plain data: nothing here communicates, and what travels is J
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,18 +61,7 @@ class Meta:
 
     def fields(self) -> tuple[object, ...]:
         """All of it, in order."""
-        return (
-            self.name,
-            self.kind,
-            self.tensors,
-            self.op,
-            self.prescale,
-            self.postscale,
-            self.root,
-            self.splits,
-            self.labels,
-            self.fused,
-        )
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 @dataclass(frozen=True)
@@ -98,27 +89,12 @@ def encode(entries: Sequence[Entry]) -> bytes:
 
 def decode(content: bytes) -> list[Entry]:
     """The entries that another rank has encoded."""
-    return [_entry(*item) for item in json.loads(content)]
+    return [Entry(Meta(*map(_as_tuples, fields)), site) for *fields, site in json.loads(content)]
 
 
-def _entry(
-    name: str,
-    kind: str,
-    tensors: list[tuple[str, list[int], str]],
-    op: str,
-    prescale: float,
-    postscale: float,
-    root: int,
-    splits: list[int],
-    labels: list[str],
-    fused: bool,
-    site: str,
-) -> Entry:
-    facts = tuple((dtype, tuple(shape), device) for dtype, shape, device in tensors)
-    return Entry(
-        Meta(name, kind, facts, op, prescale, postscale, root, tuple(splits), tuple(labels), fused),
-        site,
-    )
+def _as_tuples(value: Any) -> Any:
+    """JSON has lists in the place of tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def find_mismatch(entries: Mapping[int, Entry], joined: Collection[int] = ()) -> str | None:

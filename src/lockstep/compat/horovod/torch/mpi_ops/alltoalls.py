@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
-from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.errors import InputError
@@ -62,7 +62,7 @@ def _start_all_to_all(tensor: torch.Tensor, splits: Any, name: str | None, proce
             return output
         return output, torch.tensor(received, dtype=torch.int32, device=given.device)
 
-    return start(channel, Request(meta, inputs), finish)
+    return Pending(channel, Request(meta, inputs), finish)
 
 
 def alltoall_async(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
-from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue
 from lockstep.compat.horovod.torch.mpi_ops.reductions import Average, allreduce
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.compat.horovod.torch.request import Request
@@ -31,13 +30,7 @@ def start_broadcast(
     meta = Meta(
         channel.full_name("broadcast", name), "broadcast", tuple(map(tensor_facts, inputs)), root=int(root_rank)
     )
-    finish: Callable[[Any], Any] | None = None
-    if is_in_place:
-
-        def finish(_: Any) -> Any:
-            return tensor
-
-    return start(channel, Request(meta, inputs, outputs), finish)
+    return Pending(channel, Request(meta, inputs, outputs), (lambda _: tensor) if is_in_place else None)
 
 
 def broadcast_async(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
-from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue
 from lockstep.compat.horovod.torch.mpi_ops.reductions import Average, grouped_allreduce
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.compat.horovod.torch.request import Request
@@ -24,7 +24,7 @@ def start_all_gather(
     inputs = check_tensors(tensors, "allgather")
     full_name = channel.full_name("allgather" if is_single else "grouped_allgather", name)
     meta = Meta(full_name, "allgather", tuple(map(tensor_facts, inputs)))
-    return start(channel, Request(meta, inputs, is_single=is_single))
+    return Pending(channel, Request(meta, inputs, is_single=is_single))
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:

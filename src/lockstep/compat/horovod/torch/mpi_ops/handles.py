@@ -15,21 +15,24 @@ from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_proces
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.errors import InputError
 
-__all__ = ["Pending", "barrier", "channel_of", "check_tensors", "issue", "join", "poll", "start", "synchronize"]
+__all__ = ["Pending", "barrier", "channel_of", "check_tensors", "issue", "join", "poll", "synchronize"]
 
 
 class Pending:
-    """An operation that a handle stands for.
+    """An operation under way. Local to make: it submits the request.
 
     Args:
         channel: that of the process set which the operation runs on.
-        request: what this rank asked for.
+        request: what this rank asks for.
         finish: makes what `synchronize` returns from the request's result; None for the result itself.
+
+    Raises:
+        InputError: a request of that name is under way.
     """
 
     def __init__(self, channel: Channel, request: Request, finish: Callable[[Any], Any] | None = None) -> None:
         self.channel = channel
-        self.request = request
+        self.request = channel.submit(request)
         self.finish = finish
 
     def wait(self) -> Any:
@@ -76,15 +79,6 @@ def check_tensors(tensors: Sequence[torch.Tensor], operation: str) -> list[torch
     return [tensor.detach() for tensor in tensors]
 
 
-def start(channel: Channel, request: Request, finish: Callable[[Any], Any] | None = None) -> Pending:
-    """Submit a request.
-
-    Raises:
-        InputError: a request of that name is under way.
-    """
-    return Pending(channel, channel.submit(request), finish)
-
-
 def issue(pending: Pending) -> int:
     """A handle for an operation under way."""
     pending.channel.rouse()
@@ -128,7 +122,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         HorovodInternalError: a rank is gone.
     """
     channel = channel_of(process_set, "barrier")
-    start(channel, Request(Meta(channel.full_name("barrier", None), "barrier"))).wait()
+    Pending(channel, Request(Meta(channel.full_name("barrier", None), "barrier"))).wait()
 
 
 def join(device: int = -1) -> int:
@@ -146,4 +140,4 @@ def join(device: int = -1) -> int:
         HorovodInternalError: a rank is gone.
     """
     channel = channel_of(global_process_set, "join")
-    return int(start(channel, Request(Meta("join", "join"))).wait())
+    return int(Pending(channel, Request(Meta("join", "join"))).wait())

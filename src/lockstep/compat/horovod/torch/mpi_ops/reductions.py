@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -13,7 +13,7 @@ from lockstep.compat.horovod.common.exceptions import UnsupportedError
 from lockstep.compat.horovod.torch import adasum, runtime
 from lockstep.compat.horovod.torch.compression import Compression, Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
-from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.compat.horovod.torch.request import Request
 from lockstep.errors import InputError
@@ -132,13 +132,8 @@ def _start(
     )
     # In place, the result is the caller's own tensor, and the computation happens on it without its history.
     request = Request(meta, inputs, inputs if is_in_place else outputs, is_single)
-    finish: Callable[[Any], Any] | None = None
-    if is_in_place:
-
-        def finish(_: Any) -> Any:
-            return outputs[0] if is_single else outputs
-
-    return start(channel, request, finish)
+    result = outputs[0] if is_single else outputs
+    return Pending(channel, request, (lambda _: result) if is_in_place else None)
 
 
 def allreduce_async(

@@ -11,7 +11,7 @@ from lockstep.compat.horovod.common.exceptions import HorovodInternalError
 from lockstep.compat.horovod.torch.compression import Compression, Compressor
 from lockstep.compat.horovod.torch.meta import Meta, tensor_facts
 from lockstep.compat.horovod.torch.mpi_ops.gathers import start_all_gather
-from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue, start
+from lockstep.compat.horovod.torch.mpi_ops.handles import Pending, channel_of, check_tensors, issue
 from lockstep.compat.horovod.torch.mpi_ops.reductions import Average, ReductionOp, Sum, check_op
 from lockstep.compat.horovod.torch.process_sets import ProcessSet, global_process_set
 from lockstep.compat.horovod.torch.request import Request
@@ -45,7 +45,7 @@ def _start(
         float(prescale_factor),
         float(postscale_factor),
     )
-    return start(channel, Request(meta, inputs, is_single=is_single))
+    return Pending(channel, Request(meta, inputs, is_single=is_single))
 
 
 def reducescatter_async(
