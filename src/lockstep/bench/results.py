@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 import lockstep
+from lockstep.shm.processor import cpuinfo
 
 __all__ = ["Environment", "Parameters", "Result", "Series", "Skipped"]
 
@@ -75,7 +76,7 @@ class Environment:
             numpy=metadata.version("numpy"),
             python=platform.python_version(),
             kernel=f"{platform.system()} {platform.release()}",
-            cpu=_cpu_model(),
+            cpu=cpuinfo("model name") or platform.processor() or platform.machine(),
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             shm_bytes=_filesystem_bytes(Path("/dev/shm")),
@@ -203,14 +204,6 @@ def _git(*arguments: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _cpu_model() -> str:
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        match = None
-    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _filesystem_bytes(path: Path) -> int:

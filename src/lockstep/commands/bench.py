@@ -145,7 +145,6 @@ def _report(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog=f"lockstep bench {_REPORT}",
         description="Make the tables and the picture of a run again, from its JSON and nothing else.",
-        allow_abbrev=False,
     )
     parser.add_argument("path", type=Path, nargs="+", help="a run's folder, or its JSON file")
     for path in parser.parse_args(arguments).path:
@@ -178,8 +177,6 @@ def _parser(name: str, benchmark: ModuleType) -> Parser:
     parser = Parser(
         prog=f"lockstep bench {name}",
         description=benchmark.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     run = parser.add_argument_group("run")
     add_nproc(run)

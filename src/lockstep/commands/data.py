@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,8 +61,6 @@ def _make_imagenet(arguments: Sequence[str]) -> int:
         prog=f"lockstep data {_MAKE_IMAGENET}",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write; must be new or empty")
     for option, text in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -27,9 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, or 1 if something is missing without which training cannot work.
     """
-    parser = Parser(
-        prog="lockstep doctor", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="lockstep doctor", description=_DESCRIPTION, allow_abbrev=True)
     parser.add_argument("--capabilities", action="store_true", help="run every verb on every backend and device")
     parser.add_argument(
         "--classic", action="store_true", help="with --capabilities: only the rows of PyTorch's own table"

@@ -110,8 +110,6 @@ def _make_parser() -> Parser:
         usage="lockstep horovodrun -np N [options] command [args ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=__version__)
     parser.add_argument("-np", "--num-proc", dest="num_proc", type=int, metavar="N", help="number of ranks")

@@ -7,7 +7,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Collection, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
@@ -18,7 +18,12 @@ NPROC_OPTIONS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line, ended as all others are."""
+    """Shows descriptions as they are written, takes no abbreviations, and reports errors in one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        settings.setdefault("allow_abbrev", False)
+        super().__init__(**settings)
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split(" ", 1)[0].split("=", 1)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from lockstep.commands.parsing import NPROC_OPTIONS, Parser, add_grace, hint_of_misplaced, split_at_script
@@ -39,8 +38,6 @@ def _parser() -> Parser:
         "       lockstep rehearse [options] -m module [args ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         *NPROC_OPTIONS,

@@ -76,8 +76,6 @@ def _make_run_parser() -> Parser:
         usage="lockstep run [options] script.py [args ...]\n       lockstep run [options] -m module [args ...]",
         description=_RUN_DESCRIPTION,
         epilog=_RUN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_nproc(parser)
     parser.add_argument(
@@ -191,8 +189,6 @@ def _run_on_slurm(options: Sequence[str], script: str | None, script_arguments: 
         "       lockstep run --slurm [options] -m module [args ...]",
         description=_SLURM_DESCRIPTION,
         epilog=_SLURM_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     slurm.add_arguments(parser)
     chosen = parser.parse_args(options)

@@ -40,11 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     name, *options = arguments
     if name not in _RECIPES:
         raise LaunchError(f"unknown recipe {name!r}{suggest(name, _RECIPES) or '.'} Recipes: {', '.join(_RECIPES)}")
-    launcher = Parser(add_help=False, allow_abbrev=False)
+    launcher = Parser(add_help=False)
     group = launcher.add_argument_group("launching")
     add_nproc(group)
     add_grace(group)
-    whole = Parser(prog=f"lockstep train {name}", parents=[launcher], allow_abbrev=False)
+    whole = Parser(prog=f"lockstep train {name}", parents=[launcher])
     recipe = importlib.import_module(_RECIPES[name])
     recipe.add_arguments(whole)
     given = whole.parse_args(options)  # Says now, and once, what every rank would say; and shows the help.

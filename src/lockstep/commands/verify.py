@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,8 +38,6 @@ def _parser() -> Parser:
         usage="lockstep verify [options] script.py [args ...]\n       lockstep verify [options] -m module [args ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         *NPROC_OPTIONS, dest="nproc", metavar="N[,M]", help="numbers of ranks, with commas (default: 2)"

@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError, SetupError
+from lockstep.errors import CheckpointError, InputError, SetupError
 
 __all__ = [
     "DEFAULT_OUT",
     "add_run_options",
+    "check_epochs_left",
     "check_packages",
     "existing_folder",
     "existing_path",
@@ -24,6 +25,7 @@ __all__ = [
     "merge_with_saved",
     "positive",
     "rate",
+    "saved_config",
     "whole_number",
 ]
 
@@ -158,6 +160,37 @@ def merge_with_saved(
             )
         values[name] = value
     return values
+
+
+def saved_config(state: Mapping[str, Any], path: Path, recipe: str) -> dict[str, Any]:
+    """The configuration that a checkpoint was written with.
+
+    Args:
+        state: what the checkpoint holds.
+        path: where it is.
+        recipe: that resumes it.
+
+    Raises:
+        CheckpointError: another program wrote it.
+    """
+    extra = state.get("extra", {})
+    if extra.get("recipe") != recipe:
+        raise CheckpointError(
+            f"{path} was not written by the {recipe} recipe; --resume takes a run of `train {recipe}`"
+        )
+    config: dict[str, Any] = extra["config"]
+    return config
+
+
+def check_epochs_left(state: Mapping[str, Any], path: Path, epochs: int) -> None:
+    """Find that a run which is resumed has nothing left to do; arguments as for `saved_config`.
+
+    Raises:
+        InputError: says what to give.
+    """
+    if state["epoch"] >= epochs:
+        done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
+        raise InputError(f"{path} has done {done} already; raise --epochs to train on")
 
 
 def _number(text: str) -> float:

@@ -30,6 +30,7 @@ import lockstep
 from lockstep.recipes.curves import draw_curves
 from lockstep.recipes.run_folder import METRICS, Record, find_run, read_metrics
 from lockstep.recipes.summary import Summary
+from lockstep.shm.processor import cpuinfo
 from lockstep.train import EpochReport, Report
 
 __all__ = ["RunLog", "describe_environment"]
@@ -44,7 +45,7 @@ def describe_environment() -> Record:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_model(),
+        "cpu": cpuinfo("model name") or platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "threads_per_rank": torch.get_num_threads(),
     }
@@ -144,13 +145,3 @@ def _drop_after(path: Path, last_step: int) -> None:
     draft = path.with_suffix(".tmp")
     draft.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     os.replace(draft, path)
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"

@@ -14,7 +14,7 @@ import functools
 import re
 from pathlib import Path
 
-__all__ = ["CPUINFO", "bytes_reduced_by_all", "writes_lines_by_turns"]
+__all__ = ["CPUINFO", "bytes_reduced_by_all", "cpuinfo", "writes_lines_by_turns"]
 
 CPUINFO = Path("/proc/cpuinfo")
 _MOST_BYTES, _FEWEST_BYTES = 64 << 10, 16 << 10
@@ -28,19 +28,20 @@ def bytes_reduced_by_all(world_size: int) -> int:
     Args:
         world_size: ranks of the group.
     """
-    if _vendor() == "AuthenticAMD":
+    if cpuinfo("vendor_id") == "AuthenticAMD":
         return _FEWEST_BYTES
     return min(_MOST_BYTES, max(_FEWEST_BYTES, _BYTES_READ // world_size))
 
 
 def writes_lines_by_turns() -> bool:
     """Whether the rank that read a line last should write it. See [Note: who writes a line] in `algorithms.py`."""
-    return _vendor() == "AuthenticAMD"
+    return cpuinfo("vendor_id") == "AuthenticAMD"
 
 
-def _vendor() -> str:
+def cpuinfo(field: str) -> str:
+    """What the kernel says of the processor under a name, such as "model name"; empty where it says nothing. Local."""
     try:
-        found = re.search(r"^vendor_id\s*:\s*(\S+)", CPUINFO.read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.search(rf"^{field}\s*:(.*)$", CPUINFO.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return ""
-    return found[1] if found else ""
+    return found[1].strip() if found else ""

@@ -4,8 +4,8 @@ General layout:
 
 * `ways`: what is compared, who starts it, and why it may not run here.
 * `jobs`: the processes of all ways, which wait for orders; `turns`: has them take turns.
-* `task`: model and data; `setups`: every way as its users write it; `epochs`: an epoch, and the time of its parts;
-  `limit`: how much of one is done where the time of a run is short.
+* `task`: model, data, and how much of an epoch there is time for; `setups`: every way as its users write it; `epochs`:
+  an epoch, and the time of its parts.
 * `worker`: what a rank does.
 * `report`: tables of a result; `plots`: its picture.
 """

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from lockstep.bench.strategies.limit import WHOLE, Limit
 from lockstep.bench.strategies.setups import TrainingSetup
-from lockstep.bench.strategies.task import Task
+from lockstep.bench.strategies.task import WHOLE, Limit, Task
 from lockstep.bench.strategies.ways import PARTS
 
 __all__ = ["train_epoch"]

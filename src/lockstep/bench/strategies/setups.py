@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.batch.share import BatchShare
 from lockstep.bench.strategies.task import Task
-from lockstep.recipes.imagenet.strategies import prepare
+from lockstep.recipes.imagenet.strategies import prepare, weighted
 from lockstep.world import World
 
 __all__ = ["TrainingConfig", "TrainingSetup", "alone", "build"]
@@ -167,13 +167,8 @@ def _take_own_shims() -> None:
     sys.modules["horovod.torch"] = lockstep.compat.horovod.torch
 
 
-def _weighted(loss: Tensor, share: BatchShare) -> Tensor:
-    """For those who take the plain mean over ranks."""
-    return loss if share.weight == 1 else loss * share.weight
-
-
 def _weighted_backward(loss: Tensor, share: BatchShare) -> None:
-    _backward(_weighted(loss, share), share)
+    _backward(weighted(loss, share), share)
 
 
 def _torch_dp(config: TrainingConfig) -> TrainingSetup:
@@ -236,7 +231,7 @@ def _accelerate(config: TrainingConfig) -> TrainingSetup:
         raw,
         accelerator.process_index,
         accelerator.num_processes,
-        backward=lambda loss, share: accelerator.backward(_weighted(loss, share)),
+        backward=lambda loss, share: accelerator.backward(weighted(loss, share)),
         step=optimizer.step,
         zero_grad=optimizer.zero_grad,
         close=accelerator.end_training,
@@ -265,7 +260,7 @@ def _fabric(config: TrainingConfig) -> TrainingSetup:
         raw,
         fabric.global_rank,
         fabric.world_size,
-        backward=lambda loss, share: fabric.backward(_weighted(loss, share)),
+        backward=lambda loss, share: fabric.backward(weighted(loss, share)),
         step=optimizer.step,
         zero_grad=optimizer.zero_grad,
         close=_leave,

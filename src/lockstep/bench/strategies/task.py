@@ -13,13 +13,37 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, SubsetRandomSampler
 
 import lockstep
-from lockstep.bench.strategies.limit import WHOLE, Limit
 from lockstep.recipes.digits.task import DigitsNet, load_digits
 
-__all__ = ["LISTINGS", "Task", "build_task"]
+__all__ = ["LISTINGS", "WHOLE", "Limit", "Task", "build_task"]
 
 LISTINGS = ".listings"
 _EVALUATION_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Where an epoch ends that would take too long.
+
+    Attributes:
+        steps: after so many; None: after all.
+        seconds: after so many, for one process alone, since each rank has a clock of its own; None: never.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def is_reached(self, steps: int, began_s: float) -> bool:
+        """Whether to end here. Local.
+
+        Args:
+            steps: done so far.
+            began_s: when the first one began, monotonic.
+        """
+        return steps == self.steps or (self.seconds is not None and time.monotonic() - began_s > self.seconds)
+
+
+WHOLE = Limit()
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from lockstep import env
 from lockstep.bench.results import Series
 from lockstep.bench.session import Session
 from lockstep.bench.strategies.jobs import Orders, WayFailed, WayJob, open_orders
-from lockstep.bench.strategies.limit import WHOLE, Limit
-from lockstep.bench.strategies.task import LISTINGS
+from lockstep.bench.strategies.task import LISTINGS, WHOLE, Limit
 from lockstep.bench.strategies.ways import ALL_THREADS, PARTS, SINGLE, WAYS, Way, why_not
 from lockstep.launch.environment import visible_cores, visible_gpus
 

@@ -24,9 +24,8 @@ import lockstep
 from lockstep import env
 from lockstep.bench.strategies.epochs import train_epoch
 from lockstep.bench.strategies.jobs import HOST, TASK_KEY
-from lockstep.bench.strategies.limit import Limit
 from lockstep.bench.strategies.setups import TrainingConfig, TrainingSetup, alone, build
-from lockstep.bench.strategies.task import Task, build_task
+from lockstep.bench.strategies.task import Limit, Task, build_task
 from lockstep.bench.strategies.ways import ALL_THREADS, WAYS
 
 __all__ = ["main"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lockstep.recipes.digits.options import DigitsConfig, resolve_config
 from lockstep.recipes.digits.task import DigitsNet, ShiftedDigits, load_digits
 from lockstep.recipes.display import Display
 from lockstep.recipes.mistakes import open_world, say_together
+from lockstep.recipes.options import check_epochs_left, saved_config
 from lockstep.recipes.run_folder import CHECKPOINTS, folder_of_run
 from lockstep.recipes.runlog import RunLog, describe_environment
 from lockstep.recipes.summary import RankTimes
@@ -77,10 +78,8 @@ def _prepare(options: argparse.Namespace, world: World) -> tuple[DigitsConfig, T
         config = resolve_config(options)
         return config, make_trainer(config, world.device)
     state = checkpoint.load(options.resume)
-    config = resolve_config(options, _saved_config(state, options.resume))
-    if state["epoch"] >= config.epochs:
-        done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
-        raise InputError(f"{options.resume} has done {done} already; raise --epochs to train on")
+    config = resolve_config(options, saved_config(state, options.resume, "digits"))
+    check_epochs_left(state, options.resume, config.epochs)
     trainer = make_trainer(config, world.device)
     trainer.load_state_dict(state)
     for group in trainer.optimizer.param_groups:  # its state has brought the old rate back
@@ -128,15 +127,6 @@ def make_trainer(config: DigitsConfig, device: torch.device) -> Trainer:
 
     extra = {"recipe": "digits", "config": config.as_dict()}
     return Trainer(model, optimizer, loader, loss_fn, evaluate=evaluate, accumulate=config.accumulate, extra=extra)
-
-
-def _saved_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The configuration that a checkpoint was written with."""
-    extra = state.get("extra", {})
-    if extra.get("recipe") != "digits":
-        raise CheckpointError(f"{path} was not written by the digits recipe; --resume takes a run of `train digits`")
-    config: dict[str, Any] = extra["config"]
-    return config
 
 
 def _views(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 
 from lockstep.recipes.imagenet.options import add_options
-from lockstep.recipes.imagenet.starting import Start, choose_strategy, start_of
+from lockstep.recipes.imagenet.starting import choose_strategy, start
 from lockstep.recipes.options import check_packages
 
 __all__ = ["add_arguments", "main", "start"]
@@ -40,15 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     # How `lockstep train` hands on --nproc where one process starts the others, or has replicas.
     parser.add_argument("--processes", default="auto", help=argparse.SUPPRESS)
-
-
-def start(options: argparse.Namespace, nproc: int | str) -> Start:
-    """What `lockstep train` is to start for these options.
-
-    Raises:
-        InputError: options contradict each other.
-    """
-    return start_of(options, nproc)
 
 
 def main(options: argparse.Namespace) -> int:

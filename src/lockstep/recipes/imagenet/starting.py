@@ -24,7 +24,7 @@ from lockstep.errors import InputError
 from lockstep.recipes.imagenet.options import resolve_config
 from lockstep.topology.slurm import read_slurm
 
-__all__ = ["Start", "choose_strategy", "meeting_url", "start_of"]
+__all__ = ["Start", "choose_strategy", "meeting_url", "start"]
 
 _PLACEHOLDERS = ("FREEPORT", "IP_OF_NODE0")
 _SPAWNED_HERE = frozenset({"single", "dp", "spawn"})
@@ -63,7 +63,7 @@ def choose_strategy(options: argparse.Namespace) -> str:
     return "single" if options.gpu is not None and not _is_given_a_rank(options) else "ddp"
 
 
-def start_of(options: argparse.Namespace, nproc: int | str) -> Start:
+def start(options: argparse.Namespace, nproc: int | str) -> Start:
     """How many processes `lockstep train` starts for these options.
 
     Args:

@@ -41,7 +41,7 @@ from lockstep.parallel.rank_agreement import broadcast_tensors
 from lockstep.train import Parallel, Update
 from lockstep.world import World
 
-__all__ = ["Strategy", "prepare"]
+__all__ = ["Strategy", "prepare", "weighted"]
 
 _WORTH_A_SHARE = 1_000_000  # parameters
 
@@ -125,7 +125,7 @@ class _Horovod(_Scaled):
     """Gradients are averaged by the optimizer: before they are looked at, and not again in its step."""
 
     def backward(self, loss: Tensor, share: BatchShare, closes_step: bool) -> None:
-        super().backward(_weighted(loss, share), share, closes_step)
+        super().backward(weighted(loss, share), share, closes_step)
 
     def finish(self) -> None:
         self.optimizer.synchronize()  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ class _Apex(Update):
         self.amp, self.weights = amp, weights
 
     def backward(self, loss: Tensor, share: BatchShare, closes_step: bool) -> None:
-        loss = _weighted(loss, share) if self.weights else loss
+        loss = weighted(loss, share) if self.weights else loss
         with self.amp.scale_loss(loss, self.optimizer, delay_unscale=not closes_step) as scaled_loss:
             scaled_loss.backward()
 
@@ -269,6 +269,6 @@ def _import(name: str, package: str) -> Any:
         ) from error
 
 
-def _weighted(loss: Tensor, share: BatchShare) -> Tensor:
+def weighted(loss: Tensor, share: BatchShare) -> Tensor:
     """A loss as others than Lockstep's engines must have it. See [Note: who weights]."""
     return loss if share.weight == 1 else loss * share.weight

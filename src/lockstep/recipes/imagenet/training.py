@@ -33,6 +33,7 @@ from lockstep.recipes.imagenet.starting import choose_strategy, meeting_url
 from lockstep.recipes.imagenet.strategies import Strategy, prepare
 from lockstep.recipes.imagenet.waiting import LoaderAdvice
 from lockstep.recipes.mistakes import open_world, say_mistake, say_together
+from lockstep.recipes.options import check_epochs_left, saved_config
 from lockstep.recipes.run_folder import CHECKPOINTS, folder_of_run
 from lockstep.recipes.summary import RankTimes
 from lockstep.train import Parallel, Trainer
@@ -131,7 +132,7 @@ def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
         SetupError: a package is missing.
     """
     state = None if options.resume is None else checkpoint.load(options.resume)
-    config = resolve_config(options, None if state is None else _saved_config(state, options.resume))
+    config = resolve_config(options, None if state is None else saved_config(state, options.resume, "imagenet"))
     replicas = resolve_nproc(options.processes, env.snapshot()) if strategy == "dp" else 1
     _check(options, config, strategy, state)
     check_name(config.arch)
@@ -342,31 +343,9 @@ def _check(options: argparse.Namespace, config: ImagenetConfig, strategy: str, s
     if options.shard_optimizer and strategy not in ("ddp", "spawn", "slurm"):
         raise InputError(f"--shard-optimizer is not for --strategy {strategy}: choose ddp, spawn or slurm")
     if state is not None and not options.evaluate:
-        _check_goes_on(options, config, state)
-
-
-def _check_goes_on(options: argparse.Namespace, config: ImagenetConfig, state: Mapping[str, Any]) -> None:
-    """Find that nothing is left to do for a run that is resumed.
-
-    Raises:
-        InputError: says what to give.
-    """
-    if state["epoch"] >= config.epochs:
-        done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
-        raise InputError(f"{options.resume} has done {done} already; raise --epochs to train on")
-    if options.max_steps is not None and state["step"] >= options.max_steps:
-        raise InputError(f"{options.resume} has done {state['step']} steps already; --max-steps counts those, too")
-
-
-def _saved_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The configuration that a checkpoint was written with."""
-    extra = state.get("extra", {})
-    if extra.get("recipe") != "imagenet":
-        raise CheckpointError(
-            f"{path} was not written by the imagenet recipe; --resume takes a run of `train imagenet`"
-        )
-    config: dict[str, Any] = extra["config"]
-    return config
+        check_epochs_left(state, options.resume, config.epochs)
+        if options.max_steps is not None and state["step"] >= options.max_steps:
+            raise InputError(f"{options.resume} has done {state['step']} steps already; --max-steps counts those, too")
 
 
 def _batch_norm_note(config: ImagenetConfig, module: nn.Module, num_parts: int) -> list[str]:
