@@ -1,6 +1,6 @@
 """hosts: a group over several hosts, against flat gloo and torch's DDP on it.
 
-The hosts are network namespaces of this machine, joined by virtual Ethernet; see `lockstep.testing.namespaces`. Needs
+The hosts are network namespaces of this machine, joined by virtual Ethernet; see `tests.namespaces`. Needs
 root. `tc tbf` holds it to 1 Gbit/s, except where a table says otherwise.
 
 `all_reduce` of 25 MiB over two hosts with two ranks each, contestants in the same processes and rounds:
@@ -41,7 +41,7 @@ from lockstep.bench.harness import Budget, Configuration, Contestant, all_reduce
 from lockstep.bench.ranks import Job, RankFailed
 from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.comm.wire import choose_wire, find_wire
-from lockstep.testing.namespaces import Cluster, cluster, reason_to_skip
+from tests.namespaces import Cluster, cluster, reason_to_skip
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forked_modules import fork_the_ranks, fork_the_ways
+from namespace_host import fork_within
 
 from lockstep.testing import limit_s
 
@@ -198,7 +199,6 @@ class WarmLauncher:
 def _become(request: Mapping[str, Any]) -> NoReturn:
     from lockstep import cli, env
     from lockstep.launch.config import LaunchConfig
-    from lockstep.testing.namespace_host import fork_within
 
     if request["within"] and (child := fork_within(request["within"])):
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.testing.namespaces import MASTER_PORT, Cluster, NamespaceHost, RankDied, cluster, reason_to_skip
+from tests.namespaces import MASTER_PORT, Cluster, NamespaceHost, RankDied, cluster, reason_to_skip
 
 __all__ = ["MASTER_PORT", "REASON", "Cluster", "NamespaceHost", "RankDied", "cluster", "needs_namespaces"]
 

@@ -33,8 +33,6 @@ ALLOWED = {
     "lockstep.testing.conformance.data_movement": "checks the verbs that send objects",
     "lockstep.testing.conformance.point_to_point": "checks the verbs that send objects",
     "lockstep.testing.fork_server": _OWN_CHILDREN,
-    "lockstep.testing.namespace_host": _OWN_CHILDREN,
-    "lockstep.testing.namespaces": _OWN_CHILDREN,
     "lockstep.testing.pool": _OWN_CHILDREN,
     "lockstep.testing.worker": _OWN_CHILDREN,
     "lockstep.tools.capabilities.verbs": "tries the verbs that send objects, on objects of its own",

@@ -28,7 +28,6 @@ General layout:
 * `fork_server`: the process that workers are forked from; `worker`: what one worker does.
 * `one_answer`: `assert_one_answer`, which runs a training script on N processes and on one.
 * `limits`: `limit_s`.
-* `namespaces`: several hosts on one machine; `namespace_host`: the first process of each.
 * `conformance`: the suite, which has a map of its own.
 """
 

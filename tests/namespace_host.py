@@ -4,7 +4,7 @@
 
 A host's process reads pickled requests: a rank, its variables, the module search path, and a file with the pickled
 function and its arguments. When a rank has ended it writes its number and exit code. What the function returned or
-raised lies then beside the file, as `outcome<rank>`.
+raised then lies next to the file, as `outcome<rank>`.
 """
 
 from __future__ import annotations
