@@ -320,7 +320,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_how_a_script_wants_to_be_started(tmp_path: Path) -> None:
     def read(text: str) -> Any:
-        script = tmp_path / "script.py"
+        script = tmp_path / f"script{hash(text)}.py"  # what a process has read of a file it knows
         script.write_text(text)
         return read_script(str(script))
 

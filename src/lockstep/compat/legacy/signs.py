@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from lockstep.compat.legacy.sources import docstrings, dotted_name, keyword_of, name_of
 
-__all__ = ["OLD_FILE_URL", "Signs", "signs_in"]
+__all__ = ["MODULES", "OLD_FILE_URL", "Signs", "signs_in"]
 
 OLD_FILE_URL = re.compile(r"file://[^/?]+(\?.*)?")
 """A place to meet that names no folder."""
 
-_MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated", "torch.nn.parallel.deprecated")
-_LAST_PARTS = frozenset(module.rpartition(".")[2] for module in _MODULES)
+MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated", "torch.nn.parallel.deprecated")
+_LAST_PARTS = frozenset(module.rpartition(".")[2] for module in MODULES)
 _MULTIGPU = re.compile(r"(all_reduce|broadcast|reduce|all_gather|reduce_scatter)_multigpu")
 _BATCH_SIZE = re.compile(r"(.*_)?(batch_?size|bsz?)", re.IGNORECASE)
 _SCHEDULERS = frozenset(
@@ -88,7 +88,7 @@ def _old_modules(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
     guarded = _inside_guarded_imports(nodes)
     for node in nodes:
         names = [] if id(node) in guarded else _full_names(node)
-        for module in _MODULES:
+        for module in MODULES:
             if any(f"{name}.".startswith(f"{module}.") for name in names):
                 yield module, getattr(node, "lineno", 0)
 

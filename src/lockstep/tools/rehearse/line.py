@@ -27,6 +27,10 @@ class Site:
         here = os.getcwd() + os.sep
         return f"{self.file.removeprefix(here)}:{self.line}"
 
+    def dump(self) -> list[object]:
+        """The list that a record has of it."""
+        return [self.file, self.line, self.function]
+
     @classmethod
     def load(cls, values: Sequence[object]) -> Site:
         """From the list that a record has of it."""

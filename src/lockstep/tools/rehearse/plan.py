@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from pathlib import Path
 
+from lockstep.compat.legacy.sources import dotted_name, parse
 from lockstep.compat.legacy.spelling import find_spelling
 
-__all__ = ["Needs", "dotted_name", "option_for_local_rank", "read_script"]
+__all__ = ["Needs", "option_for_local_rank", "read_script"]
 
 _SPAWNERS = frozenset({"spawn", "start_processes"})
 _JOINERS = frozenset({"init_process_group", "init"})
@@ -61,28 +61,23 @@ def _modules_of(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def dotted_name(node: ast.expr, imported: dict[str, str]) -> str:
+def _full_name(node: ast.expr, imported: dict[str, str]) -> str:
     """`torch.multiprocessing.spawn` for `mp.spawn` under `import torch.multiprocessing as mp`; empty for no name."""
-    if isinstance(node, ast.Name):
-        return imported.get(node.id, node.id)
-    if isinstance(node, ast.Attribute):
-        base = dotted_name(node.value, imported)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
+    first, dot, rest = dotted_name(node).partition(".")
+    return imported.get(first, first) + dot + rest
 
 
 def read_script(path: str) -> Needs:
     """What the script at `path` wants; nothing in particular where it is no Python text."""
-    try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8", errors="replace"))
-    except (OSError, SyntaxError, ValueError):
+    tree = parse(path)
+    if tree is None:
         return Needs()
     imported = _modules_of(tree)
     starts = joins = parallel = False
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        name = dotted_name(node.func, imported)
+        name = _full_name(node.func, imported)
         owner, _, last = name.rpartition(".")
         starts = starts or (last in _SPAWNERS and ("multiprocessing" in owner or owner == "lockstep"))
         joins = joins or (last in _JOINERS and owner.split(".")[0] in ("torch", "horovod", "lockstep"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -121,9 +120,8 @@ def rehearse(rehearsal: Rehearsal) -> int:
 
 
 def _write(rehearsal: Rehearsal, findings: Sequence[Finding], job: RehearsedJob | None, code: int) -> None:
-    what = dataclasses.replace(rehearsal, args=tuple(rehearsal.args))
     make = format_json if rehearsal.format == "json" else format_text
-    text = make(what.target, findings, job, code)
+    text = make(rehearsal.target, findings, job, code)
     if rehearsal.output is None:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
-from pathlib import Path
+
+from lockstep.compat.legacy.sources import name_of, parse
 
 __all__ = [
     "argument_at",
@@ -13,18 +13,8 @@ __all__ = [
     "assignments_at",
     "divisors_at",
     "is_factor",
-    "parse",
     "tests_around",
 ]
-
-
-@functools.lru_cache(maxsize=256)
-def parse(file: str) -> ast.Module | None:
-    """The syntax tree of a file, or None if there is none to be had."""
-    try:
-        return ast.parse(Path(file).read_text(encoding="utf-8", errors="replace"))
-    except (OSError, SyntaxError, ValueError):
-        return None
 
 
 def _nodes(file: str) -> Iterator[ast.AST]:
@@ -70,7 +60,7 @@ def argument_at(file: str, line: int, function: str, name: str, position: int | 
     calls = [
         node
         for node in _nodes(file)
-        if isinstance(node, ast.Call) and _covers(node, line) and _last_name(node.func).endswith(function)
+        if isinstance(node, ast.Call) and _covers(node, line) and name_of(node.func).endswith(function)
     ]
     found: list[ast.expr] = []
     for call in calls:
@@ -84,18 +74,10 @@ def argument_at(file: str, line: int, function: str, name: str, position: int | 
     return found[0] if len(found) == 1 else None
 
 
-def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
 def _targets(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Assign):
         return node.targets
-    if isinstance(node, ast.AnnAssign | ast.AugAssign):
-        return [node.target]
-    if isinstance(node, ast.For):
-        return [node.target]
-    if isinstance(node, ast.NamedExpr):
+    if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For | ast.NamedExpr):
         return [node.target]
     return []
 
@@ -124,7 +106,7 @@ def assigned_values(file: str, text: str) -> list[ast.expr | None]:
 
 def _passed_values(file: str, function: str, names: list[str], name: str) -> list[ast.expr | None]:
     """What the calls of a function in the file pass for one of its parameters; None for what cannot be seen."""
-    calls = [node for node in _nodes(file) if isinstance(node, ast.Call) and _last_name(node.func) == function]
+    calls = [node for node in _nodes(file) if isinstance(node, ast.Call) and name_of(node.func) == function]
     found: list[ast.expr | None] = []
     for call in calls:
         position = names.index(name) - (names[0] == "self" and isinstance(call.func, ast.Attribute))
@@ -151,7 +133,7 @@ def divisors_at(file: str, line: int) -> list[ast.expr]:
     for node in _nodes(file):
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div) and _covers(node, line):
             found.append(node.right if isinstance(node, ast.BinOp) else node.value)
-        is_method = isinstance(node, ast.Call) and _last_name(node.func) in ("div", "div_", "true_divide")
+        is_method = isinstance(node, ast.Call) and name_of(node.func) in ("div", "div_", "true_divide")
         if isinstance(node, ast.Call) and is_method and _covers(node, line):
             found.extend(node.args[-1:])
     return found
@@ -164,6 +146,6 @@ def is_factor(file: str, name: str) -> bool:
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Mult | ast.Mod | ast.FloorDiv)
         and not isinstance(node.left, ast.Constant | ast.JoinedStr)
-        and last in (_last_name(node.left), _last_name(node.right))
+        and last in (name_of(node.left), name_of(node.right))
         for node in _nodes(file)
     )

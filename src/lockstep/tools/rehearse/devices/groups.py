@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep.comm.names import BACKEND_NAME
 from lockstep.comm.registration import ensure
 from lockstep.errors import InputError
 from lockstep.tools.rehearse.devices.marks import mark_of
-from lockstep.tools.rehearse.devices.mode import placed
+from lockstep.tools.rehearse.devices.mode import placed, tensors_among
 from lockstep.tools.rehearse.patching import replace, wrap, wrap_everywhere
 
 __all__ = ["NcclOptions", "ProcessGroupNCCL", "install", "nominal_backend"]
@@ -127,14 +127,6 @@ def _get_backend_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_backend_config
 
 
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors_in(value)
-
-
 def _is_called_by_user() -> bool:
     """Whether the user's code called the collective; who watches it comes in between."""
     frame = sys._getframe(2)
@@ -150,7 +142,7 @@ def _like_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
         # What torch sends for its own sake is made for the group that is really there.
         group = args[position] if len(args) > position else kwargs.get("group")
         if nominal_backend(group) == "nccl" and _group(group) not in _mixed and _is_called_by_user():
-            for tensor in _tensors_in([*args, *kwargs.values()]):
+            for tensor in tensors_among([*args, *kwargs.values()]):
                 if mark_of(tensor) is None:
                     raise RuntimeError(
                         f"No backend type associated with device type cpu: {original.__name__} of a tensor in host "

@@ -31,6 +31,7 @@ __all__ = [
     "mixing",
     "observers",
     "placed",
+    "tensors_among",
 ]
 
 # Called with (operator, positional arguments, result) after each operator.
@@ -146,12 +147,13 @@ def mixing() -> Iterator[None]:
         _local.mixes = before
 
 
-def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+def tensors_among(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, those in lists and tuples included."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
         elif isinstance(argument, list | tuple):
-            yield from _tensors(argument)
+            yield from tensors_among(argument)
 
 
 def _traits_of(func: Any) -> tuple[bool, bool, bool]:
@@ -182,7 +184,7 @@ def check_one_device(name: str, arguments: Sequence[Any], index: int) -> None:
     Raises:
         RuntimeError: one lies elsewhere, in CUDA's words.
     """
-    for tensor in _tensors(arguments):
+    for tensor in tensors_among(arguments):
         other = mark_of(tensor)
         if other != index and tensor.dim() > 0:
             raise RuntimeError(
@@ -217,9 +219,9 @@ def _in_float32(func: Any, args: Sequence[Any]) -> Any:
 def _run_higher_order(func: Any, args: Any, kwargs: Any) -> Any:
     """An operator of functions, whose results lie where its first tensor does."""
     result = func(*args, **kwargs)
-    index = next((place for each in _tensors(args) if (place := mark_of(each)) is not None), None)
+    index = next((place for each in tensors_among(args) if (place := mark_of(each)) is not None), None)
     if index is not None:
-        for each in _tensors(result if isinstance(result, tuple) else (result,)):
+        for each in tensors_among(result if isinstance(result, tuple) else (result,)):
             mark(each, index)
     return result
 
@@ -245,7 +247,7 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if index is None:
-            for tensor in _tensors(args):
+            for tensor in tensors_among(args):
                 index = mark_of(tensor)
                 if index is not None:
                     break
@@ -281,7 +283,7 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A list of fresh tensors is one return of the schema.
             single = isinstance(result, list) and len(func._schema.returns) == 1
             if returned.alias_info is None and position not in in_host_memory:
-                for tensor in _tensors(results if single else (value,)):
+                for tensor in tensors_among(results if single else (value,)):
                     mark(tensor, place)
 
 

@@ -7,7 +7,7 @@ General layout:
 
 * `finding`: a finding, and its kind.
 * `starts`: ranks that never join, and scripts that only some launchers can start.
-* `sampling`: samplers that repeat an order, pad an evaluation or draw alike; `evaluation`: each rank evaluates it all.
+* `sampling`: samplers that repeat an order, pad an evaluation or draw alike; evaluations that ranks do not share.
 * `means`: means over ranks with different numbers of samples.
 * `collectives`: collectives that not all ranks come to; `metrics`: reductions made for nothing.
 * `checkpoints`: files that several ranks write, names with a prefix, loads onto the wrong device.
@@ -22,7 +22,6 @@ from lockstep.tools.rehearse.findings import (
     checkpoints,
     children,
     collectives,
-    evaluation,
     identity,
     means,
     metrics,
@@ -40,7 +39,6 @@ KINDS: dict[str, Kind] = {
     for module in (
         starts,
         sampling,
-        evaluation,
         means,
         collectives,
         checkpoints,

@@ -30,12 +30,17 @@ def _forgotten_epochs(job: RehearsedJob) -> Iterator[Finding]:
                 yield Finding("set-epoch-forgotten", repeats[0].sites, what)
 
 
+def _is_evaluation(event: TraceEvent) -> bool:
+    """Whether it is a whole pass that trains nothing."""
+    data = event.data
+    return data["finished"] and not data["trained"] and not data["backwards"]
+
+
 def _padded_evaluation(job: RehearsedJob) -> Iterator[Finding]:
     """A whole pass that trains nothing, over more samples than there are."""
     for process, event in job.each("pass"):
         data = event.data
-        is_evaluation = data["finished"] and not data["trained"] and not data["backwards"]
-        if is_evaluation and data["padding"] > 0 and process.world_size > 1:
+        if _is_evaluation(event) and data["padding"] > 0 and process.world_size > 1:
             total = data["length"] + data["padding"]
             what = (
                 f"{total} samples are evaluated where the data set has {data['length']}: {data['padding']} of them "
@@ -59,6 +64,19 @@ def _same_draws(job: RehearsedJob) -> Iterator[Finding]:
             where = "" if worker < 0 else f" (in worker {worker} of its loader)"
             what = f"every rank draws the same numbers from {library}'s generator to make its batches{where}"
             yield Finding("same-augmentation-seed", sites, what)
+
+
+def _whole_set_on_each(job: RehearsedJob) -> Iterator[Finding]:
+    """A whole pass that trains nothing, over the very same samples on every rank."""
+    passes: dict[tuple[tuple[Site, ...], tuple[Site, ...], int], dict[int, TraceEvent]] = defaultdict(dict)
+    for process, event in job.each("pass"):
+        if _is_evaluation(event) and event.data["content"] and process.rank is not None and process.joined:
+            passes[_sites(event, "loader"), event.sites, event.data["number"]].setdefault(process.rank, event)
+    for (loader, sites, _), by_rank in passes.items():
+        if len(by_rank) == job.world_size > 1 and len({event.data["content"] for event in by_rank.values()}) == 1:
+            samples = next(iter(by_rank.values())).data["samples"]
+            what = f"each of {job.world_size} ranks evaluated the same {samples} samples"
+            yield Finding("evaluation-on-every-rank", loader or sites, what)
 
 
 KINDS = (
@@ -87,5 +105,12 @@ KINDS = (
         "seed the model alike and the data differently: after the model is made, seed with seed + rank (torch, numpy, "
         "random), or give the DataLoader a generator of its own; lockstep.DataLoader draws per sample",
         _same_draws,
+    ),
+    Kind(
+        "evaluation-on-every-rank",
+        "every rank evaluates the whole data set",
+        "evaluation takes as long on N GPUs as on one, and counts that are summed over ranks are N times too large",
+        "give each rank a share (lockstep.DataLoader hands out every sample once) and reduce sums and counts together",
+        _whole_set_on_each,
     ),
 )

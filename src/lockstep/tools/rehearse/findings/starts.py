@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from lockstep.compat.legacy.sources import parse
 from lockstep.tools.rehearse.events import RehearsedJob
 from lockstep.tools.rehearse.findings.finding import Finding, Kind
-from lockstep.tools.rehearse.source import parse
 
 __all__ = ["KINDS"]
 

@@ -284,7 +284,7 @@ def _join(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         names = ("backend", "init_method", "timeout", "world_size", "rank")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        recorder.note("init", chain(), world_size=str(given.get("world_size", "")), rank=str(given.get("rank", "")))
+        recorder.note("init", chain(), world_size=str(given.get("world_size", "")))
         result = original(*args, **kwargs)
         recorder.rank, recorder.world_size, recorder.joined = dist.get_rank(), dist.get_world_size(), True
         _agree_on_family()
@@ -312,7 +312,7 @@ def _finish() -> None:
             reads=line.reads,
             root=line.root,
             means=line.means,
-            divided_at=[[one.file, one.line, one.function] for one in sorted(line.divided_at)],
+            divided_at=[one.dump() for one in sorted(line.divided_at)],
         )
     for (sites, number, has_barrier), times in _bursts.counts.items():
         recorder.note("burst", sites, reductions=number, barrier=has_barrier, times=times)

@@ -1,9 +1,9 @@
 """Who a process takes itself for: which variables it reads, which device it chooses, how many ranks it starts.
 
 Notes `variable` (`name`, `value`; `asks`: the script or a library asked for it, rather than torch or Lockstep),
-`device` (`index`), `count` (the user asked for the number of devices), `option` (`name`: the script declares an option
-for its local rank), `spawn` (`nprocs`) and `peers` (`modules`: libraries by which copies of a script may know of each
-other).
+`device` (the script chose one), `count` (the user asked for the number of devices), `option` (`name`: the script
+declares an option for its local rank), `spawn` (`nprocs`) and `peers` (`modules`: libraries by which copies of a script
+may know of each other).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _lookup(original: Callable[..., Any]) -> Callable[..., Any]:
 def _set_device(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_device(device: Any) -> None:
         if is_users(sys._getframe(1).f_code):
-            recorder.note("device", chain(), index=str(device))
+            recorder.note("device", chain())
         original(device)
 
     return set_device

@@ -1,6 +1,6 @@
 """Calls that Lockstep's shims for old scripts let through, and that torch by itself would turn away.
 
-Notes `older`: `change`, a name of `compat.legacy.needs.CHANGES`, and `error`, what torch would have said or lacked.
+Notes `older`: `error`, what torch would have said or lacked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.compat.legacy import multigpu, patches
+from lockstep.compat.legacy.signs import MODULES
 from lockstep.tools.rehearse.devices.marks import note_on, storage_of
 from lockstep.tools.rehearse.patching import replace, wrap
 from lockstep.tools.rehearse.sites import chain, is_own
@@ -22,7 +23,6 @@ from lockstep.tools.rehearse.watch.recorder import recorder
 __all__ = ["install"]
 
 _LAYOUT = "_lockstep_plain_layout"
-_MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated", "torch.nn.parallel.deprecated")
 _ERRORS = {
     "init_process_group": 'torch knows no backend "tcp", and of a file:// URL wants the whole path',
     "batch_size": "torch takes no float as batch_size",
@@ -43,8 +43,8 @@ def _note(change: str, name: str = "") -> None:
     sites = chain()
     if sites and (change, sites) not in _seen:
         _seen.add((change, sites))
-        error = f"torch has no module {change}" if change in _MODULES else _ERRORS[change].format(name=name)
-        recorder.note("older", sites, change=change, error=error)
+        error = f"torch has no module {change}" if change in MODULES else _ERRORS[change].format(name=name)
+        recorder.note("older", sites, error=error)
 
 
 class _Module(ModuleType):
@@ -56,22 +56,17 @@ class _Module(ModuleType):
         return ModuleType.__getattribute__(self, name)
 
 
-class _ReduceOps(SimpleNamespace):
-    """`torch.distributed.reduce_op` where torch lacks it."""
+def _watch_members(name: str) -> None:
+    """Note who takes a member of `torch.distributed.name`, where torch lacks that."""
 
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("__"):
-            _note("reduce_op")
-        return SimpleNamespace.__getattribute__(self, name)
+    class WatchedNames(SimpleNamespace):
+        def __getattribute__(self, member: str) -> Any:
+            if not member.startswith("__"):
+                _note(name)
+            return SimpleNamespace.__getattribute__(self, member)
 
-
-class _Backends(SimpleNamespace):
-    """`torch.distributed.dist_backend` where torch lacks it."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("__"):
-            _note("dist_backend")
-        return SimpleNamespace.__getattribute__(self, name)
+    if type(names := vars(dist).get(name)) is SimpleNamespace:
+        replace(dist, name, WatchedNames(**vars(names)))
 
 
 def _noting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -86,14 +81,12 @@ def _noting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _watch_names(changes: Iterable[str]) -> None:
-    for name in set(_MODULES).intersection(changes):
+    for name in set(MODULES).intersection(changes):
         module = sys.modules.get(name)
         if type(module) is ModuleType and (module.__doc__ or "").endswith(f"added by {patches.__name__}."):
             module.__class__ = _Module
-    if type(ops := vars(dist).get("reduce_op")) is SimpleNamespace:
-        replace(dist, "reduce_op", _ReduceOps(**vars(ops)))
-    if type(backends := vars(dist).get("dist_backend")) is SimpleNamespace:
-        replace(dist, "dist_backend", _Backends(**vars(backends)))
+    _watch_members("reduce_op")
+    _watch_members("dist_backend")
     for name in multigpu.__all__:
         if getattr(dist, name, None) is getattr(multigpu, name):
             wrap(dist, name, _noting(name))

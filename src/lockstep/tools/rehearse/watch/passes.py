@@ -2,7 +2,7 @@
 
 Notes `pass` for every pass over a `torch.utils.data.DataLoader`: `number` (of the loader's passes), `epoch`,
 `shuffles`, `was_told` (the sampler's `set_epoch` was ever called), `padding` (samples that the sampler adds), `length`
-(of the data set), `batches`, `samples` (0 where nobody knows), `trained` (optimizer steps meanwhile), `finished`,
+(of the data set), `samples` (0 where nobody knows), `trained` (optimizer steps meanwhile), `finished`,
 `content` (see `contents`; only of passes that evaluate a model which all ranks train together); and where loader and
 sampler were made.
 """
@@ -39,7 +39,6 @@ class Pass:
         loader: the loader that it reads from.
         sites: the lines at which the pass began.
         number: 0 for the loader's first.
-        batches: number of batches read so far.
         samples: number of samples read so far; 0 where nobody knows.
         last_size: samples in the last batch; 0 where nobody knows.
         backwards: backward passes meanwhile.
@@ -52,7 +51,7 @@ class Pass:
         self.loader = loader
         self.sites = sites
         self.number = number
-        self.batches = self.samples = self.last_size = self.backwards = self.steps = 0
+        self.samples = self.last_size = self.backwards = self.steps = 0
         self.is_finished = False
         self.contents: Contents | None = Contents()
         self.sampler = distributed_sampler(loader)
@@ -60,7 +59,6 @@ class Pass:
 
     def take(self, batch: Any, size: int) -> None:
         """Another batch, of `size` samples; 0 where nobody knows."""
-        self.batches += 1
         self.last_size = size
         self.samples += size
         if self.contents is not None:
@@ -215,10 +213,6 @@ def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def _lines(sites: tuple[Site, ...]) -> list[list[Any]]:
-    return [[site.file, site.line, site.function] for site in sites]
-
-
 def _finish() -> None:
     for one in _passes:
         sampler = one.sampler
@@ -228,15 +222,14 @@ def _finish() -> None:
             "pass",
             one.sites,
             number=one.number,
-            loader=_lines(made_at(one.loader)),
-            sampler=_lines(made_at(sampler)),
+            loader=[site.dump() for site in made_at(one.loader)],
+            sampler=[site.dump() for site in made_at(sampler)],
             has_sampler=sampler is not None,
             epoch=one.epoch,
             shuffles=bool(sampler is not None and sampler.shuffle),
             was_told=bool(getattr(sampler, _TOLD, False)),
             padding=padding,
             length=length,
-            batches=one.batches,
             batch_size=getattr(one.loader, "batch_size", None),
             samples=one.samples,
             backwards=one.backwards,

@@ -53,8 +53,7 @@ class Recorder:
         """Add an event; `data` must be what JSON can say."""
         with self._lock:
             if len(self._events) < _MAX_EVENTS:
-                lines = [[site.file, site.line, site.function] for site in sites]
-                self._events.append({"kind": kind, "sites": lines, "data": data})
+                self._events.append({"kind": kind, "sites": [site.dump() for site in sites], "data": data})
 
     @contextlib.contextmanager
     def watching_the_end(self) -> Iterator[None]:

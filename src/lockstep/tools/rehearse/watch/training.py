@@ -1,6 +1,6 @@
 """Optimizers, schedulers, loss scalers and clipping: in which order a step does what.
 
-Notes `optimizer` (`lr` as constructed, `first_lr` at its first step, `steps`, `device` of its first parameter),
+Notes `optimizer` (`lr` as constructed, `first_lr` at its first step, `steps`),
 `steps` (`sizes`: samples in the batch of every step), `scheduler` (`gaps`: calls of its step between two steps of its
 optimizer), `clip` (`count`: gradients that were clipped while they were still multiplied by the loss scale) and `ddp`
 (`device`: of the node's GPUs, whichever of them the process sees).
@@ -43,7 +43,6 @@ class _Optimizer:
         self.sites = sites
         self.lr: float | None = None
         self.first_lr: float | None = None
-        self.device: int | None = None
         self.steps = 0
 
 
@@ -91,8 +90,6 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     known = _optimizers.setdefault(id(optimizer), _Optimizer(chain()))
     if known.steps == 0:
         known.first_lr = _lr_of(optimizer)
-        parameters = optimizer.param_groups[0]["params"]
-        known.device = mark_of(parameters[0]) if parameters else None
     known.steps += 1
     now = passes.current()
     if now is not None:
@@ -152,13 +149,11 @@ def _ddp_init(original: Callable[..., Any]) -> Callable[..., Any]:
         sites = chain()
         parameter = next(module.parameters(), None)
         index = None if parameter is None else mark_of(parameter)
-        ids = kwargs.get("device_ids", args[0] if args else None)
         recorder.note(
             "ddp",
             sites,
             device=None if index is None else devices.visible()[index],
             backend=nominal_backend(kwargs.get("process_group")),
-            device_ids=None if ids is None else [str(one) for one in ids],
         )
         _torch_ddp.append(sites)
         original(self, module, *args, **kwargs)
@@ -188,7 +183,6 @@ def _finish() -> None:
             lr=optimizer.lr,
             first_lr=optimizer.first_lr,
             steps=optimizer.steps,
-            device=optimizer.device,
         )
     for scheduler in _schedulers.values():
         recorder.note("scheduler", scheduler.sites, gaps=scheduler.gaps, rest=scheduler.calls)
