@@ -24,7 +24,8 @@ General layout, from the top down; imports point down, and `tests/unit/test_laye
 * `rank_status`: tells the launcher where a rank is; `frames`: finds the user's frames on a stack.
 * `network_interfaces`: chooses the address that a host listens on.
 * `torch_private`: holds every patch and every private name of torch.
-* `errors`: all exceptions; `env`: all environment variables; `log`: the logger; `secret`: the keys of a job.
+* `errors`: all exceptions; `env`: all environment variables; `log`: the logger; `secret`: the keys of a job;
+  `json_records`: reads what other processes have written.
 * `libc`: calls of Linux that Python lacks; `after_import`: calls back when a module has been imported.
 """
 

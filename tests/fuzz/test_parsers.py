@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from lockstep import network_interfaces
 from lockstep.comm.hosts import handshake, link_store
-from lockstep.comm.hosts.discovery import _Listener, _RankInfo, _read_first, _read_reached
+from lockstep.comm.hosts.discovery import _RankInfo, _read, _read_first, _read_listener, _read_reached
 from lockstep.comm.hosts.gloo_setup import _read_ready
 from lockstep.comm.hosts.group import _read_terms
 from lockstep.comm.hosts.handshake import _HELLO, _MAGIC, IncomingHandshake, OutgoingHandshake, Stranger
@@ -592,13 +592,13 @@ def parsers(folder: Path) -> dict[str, Parser]:
             [b'{"layout": 1, "wire": "fp32"}'],
         ),
         "info": Parser(
-            as_json(_RankInfo.decode),
+            as_json(lambda value: _read(_RankInfo, value)),
             [json.dumps({"identity": asdict(own_identity()), "boot_id": "b", "handle": "h"}).encode()],
             (RendezvousError,),
         ),
         "first": Parser(as_json(lambda value: _read_first(value, 3)), [b"2"], (RendezvousError,)),
         "probe": Parser(
-            as_json(_Listener.decode),
+            as_json(_read_listener),
             [b'{"nonce": "a", "endpoints": [["eth0", "10.0.0.1", 5000], ["lo", "127.0.0.1", 1]]}'],
             (RendezvousError,),
         ),

@@ -14,12 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from lockstep import env
 from lockstep.frames import is_library_file, is_torch_file, library_folders, without_own_lines
+from lockstep.json_records import read_record
 from lockstep.launch.attempt_folder import ERRORS
 from lockstep.launch.headline import locations_in
 
@@ -262,15 +263,8 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
 
 def _parse(text: str) -> ErrorReport | None:
     try:
-        content = json.loads(text)
-        content["culprits"] = tuple(int(rank) for rank in content["culprits"])
-        report = ErrorReport(**{field.name: content[field.name] for field in fields(ErrorReport)})
-        kinds: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
-        is_typed = all(
-            isinstance(content[one.name], kinds.get(str(one.type), (object,))) for one in fields(ErrorReport)
-        )
-        return report if is_typed else None
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return read_record(ErrorReport, text)
+    except ValueError:
         return None
 
 

@@ -22,6 +22,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from lockstep.errors import LockstepError, RankLost, RendezvousError, SetupError, SharedMemoryError
+from lockstep.json_records import record_of
 from lockstep.shm import descriptors
 from lockstep.shm.control_blocks import SharedControlBlocks
 from lockstep.shm.liveness import (
@@ -290,8 +291,8 @@ class Bootstrap:
                 found["culprits"] = tuple(map(int, found["culprits"]))
             else:
                 found["boot_id"] = json.loads(found["handle"])["boot_id"]
-                found["maker"] = PeerIdentity(**found["maker"])
-                _ = found["world_size"], found["maker"].pid + found["maker"].start_time
+                found["maker"] = record_of(PeerIdentity, found["maker"])
+                _ = found["world_size"]
             found["published_at_s"] = float(found["published_at_s"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise RendezvousError(

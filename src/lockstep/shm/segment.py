@@ -31,13 +31,14 @@ import os
 import re
 import secrets
 import stat
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lockstep import libc
 from lockstep.errors import SharedMemoryError
+from lockstep.json_records import read_record
 from lockstep.shm.descriptors import advice
 from lockstep.shm.support import segment_folder
 
@@ -132,52 +133,52 @@ def _remove_orphans(directory: str) -> None:
                 os.close(fd)
 
 
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "boot_id": str,
-    "pid": int,
-    "fd": int,
-    "path": (str, type(None)),
-    "size_bytes": int,
-    "nonce": str,
-}
 _LONGEST_HANDLE = 1024
 
 
-def _read_handle(handle: str) -> dict[str, Any]:
-    """The fields of a handle, checked to have the types of a handle of ours. See [Note: forged handles]."""
+@dataclass(frozen=True)
+class _Description:
+    """What a handle says of a segment."""
+
+    boot_id: str
+    pid: int
+    fd: int
+    path: str | None
+    size_bytes: int
+    nonce: str
+
+
+def _read_handle(handle: str) -> _Description:
+    """What a handle says, if it has the fields of a handle of ours. See [Note: forged handles]."""
     try:
-        found = json.loads(handle) if len(handle) <= _LONGEST_HANDLE else None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(
-        name in found and isinstance(found[name], kind) and not isinstance(found[name], bool)
-        for name, kind in _FIELDS.items()
-    ):
-        raise SharedMemoryError(errno.EINVAL, f"{handle[:60]!r} is no handle of a segment; is the store ours?")
-    return found
+        return read_record(_Description, handle if len(handle) <= _LONGEST_HANDLE else "")
+    except ValueError:
+        raise SharedMemoryError(
+            errno.EINVAL, f"{handle[:60]!r} is no handle of a segment; is the store ours?"
+        ) from None
 
 
-def _path_of(description: dict[str, Any], directory: str | None) -> str:
+def _path_of(description: _Description, directory: str | None) -> str:
     """The path at which to open what a handle describes. See [Note: forged handles]."""
-    if description["path"] is None:
-        return f"/proc/{description['pid']}/fd/{description['fd']}"
-    name = os.path.basename(str(description["path"]))
+    if description.path is None:
+        return f"/proc/{description.pid}/fd/{description.fd}"
+    name = os.path.basename(str(description.path))
     if not _FILE_NAME.fullmatch(name):
-        raise SharedMemoryError(errno.EINVAL, f"{description['path']} is not the name of a segment; is the store ours?")
+        raise SharedMemoryError(errno.EINVAL, f"{description.path} is not the name of a segment; is the store ours?")
     if directory is None:
         raise SharedMemoryError(
             errno.EINVAL,
-            f"process {description['pid']} made its shared memory in a folder ({description['path']}), and "
+            f"process {description.pid} made its shared memory in a folder ({description.path}), and "
             "LOCKSTEP_SHM_DIR is not set here: set it on all ranks, to the folder that they share",
         )
     return os.path.join(directory, name)
 
 
-def _open_peers(description: dict[str, Any], directory: str | None) -> tuple[int, str]:
+def _open_peers(description: _Description, directory: str | None) -> tuple[int, str]:
     """Open what a peer announced, if it is that at all: its descriptor, and where it lies."""
     path = _path_of(description, directory)
     try:
-        fd = _open_regular(path, follows_links=description["path"] is None)
+        fd = _open_regular(path, follows_links=description.path is None)
     except OSError as error:
         how = advice(error) or (
             ". Ranks in different containers need one pid namespace, or LOCKSTEP_SHM_DIR pointing at a folder they "
@@ -185,15 +186,15 @@ def _open_peers(description: dict[str, Any], directory: str | None) -> tuple[int
         )
         raise SharedMemoryError(
             error.errno,
-            f"cannot open the shared memory of process {description['pid']} ({path}): {error.strerror}{how}",
+            f"cannot open the shared memory of process {description.pid} ({path}): {error.strerror}{how}",
         ) from None
     if fd is not None:
         found = os.fstat(fd)
         # Of the open file, since what a path names may change.
         is_ours = found.st_uid == os.geteuid() and (
-            description["path"] is not None or _MEMFD_LINK.fullmatch(os.readlink(f"/proc/self/fd/{fd}")) is not None
+            description.path is not None or _MEMFD_LINK.fullmatch(os.readlink(f"/proc/self/fd/{fd}")) is not None
         )
-        if is_ours and found.st_size == description["size_bytes"]:
+        if is_ours and found.st_size == description.size_bytes:
             return fd, path
         os.close(fd)
     raise SharedMemoryError(errno.ESTALE, f"{path} is not the segment that was announced")
@@ -369,17 +370,8 @@ class Segment:
                 Path(path).unlink(missing_ok=True)
             raise
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        handle = json.dumps(
-            {
-                "boot_id": boot_id(),
-                "pid": os.getpid(),
-                "fd": fd,
-                "path": path,
-                "size_bytes": size_bytes,
-                "nonce": nonce.hex(),
-            }
-        )
-        segment = cls(fd, size_bytes, handle, path)
+        description = _Description(boot_id(), os.getpid(), fd, path, size_bytes, nonce.hex())
+        segment = cls(fd, size_bytes, json.dumps(asdict(description)), path)
         segment.memory[:_NONCE_BYTES] = nonce
         return segment
 
@@ -397,24 +389,24 @@ class Segment:
                 or of another size.
         """
         description = _read_handle(handle)
-        if description["boot_id"] != boot_id():
+        if description.boot_id != boot_id():
             raise SharedMemoryError(
                 errno.EXDEV,
                 "the shared memory is that of another host. A lockstep group holds the ranks of one host; use gloo or "
                 "nccl across hosts",
             )
-        announced_bytes = description["size_bytes"]
+        announced_bytes = description.size_bytes
         if size_bytes is not None and announced_bytes != cls.whole(size_bytes):
             raise SharedMemoryError(
                 errno.EINVAL,
-                f"the segment that process {description['pid']} announced has {announced_bytes} bytes; here it would "
+                f"the segment that process {description.pid} announced has {announced_bytes} bytes; here it would "
                 f"have {cls.whole(size_bytes)}. Do all ranks run the same Lockstep?",
             )
         if not 0 < announced_bytes <= _LARGEST_BYTES:
             raise SharedMemoryError(errno.EINVAL, f"no segment has {announced_bytes} bytes; is the store ours?")
         fd, path = _open_peers(description, directory or segment_folder())
         segment = cls(fd, announced_bytes, handle, None)
-        if bytes(segment.memory[:_NONCE_BYTES]).hex() != description["nonce"]:
+        if bytes(segment.memory[:_NONCE_BYTES]).hex() != description.nonce:
             segment.release()
             raise SharedMemoryError(errno.ESTALE, f"{path} does not hold the nonce that was announced")
         return segment

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep import env
 from lockstep.comm.hosts.layout import Member
 from lockstep.comm.hosts.store_exchange import StoreExchange
 from lockstep.errors import RendezvousError, SharedMemoryError
+from lockstep.json_records import record_of
 from lockstep.network_interfaces import ProbeListener, candidates, reachable
 from lockstep.shm.liveness import PeerIdentity, own_identity
 from lockstep.shm.segment import PAGE_BYTES, Segment, boot_id
@@ -25,6 +26,7 @@ from lockstep.shm.segment import PAGE_BYTES, Segment, boot_id
 __all__ = ["find_members"]
 
 _Endpoint = tuple[str, str, int]  # interface, address, port
+_Said = TypeVar("_Said")
 
 
 @dataclass(frozen=True)
@@ -35,40 +37,28 @@ class _RankInfo:
     boot_id: str
     handle: str
 
-    @classmethod
-    def decode(cls, found: Any) -> _RankInfo:
-        try:
-            info = cls(**{**found, "identity": PeerIdentity(**found["identity"])})
-            is_typed = isinstance(info.boot_id, str) and isinstance(info.handle, str)
-            _ = info.identity.pid + info.identity.start_time + info.identity.pid_namespace, info.identity.host + ""
-        except (TypeError, KeyError, AttributeError):
-            is_typed = False
-        if not is_typed:
-            raise _nonsense(found)
-        return info
-
 
 @dataclass(frozen=True)
 class _Listener:
     """What the first rank of a host publishes of where it listens: interface, address and port of each place."""
 
     nonce: str
-    endpoints: list[tuple[str, str, int]]
+    endpoints: tuple[_Endpoint, ...]
 
-    @classmethod
-    def decode(cls, found: Any) -> _Listener:
-        try:
-            nonce = found["nonce"]
-            endpoints = [(interface, address, port) for interface, address, port in found["endpoints"]]
-        except (TypeError, KeyError, ValueError):
-            raise _nonsense(found) from None
-        is_typed = isinstance(nonce, str) and all(
-            isinstance(interface, str) and isinstance(address, str) and type(port) is int and 0 < port < 65536
-            for interface, address, port in endpoints
-        )
-        if not is_typed:
-            raise _nonsense(found)
-        return cls(nonce, endpoints)
+
+def _read(kind: type[_Said], found: Any) -> _Said:
+    """What a rank publishes of itself, of that kind."""
+    try:
+        return record_of(kind, found)
+    except ValueError:
+        raise _nonsense(found) from None
+
+
+def _read_listener(found: Any) -> _Listener:
+    listener = _read(_Listener, found)
+    if not all(0 < port < 65536 for _, _, port in listener.endpoints):
+        raise _nonsense(found)
+    return listener
 
 
 def _read_first(found: Any, world_size: int) -> int:
@@ -103,7 +93,7 @@ def find_members(exchange: StoreExchange, rank: int, world_size: int) -> list[Me
     try:
         own = _RankInfo(own_identity(), boot_id(), segment.handle)
         exchange.write("info", asdict(own))
-        infos = [_RankInfo.decode(found) for found in exchange.read("info", everyone)]
+        infos = [_read(_RankInfo, found) for found in exchange.read("info", everyone)]
         exchange.write("first", _first_on_host(own, infos, rank))
         first = [_read_first(found, world_size) for found in exchange.read("first", everyone)]
     finally:
@@ -150,7 +140,7 @@ def _find_addresses(
 
 def _probe(
     exchange: StoreExchange, rank: int, hosts: Sequence[int]
-) -> tuple[dict[int, list[_Endpoint]], list[dict[str, list[int]]]]:
+) -> tuple[dict[int, Sequence[_Endpoint]], list[dict[str, list[int]]]]:
     """Let each host try the endpoints of all others. Collective.
 
     Returns:
@@ -163,7 +153,7 @@ def _probe(
             listener = ProbeListener(candidates(env.snapshot()))
             exchange.write("probe", {"nonce": listener.nonce, "endpoints": listener.endpoints})
         listeners = {
-            host: _Listener.decode(found) for host, found in zip(hosts, exchange.read("probe", hosts), strict=True)
+            host: _read_listener(found) for host, found in zip(hosts, exchange.read("probe", hosts), strict=True)
         }
         if rank in hosts:
             others = {

@@ -11,7 +11,7 @@ import json
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,7 @@ from lockstep.comm.mpi.team import MpiTeam
 from lockstep.comm.names import MPI_BACKEND_NAME
 from lockstep.comm.wording import describe_group
 from lockstep.errors import RendezvousError, SetupError
+from lockstep.json_records import read_record
 from lockstep.mpi_library import load
 from lockstep.shm.liveness import PeerIdentity, own_identity
 from lockstep.shm.segment import boot_id
@@ -48,7 +49,7 @@ class _Member:
     identity: PeerIdentity
 
     def encode(self) -> str:
-        return json.dumps([self.mpi_rank, self.mpi_size, self.boot_id, *astuple(self.identity)])
+        return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> _Member:
@@ -58,16 +59,12 @@ class _Member:
             RendezvousError: no rank says that.
         """
         try:
-            mpi_rank, mpi_size, boot, *identity = json.loads(text)
-            member = cls(mpi_rank, mpi_size, boot, PeerIdentity(*identity))
-            process = member.identity
-            numbers = (mpi_rank, mpi_size, process.pid, process.start_time, process.pid_namespace)
-            is_typed = all(type(number) is int for number in numbers) and type(process.host) is type(boot) is str
-        except (ValueError, TypeError, RecursionError):
-            is_typed = False
-        if not is_typed or not 0 <= mpi_rank < mpi_size:
-            raise RendezvousError(f"a rank says of itself what no rank says: {text[:60]!r}")
-        return member
+            member = read_record(cls, text)
+            if 0 <= member.mpi_rank < member.mpi_size:
+                return member
+        except ValueError:
+            pass
+        raise RendezvousError(f"a rank says of itself what no rank says: {text[:60]!r}")
 
 
 def _introduce(store: BootstrapStore, ranks: Sequence[int], rank: int, timeout: timedelta) -> list[_Member]:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import asdict, dataclass, replace
+
+from lockstep.json_records import read_record
 
 __all__ = ["Host", "JobTerms", "Membership"]
 
@@ -58,30 +59,6 @@ class JobTerms:
     min_nodes: int
     max_nodes: int
     max_restarts: int
-
-
-_Record = TypeVar("_Record", "JobTerms", "Host", "Membership")
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "bool": (bool,),
-    "str": (str,),
-    "int | None": (int, type(None)),
-    "str | None": (str, type(None)),
-}
-
-
-def _typed(record: _Record) -> _Record:
-    """The record itself, checked: each plain field has a value of its type.
-
-    Raises:
-        TypeError: a field has not.
-    """
-    for one in fields(record):
-        kinds = _KINDS.get(str(one.type))
-        value = getattr(record, one.name)
-        if kinds is not None and type(value) not in kinds:
-            raise TypeError(f"{one.name} is {str(value)[:40]!r}")
-    return record
 
 
 @dataclass(frozen=True)
@@ -128,13 +105,8 @@ class Membership:
             ValueError: the text is no state.
         """
         try:
-            found = json.loads(text)
-            found["terms"] = _typed(JobTerms(**found["terms"]))
-            for name in ("members", "waiting"):
-                found[name] = tuple(_typed(Host(**host)) for host in found[name])
-            found["order"] = tuple(str(key) for key in found["order"])
-            return _typed(cls(**found))
-        except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            return read_record(cls, text)
+        except ValueError as error:
             raise ValueError(f"no state of a job: {error}") from None
 
     @property
