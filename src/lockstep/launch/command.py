@@ -10,11 +10,11 @@ from collections.abc import Callable
 from lockstep.errors import SetupError
 from lockstep.launch.screen import say
 
-__all__ = ["USAGE_CODE", "exit_code_of"]
+__all__ = ["BROKEN_PIPE_CODE", "USAGE_CODE", "exit_code_of"]
 
 USAGE_CODE = 2
 _INTERRUPTED_CODE = 130
-_BROKEN_PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
+BROKEN_PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 
 def exit_code_of(run: Callable[[], int]) -> int:
@@ -38,7 +38,7 @@ def exit_code_of(run: Callable[[], int]) -> int:
         if not _has_lost_reader(1):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python still holds back goes nowhere
-        return _BROKEN_PIPE_CODE
+        return BROKEN_PIPE_CODE
 
 
 def _has_lost_reader(fd: int) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.attempt_folder import AttemptFolder
+from lockstep.launch.command import BROKEN_PIPE_CODE
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.environment import AttemptEnvironment
 from lockstep.launch.logs import LogFolder
@@ -32,10 +33,8 @@ from lockstep.launch.signals import SignalWatch
 from lockstep.launch.stacks import dump_stacks
 from lockstep.rank_status import EXIT_STOPPED, make_status_files
 
-__all__ = ["LocalWorkers", "Outcome", "end_without_reader"]
+__all__ = ["LocalWorkers", "Outcome", "announce_restart", "end_without_reader"]
 
-# The exit code of a program whose reader went away.
-_BROKEN_PIPE_CODE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 _DRAIN_TIMEOUT_S = 5.0
 
 
@@ -236,10 +235,27 @@ class LocalWorkers:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def announce_restart(why: str, restart: int, config: LaunchConfig, logs: LogFolder | None, trace: str) -> None:
+    """Say that all ranks start again.
+
+    Args:
+        why: a clause.
+        restart: number of this restart, from 1.
+        config: says how many there may be.
+        logs: where the ranks' output goes; None for the screen.
+        trace: the traceback behind it, for the screen; empty for none.
+    """
+    text = f"lockstep: {why}; starting all ranks again (restart {restart} of {config.max_restarts})\n"
+    if logs is not None:
+        logs.write(text)
+        trace = ""
+    say(text + trace)
+
+
 def end_without_reader(error: OSError) -> int:
     """The exit code of a job whose output could not be passed on; says why on stderr."""
     if isinstance(error, BrokenPipeError):
-        return _BROKEN_PIPE_CODE
+        return BROKEN_PIPE_CODE
     say(f"lockstep: error: cannot pass on the output of the ranks: {error}; the job was stopped\n")
     return 1
 

@@ -8,22 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
 
-__all__ = ["become"]
-
-
-def become(words: list[str]) -> NoReturn:
-    """Replace this process by a program.
-
-    Args:
-        words: name or path of the program, and its arguments.
-
-    Raises:
-        OSError: the program cannot be run.
-    """
-    os.execvp(words[0], words)
-
+__all__ = []
 
 if __name__ == "__main__":
-    become(sys.argv[1:])
+    os.execvp(sys.argv[1], sys.argv[1:])

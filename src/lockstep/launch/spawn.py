@@ -16,7 +16,7 @@ from lockstep.errors import InputError, WorkerFailed
 from lockstep.launch import support
 from lockstep.launch.attempt import Attempt
 from lockstep.launch.attempt_folder import AttemptFolder
-from lockstep.launch.config import resolve_nproc
+from lockstep.launch.config import LaunchConfig, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.output import Relay
@@ -33,9 +33,6 @@ __all__ = ["RankTraceback", "spawn"]
 
 T = TypeVar("T")
 
-_GRACE_S = 5.0
-_SETTLE_S = 1.0
-_STOP_GRACE_S = 30.0
 _DRAIN_TIMEOUT_S = 5.0
 # The exit code of `timeout` of coreutils.
 _TIMEOUT_CODE = 124
@@ -120,9 +117,9 @@ def spawn(
                 folder,
                 reaper,
                 job=job,
-                grace_s=_GRACE_S,
-                settle_s=_SETTLE_S,
-                stop_grace_s=_STOP_GRACE_S,
+                grace_s=LaunchConfig.grace_s,
+                settle_s=LaunchConfig.settle_s,
+                stop_grace_s=LaunchConfig.stop_grace_s,
                 on_failure=lambda: statuses.update(look(folder.path, attempt.pids)),
             )
             processes.callback(attempt.close)
@@ -203,7 +200,7 @@ def _print_interrupt(grace_s: float, statuses: str) -> None:
     """To Python's own stderr: that of a notebook's cell, where there is one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, it is closed, nobody reads it
         text = describe_interrupt(signal.SIGINT, grace_s, statuses)
-        sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text)  # behind the terminal's ^C
+        sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text)  # after the terminal's ^C
         sys.stderr.flush()
 
 

@@ -12,7 +12,7 @@ from lockstep import env
 from lockstep.launch.config import LaunchConfig, resolve_nproc
 from lockstep.launch.environment import AttemptEnvironment, new_job_id
 from lockstep.launch.free_port import find_free_port
-from lockstep.launch.local_workers import LocalWorkers, Outcome, end_without_reader
+from lockstep.launch.local_workers import LocalWorkers, Outcome, announce_restart, end_without_reader
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
 from lockstep.launch.reaper import Reaper
@@ -79,7 +79,9 @@ class Supervisor:
                 # A user who interrupts a job that is failing does not want it to start again.
                 if restart_count == self._config.max_restarts or outcome.interrupted_by is not None:
                     break
-                self._announce_restart(outcome.failures[0], restart_count + 1)
+                first = outcome.failures[0]
+                trace = first.report.traceback if first.report is not None else ""
+                announce_restart(first.describe(), restart_count + 1, self._config, self._logs, trace)
             config = self._config
             if _is_explained(outcome.failures, config.explained_code):
                 return outcome.failures[0].exit_code
@@ -118,17 +120,6 @@ class Supervisor:
                 f"lockstep: {count} ranks ended and none joined a process group: each ran the whole script alone. To "
                 "share the work call lockstep.init() (or dist.init_process_group()) in the script\n"
             )
-
-    def _announce_restart(self, failure: RankFailure, restart: int) -> None:
-        text = (
-            f"lockstep: {failure.describe()}; starting all ranks again "
-            f"(restart {restart} of {self._config.max_restarts})\n"
-        )
-        if self._logs is not None:
-            self._logs.write(text)
-        elif failure.report is not None:
-            text += failure.report.traceback
-        say(text)
 
 
 def _is_explained(failures: list[RankFailure], code: int | None) -> bool:

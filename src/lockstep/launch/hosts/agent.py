@@ -34,7 +34,7 @@ from lockstep.launch.hosts.job_store import StoreLost
 from lockstep.launch.hosts.membership import Host
 from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.hosts.reports import HostReport, find_first_failure_of_all
-from lockstep.launch.local_workers import LocalWorkers, Outcome
+from lockstep.launch.local_workers import LocalWorkers, Outcome, announce_restart
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.root_cause import RankFailure
 from lockstep.launch.screen import say
@@ -366,12 +366,8 @@ class HostAgent(SimpleElasticAgent):
         why = f"{', '.join(map(str, self.absent))} lost" if self.absent else "a rank failed"
         if self.failures and not self.absent:
             why = self.failures[0].describe()
-        text = f"lockstep: {why}; starting all ranks again (restart {count} of {self._config.max_restarts})\n"
-        if self._logs is not None:
-            self._logs.write(text)
-        elif self.failures and self.failures[0].rank in self.ranks and self.failures[0].report is not None:
-            text += self.failures[0].report.traceback
-        say(text)
+        own = self.failures[0].report if self.failures and self.failures[0].rank in self.ranks else None
+        announce_restart(why, count, self._config, self._logs, own.traceback if own is not None else "")
 
     def _result(self, worker_group: WorkerGroup, state: WorkerState) -> RunResult:
         return RunResult(state, return_values={worker.global_rank: None for worker in worker_group.workers})

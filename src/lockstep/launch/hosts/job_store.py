@@ -18,7 +18,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from datetime import timedelta
 
@@ -28,7 +28,7 @@ from lockstep.errors import LaunchError, RendezvousError
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.hosts.clients import Clients
 from lockstep.launch.hosts.options import HostsConfig
-from lockstep.launch.hosts.store_nonce import NoAnswer, NonceAnswers, ask_for_nonce
+from lockstep.launch.hosts.store_nonce import NO_TEXT, NoAnswer, NonceAnswers, ask_for_nonce
 from lockstep.launch.screen import say
 from lockstep.rendezvous import tcp
 from lockstep.secret import Refused, Seals, new_nonce
@@ -49,7 +49,6 @@ _NONCE, _JOIN_REQUEST, _REFUSAL = "birth", "knock", "refusal"
 _PATIENCE_S = 5.0
 _LEAST_PATIENCE_S = 1.0
 _LONGEST_NAME = 200
-_NO_TEXT = "\ufffd"  # what decoding makes of bytes that are no text
 
 
 class StoreLost(RendezvousError):
@@ -65,15 +64,20 @@ class JobStore:
         address: the address by which other hosts reach this one.
         is_holder: whether this launcher holds the store.
         nonce: of this store. See [Note: store nonce].
+
+    Attributes:
+        nonce: the nonce of the job. See [Note: refusals].
+        address: the address by which other hosts reach this one.
+        is_holder: whether this launcher holds the store.
     """
 
     def __init__(self, store: Store, config: HostsConfig, address: str, is_holder: bool, nonce: str) -> None:
         self._store = store
         self._config = config
-        self._nonce = nonce
+        self.nonce = nonce
         self._sealed_nonce = Seals(config.secret, config.run_id, str(config.port)).seal(_NONCE, nonce)
         self._answers: NonceAnswers | None = None
-        self._seals = Seals(config.secret, config.run_id, str(config.port), self._nonce)
+        self._seals = Seals(config.secret, config.run_id, str(config.port), self.nonce)
         self._clients = Clients(config.port) if is_holder else None
         self._has_warned = False
         self._has_shown_warning = False
@@ -124,7 +128,7 @@ class JobStore:
         """
         made = cls(_hold(config), config, address, True, new_nonce())
         made._store.set(_NONCE, made._sealed_nonce)
-        made._answers = NonceAnswers(_connect(config, time.sleep), config.secret, config.port, made._nonce)
+        made._answers = NonceAnswers(_connect(config, time.sleep), config.secret, config.port, made.nonce)
         return made
 
     @classmethod
@@ -167,11 +171,6 @@ class JobStore:
             return None
 
     @property
-    def nonce(self) -> str:
-        """The nonce of the job. See [Note: refusals]."""
-        return self._nonce
-
-    @property
     def port(self) -> int:
         """The port of the store."""
         return self._config.port
@@ -179,7 +178,7 @@ class JobStore:
     def reconnect(self) -> JobStore:
         """Another connection to the same store."""
         store = _of_job(_connect(self._config, time.sleep), self._config)
-        return JobStore(store, self._config, self.address, False, self._nonce)
+        return JobStore(store, self._config, self.address, False, self.nonce)
 
     def close(self) -> None:
         """Tell who comes nothing more. By the holder, at the end."""
@@ -220,10 +219,6 @@ class JobStore:
             return self.open_seal(key, raw)[0]
         return None
 
-    def get_all(self, keys: Sequence[str]) -> list[str | None]:
-        """The values under these keys, None for each that is not there."""
-        return [self.get(key) for key in keys]
-
     def set(self, key: str, value: str) -> str:
         """Seal and write a value; returns it sealed."""
         sealed = self._seals.seal(key, value)
@@ -240,7 +235,7 @@ class JobStore:
 
         A value that is no text cannot be compared, and no launcher of this job has written it: it is replaced.
         """
-        if _NO_TEXT in expected:
+        if NO_TEXT in expected:
             self.put_back(key, sealed)
             return True
         with self._explained():

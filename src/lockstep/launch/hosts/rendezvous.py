@@ -291,7 +291,7 @@ class HostRendezvous(RendezvousHandler):
     def is_needed(self) -> bool:
         """Whether a launcher of the job still needs the store."""
         others = [host for host in self.look().hosts if host.key != self.host.key]
-        return not all(self._job_store.get_all([_departure_key(host) for host in others]))
+        return not all(self._job_store.get(_departure_key(host)) for host in others)
 
     def move(self, lost: StoreLost) -> None:
         """Meet elsewhere, after the store was lost.

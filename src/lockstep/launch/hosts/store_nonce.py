@@ -16,7 +16,7 @@ from collections.abc import Callable
 from lockstep.secret import Refused, Seals, Secret, is_nonce, new_nonce
 from lockstep.torch_private.stores import PrefixStore, Store, find
 
-__all__ = ["NoAnswer", "NonceAnswers", "ask_for_nonce"]
+__all__ = ["NO_TEXT", "NoAnswer", "NonceAnswers", "ask_for_nonce"]
 
 _PREFIX = "lockstep-birth"
 _ASK = "ask"
@@ -25,7 +25,7 @@ _MOST_LOOKS = 10
 _ANSWER_EVERY_S = 0.05
 _LOOK_EVERY_S = 0.02
 _ASK_AGAIN_S = 0.5
-_NO_TEXT = "\ufffd"  # what decoding makes of bytes that are no text
+NO_TEXT = "\ufffd"  # what decoding makes of bytes that are no text
 
 
 class NoAnswer(Exception):
@@ -72,7 +72,7 @@ class NonceAnswers:
         for _ in range(_MOST_LOOKS):
             if not text:
                 return []
-            if _NO_TEXT in text:
+            if NO_TEXT in text:
                 self._store.delete_key(_ASK)
                 break
             now = bytes(self._store.compare_set(_ASK, text, "")).decode(errors="replace")
