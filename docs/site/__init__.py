@@ -6,6 +6,7 @@
 * `docstrings`: the same for docstrings, an extension of what reads them.
 * `offline`: what a built page would load from the network, which must be nothing.
 * `hooks`: what mkdocs calls.
+* `torch_internals`: writes docs/torch-internals.md, which is kept in the repository.
 
 On GitHub the same files are read as they are; nothing here changes one.
 """

@@ -15,9 +15,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from docs.site import torch_internals
 from lockstep.errors import SetupError
 from lockstep.testing import limit_s
-from lockstep.torch_private import lookup, page, patching, tensors
+from lockstep.torch_private import lookup, patching, tensors
 from lockstep.torch_private.record import NameRecord, Use
 from lockstep.torch_private.table import make_table, record_of, table
 from package_sources import SRC, Module, each_module, modules
@@ -377,8 +378,8 @@ def test_import_changes_what_the_table_says(is_launched: bool, tmp_path: Path) -
 
 
 def test_page_is_what_the_table_says() -> None:
-    how = "run `python -m lockstep.torch_private.page > docs/torch-internals.md`"
-    assert PAGE.read_text() == page.render(), how
+    how = "run `python -m docs.site.torch_internals > docs/torch-internals.md`"
+    assert PAGE.read_text() == torch_internals.render(), how
 
 
 # ---- a torch that lacks a name ---------------------------------------------------------------------

@@ -5,7 +5,7 @@ General layout, from the bottom up:
 * `record`: what is said of each name: what it is for and what happens without it.
 * `records_groups`, `records_training`, `records_compat`: the names of torch.distributed; of autograd, modules and data;
   and those for old scripts, Apex, Horovod and rehearsals.
-* `table`: all records; `page`: writes docs/torch-internals.md from them.
+* `table`: all records, of which docs/torch-internals.md tells (`docs/site/torch_internals.py`).
 * `lookup`: finds a name of the table in the torch that runs; `patching`: replaces one. Both refuse other names.
 * `autograd`, `tensors`, `modules`, `groups`, `stores`, `loader`, `trees`: what the rest of the package imports, by
   subject.

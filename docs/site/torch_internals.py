@@ -1,4 +1,4 @@
-"""Writes docs/torch-internals.md: `python -m lockstep.torch_private.page > docs/torch-internals.md`."""
+"""Writes docs/torch-internals.md: `python -m docs.site.torch_internals > docs/torch-internals.md`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["render"]
 _HEAD = """\
 # What Lockstep uses of torch's inside
 
-Written by `python -m lockstep.torch_private.page` from the table in `src/lockstep/torch_private`. One test compares the
+Written by `python -m docs.site.torch_internals` from the table in `src/lockstep/torch_private`. One test compares the
 two, another finds uses without a record. Checked against torch 2.13. A release of torch that lacks one of these names
 costs what the last column says, with one warning where something is off.
 """
