@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 import lockstep
 import lockstep.comm.backend  # registers the backend
-from lockstep.bench.harness import Budget, Configuration, Contestant, agree_on_maximum, all_reduce_of, measure
+from lockstep.bench.harness import Budget, Configuration, Contestant, agree_on_maximum, measure
 from lockstep.bench.ranks import Job, run_ranks
 from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.errors import SharedMemoryError
 
-__all__ = ["FULL", "QUICK", "Plan", "run"]
+__all__ = ["FULL", "QUICK", "Plan", "all_reduce_of", "run"]
 
 KIB, MIB = 1024, 1024 * 1024
 SIZES_BYTES = (4, 64, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 25 * MIB, 64 * MIB)
@@ -49,6 +49,18 @@ class Plan:
 
 FULL = Plan((2, 4), SIZES_BYTES, Budget(seconds=3.2, sample_s=0.01))
 QUICK = Plan((2, 4), (4, 64 * KIB, 4 * MIB), Budget(seconds=0.5, sample_s=0.004, max_rounds=8, sweeps=1))
+
+
+def all_reduce_of(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Contestant:
+    """all_reduce of one tensor over one group, checked once. Collective."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    tensor.fill_(rank + 1)
+    dist.all_reduce(tensor, group=group)
+    expected = world_size * (world_size + 1) // 2
+    if not bool((tensor == expected).all()):
+        raise RuntimeError(f"{name}: all_reduce of {tensor.nbytes} bytes gave {tensor}, expected all {expected}")
+    tensor.zero_()  # repeated sums of zeros stay zeros; anything else would overflow
+    return Contestant(name, lambda: dist.all_reduce(tensor, group=group))
 
 
 def run(plan: Plan, *, quick: bool = False) -> Result:

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep.comm.backend  # noqa: F401  registers the backend
-from lockstep.bench.harness import Budget, Configuration, all_reduce_of, measure
+from benchmarks.case_all_reduce import all_reduce_of
+from lockstep.bench.harness import Budget, Configuration, measure
 from lockstep.bench.ranks import Job, run_ranks
 from lockstep.bench.results import Environment, Parameters, Result, Series
 

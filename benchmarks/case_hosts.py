@@ -36,12 +36,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import lockstep
 import lockstep.comm.backend  # registers the backend
+from benchmarks.case_all_reduce import all_reduce_of
 from benchmarks.case_train_step import MODELS, NUM_CLASSES, WARMUP_STEPS, _step, build_model, require_agreement
-from lockstep.bench.harness import Budget, Configuration, Contestant, all_reduce_of, measure
+from lockstep.bench.harness import Budget, Configuration, Contestant, measure
 from lockstep.bench.ranks import Job, RankFailed
 from lockstep.bench.results import Environment, Result, Series, Skipped
-from lockstep.comm.wire import choose_wire, find_wire
+from lockstep.comm.wire import choose_wire
 from tests.namespaces import Cluster, cluster, reason_to_skip
+from tests.wire_bounds import error_bound
 
 __all__ = ["FULL", "QUICK", "Plan", "run"]
 
@@ -198,7 +200,7 @@ def _reductions(size_bytes: int) -> Configuration:
     contestants = [_reducer("gloo", numel, dist.new_group(backend="gloo", timeout=_TIMEOUT), 0.0)]
     for wire in WIRES:
         # Two hosts: two encodings of sums that are at most 7 in the check.
-        error = 2 * float(find_wire(wire).error_bound(torch.linspace(1.0, 7.0, 1024)).max())
+        error = 2 * float(error_bound(wire, torch.linspace(1.0, 7.0, 1024)).max())
         contestants.append(_reducer(f"lockstep_{wire}", numel, _group(wire), error))
     return Configuration({"bytes": size_bytes}, contestants)
 

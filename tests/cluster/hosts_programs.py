@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from wire_bounds import error_bound
 
 import lockstep
 from lockstep import env
 from lockstep.comm.hosts.layout import is_summed_by_first_ranks
 from lockstep.comm.messages import arrival
 from lockstep.comm.messages.notices import NoticeKind, notice_kind
-from lockstep.comm.wire import find_wire
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.testing import limit_s
 from random_programs.runner import run_programs
@@ -249,7 +249,7 @@ def _bound(wire: str, parts: list[torch.Tensor], hosts: Sequence[Sequence[int]])
         return rounding + sum(float(one.max() - one.min()) for one in sums) / 509
     if wire == "fp16":
         return rounding + sum(one.double().abs() * 2.0**-11 + float(one.abs().max()) * 2.0**-29 for one in sums)
-    return rounding + sum(find_wire(wire).error_bound(one) for one in sums)
+    return rounding + sum(error_bound(wire, one) for one in sums)
 
 
 def train(steps: int) -> dict[str, Any]:

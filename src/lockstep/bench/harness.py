@@ -30,7 +30,7 @@ import torch.distributed as dist
 from lockstep.bench import stats
 from lockstep.bench.results import Parameters, Series
 
-__all__ = ["Budget", "Configuration", "Contestant", "agree_on_maximum", "all_reduce_of", "measure"]
+__all__ = ["Budget", "Configuration", "Contestant", "agree_on_maximum", "measure"]
 
 _MAX_ITERATIONS = 4096
 
@@ -51,18 +51,6 @@ class Contestant:
     call: Callable[[], object]
     settle: Callable[[], object] | None = None
     warms_up: bool = True
-
-
-def all_reduce_of(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Contestant:
-    """all_reduce of one tensor over one group, checked once. Collective."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    tensor.fill_(rank + 1)
-    dist.all_reduce(tensor, group=group)
-    expected = world_size * (world_size + 1) // 2
-    if not bool((tensor == expected).all()):
-        raise RuntimeError(f"{name}: all_reduce of {tensor.nbytes} bytes gave {tensor}, expected all {expected}")
-    tensor.zero_()  # repeated sums of zeros stay zeros; anything else would overflow
-    return Contestant(name, lambda: dist.all_reduce(tensor, group=group))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -38,10 +38,9 @@ from lockstep.torch_private.tensors import byte_prepack, byte_unpack
 __all__ = ["BLOCK", "WIRES", "Wire", "choose_wire", "current_wire", "find_wire"]
 
 BLOCK = 1024
-_INT8_STEPS = 255
 _INT8_LIFT = 2.0**48
 _SCALE_BYTES = 4
-_INT8_HEAD_BYTES = 8  # scale and minimum, behind each block: the layout of torch's row-wise quantisation
+_INT8_HEAD_BYTES = 8  # scale and minimum, after each block: the layout of torch's row-wise quantisation
 # 65504 is float16's largest number; 2**15 leaves room for rounding.
 _FP16_EXPONENT = 15
 # Multipliers outside of this would be subnormal or infinite themselves.
@@ -84,17 +83,6 @@ class Wire(abc.ABC):
             float32, shape (n,): `out`, or memory of its own where that is faster.
         """
 
-    @abc.abstractmethod
-    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest error that one encoding may make in each value.
-
-        Args:
-            values: finite, float32, shape (n,).
-
-        Returns:
-            float64, shape (n,).
-        """
-
 
 class _Fp32(Wire):
     """The values as they are: no error."""
@@ -110,9 +98,6 @@ class _Fp32(Wire):
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(data.view(torch.float32))
-
-    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(values.shape, dtype=torch.float64, device="cpu")
 
 
 class _Bf16(Wire):
@@ -131,9 +116,6 @@ class _Bf16(Wire):
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(data.view(torch.bfloat16))
-
-    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        return values.double().abs().mul(2.0**-8).clamp_(min=2.0**-134)
 
 
 class _Fp16(Wire):
@@ -178,10 +160,6 @@ class _Fp16(Wire):
         if num_blocks > num_full:
             yield values[end:].view(1, -1), halves[end:].view(1, -1), scales[num_full:]
 
-    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        wide = values.double().abs()
-        return wide * 2.0**-11 + _per_block(wide, lambda block: block.amax(dim=1)) * 2.0**-29 + 2.0**-134
-
 
 class _Int8(Wire):
     """Affine quantised: each block has its minimum and a step of (max - min) / 255, and each value its nearest step.
@@ -225,12 +203,6 @@ class _Int8(Wire):
         values: torch.Tensor = byte_unpack(rows)
         return values.view(-1)[: out.numel()]
 
-    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        wide = values.double()
-        spread = _per_block(wide, lambda block: block.amax(dim=1) - block.amin(dim=1))
-        largest = _per_block(wide.abs(), lambda block: block.amax(dim=1))
-        return (spread / (2 * _INT8_STEPS - 1) + largest * 2.0**-22).clamp_(min=2.0**-126)
-
 
 def _num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
@@ -242,11 +214,6 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
     if missing:
         values = torch.cat([values, values[-1:].expand(missing)])
     return values.view(-1, BLOCK)
-
-
-def _per_block(values: torch.Tensor, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """One number for each block, repeated for each of its values."""
-    return measure(_padded(values)).repeat_interleave(BLOCK)[: values.numel()] if values.numel() else values.clone()
 
 
 WIRES: Mapping[str, Wire] = {wire.name: wire for wire in (_Fp32(), _Bf16(), _Fp16(), _Int8())}

@@ -26,7 +26,6 @@ __all__ = [
     "Forwarding",
     "attachment_bytes",
     "forwardings_of",
-    "num_hops",
 ]
 
 # With so many ranks and fewer, each sends to all.
@@ -52,28 +51,6 @@ def _parents(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
     """For each rank but the root the rank above it."""
     trees = [[ranks[0] for ranks in hosts], *hosts]
     return {rank: ranks[index // _FAN_OUT] for ranks in trees for index, rank in enumerate(ranks[1:])}
-
-
-def num_hops(hosts: Sequence[Sequence[int]]) -> int:
-    """Messages that follow each other until all ranks have all notices.
-
-    Args:
-        hosts: the ranks of each host.
-
-    >>> num_hops([[0], [1]]), num_hops([[host] for host in range(8)]), num_hops([[0, 1], [2, 3], [4, 5]])
-    (1, 2, 4)
-    """
-    parents = _parents(hosts)
-    if len(parents) < _FEW_RANKS:
-        return min(len(parents), 1)
-    depths = dict.fromkeys([hosts[0][0]], 0)
-
-    def depth(rank: int) -> int:
-        if rank not in depths:
-            depths[rank] = depth(parents[rank]) + 1
-        return depths[rank]
-
-    return 2 * max(map(depth, parents))
 
 
 @dataclass(frozen=True)
