@@ -115,7 +115,7 @@ def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
 
 
 def _publish(path: Path, benchmark: ModuleType) -> None:
-    """Tables and picture of a stored result: on stdout, and beside it."""
+    """Tables and picture of a stored result: on stdout, and next to it."""
     from lockstep.bench.pages import as_text, markdown_page, notes_of
     from lockstep.bench.results import Result
 

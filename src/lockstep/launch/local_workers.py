@@ -243,7 +243,7 @@ def announce_restart(why: str, restart: int, config: LaunchConfig, logs: LogFold
         restart: number of this restart, from 1.
         config: says how many there may be.
         logs: where the ranks' output goes; None for the screen.
-        trace: the traceback behind it, for the screen; empty for none.
+        trace: the traceback of what failed, for the screen; empty for none.
     """
     text = f"lockstep: {why}; starting all ranks again (restart {restart} of {config.max_restarts})\n"
     if logs is not None:
@@ -268,7 +268,7 @@ def _close_all(fds: Sequence[int]) -> None:
 def _may_read_stdin() -> bool:
     """Whether a rank may read our stdin: not from a terminal that belongs to another job right now.
 
-    A rank has a session of its own, so the terminal itself would not hold it back.
+    A rank has its own session, so the terminal itself would not hold it back.
     """
     try:
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()

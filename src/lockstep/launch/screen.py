@@ -39,9 +39,9 @@ class Screen:
 
     Attributes:
         is_dirty: the line of the cursor shows something that the next write overwrites.
-        is_behind: the cursor stands behind what is shown there, not at the start of the line.
+        is_behind: the cursor stands after what is shown there, not at the start of the line.
         owner: the stream that wrote the last lines.
-        rows: how many lines of its own it has right above the cursor.
+        rows: how many of its own lines stand right above the cursor.
         below: how many it has below the cursor, since it went up.
     """
 
@@ -139,7 +139,6 @@ class FileSink(Sink):
         self._width = 0  # of the text that the next one overwrites
 
     def write(self, data: bytes) -> None:
-        """Write, or drop it if this sink is broken."""
         if self.error is None and data:
             try:
                 self._file.write(data.decode("utf-8", "replace"))
@@ -148,7 +147,6 @@ class FileSink(Sink):
                 self.error = error if isinstance(error, OSError) else OSError(str(error))
 
     def write_lines(self, prefix: bytes, lines: list[bytes], owner: object = None) -> None:
-        """Write complete lines, each given without its newline."""
         if lines:
             text = b"".join(prefix + line + b"\n" for line in lines)
             width, self._width = self._width, 0

@@ -136,13 +136,12 @@ class TerminalStream(RankStream):
         return not self._is_shown
 
     def show_partial(self) -> None:
-        """Show the beginning of a line after a pause, with the cursor behind it."""
+        """Show the beginning of a line after a pause, with the cursor after it."""
         if not self._is_shown:
             self._is_shown = True
             self.sink.write_provisional(self._prefix, self._line, self, end=b"")
 
     def drain(self) -> None:
-        """Take everything that is there now, and end the last line."""
         self._read_all()
         lines = [] if self._has_bars else self._above
         if self._below or _ANSI.sub(b"", self._line).strip():

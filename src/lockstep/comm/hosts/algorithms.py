@@ -41,13 +41,11 @@ class HostsAlgorithms(Algorithms):
         self._large_sums = LargeSums(team, self._local)
 
     def barrier(self, timeout_s: float) -> None:
-        """Every rank waits for every other."""
         self._team.arrive(timeout_s)
 
     # ---- reductions --------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-        """Reduce `tensor` in place over all ranks."""
         team = self._team
         if self._small.fits(tensor):
             self._small.all_reduce(tensor, kernel, timeout_s)
@@ -316,7 +314,6 @@ class HostsAlgorithms(Algorithms):
     def reduce_scatter(
         self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
     ) -> None:
-        """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
         team = self._team
         team.arrive(timeout_s)
         reduction = Reduction.by(kernel, tensor.dtype, team)
@@ -340,7 +337,6 @@ class HostsAlgorithms(Algorithms):
     # ---- copies ------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-        """Copy `tensor` of the root to all ranks."""
         team = self._team
         if self._small.fits(tensor):
             self._small.broadcast(tensor, root, timeout_s)
@@ -361,7 +357,6 @@ class HostsAlgorithms(Algorithms):
                 self._local.broadcast(piece, layout.local_rank_of[sources[here]], timeout_s)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
-        """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
         team = self._team
         if self._small.fits(tensor) and all(output.numel() == tensor.numel() for output in outputs):
             self._small.all_gather(outputs, tensor, timeout_s)
@@ -380,7 +375,6 @@ class HostsAlgorithms(Algorithms):
             self._local.all_gather([nothing if rank is None else outputs[rank] for rank in ranks], source, timeout_s)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-        """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
         team = self._team
         team.arrive(timeout_s)
         layout = team.layout
@@ -395,7 +389,6 @@ class HostsAlgorithms(Algorithms):
         self._local.gather([outputs[rank] for rank in here], tensor, layout.local_rank_of[root], timeout_s)
 
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float) -> None:
-        """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
         team = self._team
         team.arrive(timeout_s)
         layout = team.layout

@@ -311,7 +311,6 @@ class _HalvingExchange(_Exchange):
                 first = middle
 
     def post(self) -> None:
-        """Post the receives. Local."""
         self._sum = self._new(self._numel) if self._memory is None else self._memory
         for partner, kept, _ in self._rounds:
             self._parts.append(self._expect(partner, kept.stop - kept.start, 0))
@@ -347,7 +346,6 @@ class _HalvingExchange(_Exchange):
         self._return(last)
 
     def finish(self, out: torch.Tensor, timeout_s: float) -> None:
-        """Write the result to `out`: shape (numel,), of the tensors' own dtype."""
         for number in reversed(range(len(self._rounds))):
             self._await({number: self._results[number]}, timeout_s)
             if number:

@@ -175,13 +175,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     # ---- messages --------------------------------------------------------------------------------------
 
     def send_message(self, peer: int, message: bytes | memoryview) -> None:
-        """Send at most `longest_message_bytes` to a peer. Local."""
         assert len(message) <= self.longest_message_bytes
         with self.lock:
             self.links.send(peer, message)
 
     def poll(self) -> None:
-        """Receive the messages that have come. Local; waits for nothing."""
         with self.lock:
             for peer, message in self.links.poll():
                 if message[:8] == _EAGER_KIND:
@@ -221,7 +219,6 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return [rank for rank in ranks if self.blocks.number(rank) <= self._number]
 
     def note_finished(self, number: int) -> None:
-        """Note that this rank has finished that collective; peers learn it from its final notice. Local."""
         super().note_finished(number)
         self._late_ranks.say_to_go_on(number)
 
@@ -455,12 +452,10 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     # ---- point to point --------------------------------------------------------------------------------
 
     def start_send(self, peer: int, tensor: torch.Tensor) -> list[GlooTransfer]:
-        """Begin to send a flat contiguous tensor that the peer waits for with `start_receive`. Local."""
         memory = tensor.view(torch.uint8)
         return [self._gloo.watch(self._gloo.send(peer, memory, _P2P_TAG), self.wake_here)] if memory.numel() else []
 
     def start_receive(self, peer: int, tensor: torch.Tensor) -> list[GlooTransfer]:
-        """Begin to receive a flat contiguous tensor, in the order of the peer's `start_send`. Local."""
         memory = tensor.view(torch.uint8)
         return [self._gloo.watch(self._gloo.receive(peer, memory, _P2P_TAG), self.wake_here)] if memory.numel() else []
 
@@ -477,7 +472,6 @@ class HostsTeam(MessageTeam[GlooTransfer]):
     # ---- end -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
         self.waiter.close()
         in_good_order = not self.has_failed and self._gloo.is_idle and self.first_ranks.is_idle
         self._send_final_notice()

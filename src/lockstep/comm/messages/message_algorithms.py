@@ -39,11 +39,9 @@ class MessageAlgorithms(Algorithms):
         self._team = team
 
     def barrier(self, timeout_s: float) -> None:
-        """Every rank waits for every other."""
         self._team.arrive(timeout_s)
 
     def all_reduce(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-        """Reduce `tensor` in place over all ranks."""
         team = self._team
         team.arrive(timeout_s)
         if kernel.factor is not None:
@@ -88,7 +86,6 @@ class MessageAlgorithms(Algorithms):
             out.copy_(result)
 
     def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
-        """Reduce over all ranks into `tensor` of the root; other ranks keep theirs."""
         team = self._team
         team.arrive(timeout_s)
         for piece in _pieces(tensor):
@@ -105,20 +102,17 @@ class MessageAlgorithms(Algorithms):
             self._gather(_shares(piece, team.world_size) if team.rank == root else None, reduced, root, timeout_s)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-        """Copy `tensor` of the root to all ranks."""
         team = self._team
         team.arrive(timeout_s)
         team.broadcast(tensor, root, timeout_s)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
-        """Copy each rank's `tensor` into `outputs[rank]` on all ranks. Sizes may differ between ranks."""
         team = self._team
         team.arrive(timeout_s)
         self._exchange([tensor] * team.world_size, outputs, timeout_s)
         outputs[team.rank].copy_(tensor)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-        """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
         team = self._team
         team.arrive(timeout_s)
         self._gather(outputs, tensor, root, timeout_s)
@@ -134,7 +128,6 @@ class MessageAlgorithms(Algorithms):
             outputs[root].copy_(tensor)
 
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float) -> None:
-        """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
         team = self._team
         team.arrive(timeout_s)
         if inputs is None:
@@ -146,7 +139,6 @@ class MessageAlgorithms(Algorithms):
     def reduce_scatter(
         self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor], kernel: Kernel, timeout_s: float
     ) -> None:
-        """Reduce `inputs[rank]` of all ranks into each rank's `tensor`. Sizes may differ between ranks."""
         team = self._team
         team.arrive(timeout_s)
         length = max(_REDUCED_AT_ONCE_BYTES // tensor.element_size() // team.world_size, 1)

@@ -65,7 +65,9 @@ _ALIGNMENT_BYTES = 64
 
 
 class MessageTeam(abc.ABC, Generic[RequestT]):
-    """The ranks of one group, for an engine, a flight record and point to point.
+    """The ranks of one group, for an engine, a flight record and point to point: a `Team` of `comm/contract.py`.
+
+    Nobody oversees its waits, which other ranks cannot read, and no alarm wakes them.
 
     Args:
         rank: this rank in the group.
@@ -74,26 +76,13 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         near: the ranks of this rank's host, itself included, in order; default itself alone.
 
     Attributes:
-        rank: this rank in the group.
-        world_size: ranks in the group.
         peers: all other ranks, beginning with the next, so that not all ranks turn to one first.
         blocks: the control blocks of all ranks, as far as their notices have arrived.
-        watch: liveness of the peers.
         lock: held while messages are received or sent.
         mail: received messages of point to point, as (rank, bytes), in order.
-        is_entering: this rank has entered a collective, and not seen yet that all have come to it.
         attachment_bytes: how much a rank may attach to a notice. See [Note: attachments].
-        on_arrival: called in each collective when all have come: the flight recorder compares there what for.
-        near: the ranks of this rank's host, itself included, in order.
-        shares_memory: whether all ranks map the same memory: never.
         forwardings: what this rank forwards of the notices of others; nothing where each rank sends its own to all.
         longest_message_bytes: the longest message that `send_message` takes.
-        has_symmetric_memory: whether `allocate` works: only where a subclass brings it.
-        interface: the network interface by which this rank reaches other hosts, where a subclass knows.
-        overseers: look at each long wait: the waits of other ranks cannot be read here, so nobody does.
-        published_waits: where the ranks publish their waits: nowhere.
-        failures_wake_waits: whether an alarm wakes the waits of this group, so that they need not look often: never.
-        num_alarms: would count alarms.
     """
 
     shares_memory = False

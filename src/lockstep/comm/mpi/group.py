@@ -94,7 +94,7 @@ def _local_peers(members: Sequence[_Member], rank: int) -> list[int]:
 
 
 def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
-    """A team with a communicator of its own. Collective over the members, and they alone take part."""
+    """A team with its own communicator. Collective over the members, and they alone take part."""
     mpi = load()
     departures.release()
     with _making:

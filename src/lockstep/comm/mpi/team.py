@@ -71,7 +71,6 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         self._sending = [request for request in self._sending if request]
 
     def poll(self) -> None:
-        """Receive the messages that have come. Local; waits for nothing."""
         with self.lock:
             while self._is_listening and self._receiving.Test(self._status):
                 num_bytes = self._status.Get_count(self._mpi.BYTE)
@@ -125,12 +124,10 @@ class MpiTeam(MessageTeam["MPI.Request"]):
     # ---- point to point ------------------------------------------------------------------------------
 
     def start_send(self, peer: int, tensor: torch.Tensor) -> list[MPI.Request]:
-        """Begin to send a flat contiguous tensor that the peer waits for with `start_receive`. Local."""
         with self.lock:
             return [self._comm.Isend(piece, peer, _MAIL_TAG) for piece in self.pieces(tensor)]
 
     def start_receive(self, peer: int, tensor: torch.Tensor) -> list[MPI.Request]:
-        """Begin to receive a flat contiguous tensor, in the order of the peer's `start_send`. Local."""
         with self.lock:
             return [self._comm.Irecv(piece, peer, _MAIL_TAG) for piece in self.pieces(tensor)]
 
@@ -155,7 +152,6 @@ class MpiTeam(MessageTeam["MPI.Request"]):
     # ---- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
         self._waiter.close()
         self.watch.close()
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")

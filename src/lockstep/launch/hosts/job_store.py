@@ -121,7 +121,7 @@ class JobStore:
 
     @classmethod
     def _holding(cls, config: HostsConfig, address: str) -> JobStore:
-        """The store in this process, with a nonce of its own, whatever somebody wrote there since the port is open.
+        """The store in this process, with its own nonce, whatever somebody wrote there since the port is open.
 
         Raises:
             RendezvousError: the port is taken.
@@ -186,7 +186,7 @@ class JobStore:
             self._answers.stop()
 
     def torch_store(self, prefix: str) -> Store:
-        """The torch store, with keys of its own under a prefix."""
+        """The torch store, with its own keys under a prefix."""
         return PrefixStore(prefix, self._store)
 
     def raw(self, key: str) -> str:

@@ -162,7 +162,7 @@ class Membership:
         return replace(self, is_running=True, members=members, order=tuple(host.key for host in members))
 
     def continued(self, number: int, failures: int) -> Membership:
-        """The state after hosts have come whose job has gone on elsewhere: the next round has at least that number."""
+        """The state after hosts came whose job has continued elsewhere: the next round has at least that number."""
         known = replace(self, next_number=max(self.next_number, number), failures=max(self.failures, failures))
         return known if self.is_running else replace(known, number=max(self.number, number))
 

@@ -33,7 +33,7 @@ class NoAnswer(Exception):
 
 
 class NonceAnswers:
-    """Answers launchers that ask for the nonce, in a thread and by a connection of its own: the launcher may be busy.
+    """Answers launchers that ask for the nonce, in its own thread, over its own connection: the launcher may be busy.
 
     The thread ends with the process, with the store, or by `stop`.
 

@@ -18,7 +18,7 @@ what each has computed, so the loss is multiplied by the rank's share before its
 `ZeroRedundancyOptimizer`. On the CPUs of one host no rank then sums and steps what others do as well, and every step
 has some more calls and meetings; on several hosts that holds for the ranks of each. With this SGD at two ranks, a tenth
 of a million parameters took longer so, and half a million less long. The larger the images, the less either shows
-beside the convolutions.
+next to the convolutions.
 """
 
 from __future__ import annotations

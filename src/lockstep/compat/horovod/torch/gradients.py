@@ -4,8 +4,8 @@
 what it gives to the reduction, and a request for each parameter costs more than reducing a small one. So gradients on
 the CPU of a host that communicates through shared memory are held back, and go as one request: when this rank waits
 for anything, if all are complete, or else in `synchronize`. Dense ones that are averaged as they are lie in the
-buckets of Lockstep's own DDP engine, which moves them once or not at all. GPUs and networks work beside the processor:
-there each gradient is a request of its own, made as soon as it is complete.
+buckets of Lockstep's own DDP engine, which moves them once or not at all. GPUs and networks work while the processor
+does: there each gradient is its own request, made as soon as it is complete.
 """
 
 from __future__ import annotations

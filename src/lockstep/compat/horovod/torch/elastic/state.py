@@ -182,7 +182,6 @@ class ModelStateHandler(StateHandler):
     """Keeps a model's parameters and buffers."""
 
     def sync(self) -> None:
-        """Take over rank 0's. Collective."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
         self.save()
 
@@ -191,7 +190,6 @@ class OptimizerStateHandler(StateHandler):
     """Keeps an optimizer's state and options."""
 
     def sync(self) -> None:
-        """Take over rank 0's. Collective."""
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
@@ -200,7 +198,6 @@ class SamplerStateHandler(StateHandler):
     """Keeps how far a sampler is. When ranks agree anew, what any of them has not recorded counts as not processed."""
 
     def sync(self) -> None:
-        """Take over rank 0's. Collective."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
         self.save()
 
@@ -292,7 +289,6 @@ class TorchState(ObjectState):
         self.check_host_updates()
 
     def resume(self) -> None:
-        """After a restart of all processes: take up the last commit on disk, if there is one. Collective."""
         folder = env.LOCKSTEP_ELASTIC_FOLDER.get()
         if folder is None or not env.TORCHELASTIC_RESTART_COUNT.get() or not checkpoint.available(folder):
             return
