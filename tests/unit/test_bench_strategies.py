@@ -18,7 +18,7 @@ from lockstep.bench.results import Environment, Result, Series, Skipped
 from lockstep.bench.session import ProgressLine, Session
 from lockstep.bench.strategies import blocks, draw, jobs, turns, ways
 from lockstep.bench.strategies.epochs import train_epoch
-from lockstep.bench.strategies.jobs import WayFailed, WayJob, open_orders
+from lockstep.bench.strategies.jobs import Orders, WayFailed, WayJob
 from lockstep.bench.strategies.report import View
 from lockstep.bench.strategies.setups import TrainingConfig, alone, build
 from lockstep.bench.strategies.task import build_task
@@ -270,7 +270,7 @@ def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], arguments: lis
 def test_a_way_whose_processes_end_says_what_they_said_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; sys.exit('line\\nValueError: the reason\\nand more')"
     monkeypatch.setattr(jobs, "command_of", lambda *_: [sys.executable, "-c", script])
-    job = WayJob(ways.WAYS["ddp"], 2, 1, open_orders({}, tmp_path / "logs"))
+    job = WayJob(ways.WAYS["ddp"], 2, 1, Orders({}, tmp_path / "logs"))
     with pytest.raises(WayFailed, match=r"^ValueError: the reason$"):
         job.ask({"do": "describe"}, limit_s(60))
     job.kill()
@@ -278,7 +278,7 @@ def test_a_way_whose_processes_end_says_what_they_said_last(tmp_path: Path, monk
 
 def test_a_way_that_does_not_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "command_of", lambda *_: ["sleep", "1000"])
-    job = WayJob(ways.WAYS["single"], 2, 1, open_orders({}, tmp_path / "logs"))
+    job = WayJob(ways.WAYS["single"], 2, 1, Orders({}, tmp_path / "logs"))
     with pytest.raises(WayFailed, match="did not answer"):
         job.ask({"do": "describe"}, 0)
     job.kill()
@@ -297,7 +297,7 @@ def test_orders_and_replies_go_by_the_store(tmp_path: Path, monkeypatch: pytest.
         assert json.loads(store.get("ddp/order/1")) == {"do": "leave"}
     """
     monkeypatch.setattr(jobs, "command_of", lambda way, nproc, python, worker: [python, "-c", script, worker[3]])
-    job = WayJob(ways.WAYS["ddp"], 2, 1, open_orders({"a": 1}, tmp_path / "logs"))
+    job = WayJob(ways.WAYS["ddp"], 2, 1, Orders({"a": 1}, tmp_path / "logs"))
     replies = job.ask({"do": "x"}, limit_s(60))
     assert replies == [{"rank": rank, "order": {"do": "x"}, "a": 1} for rank in range(2)]
     monkeypatch.setattr(jobs, "_ENDING_S", limit_s(60))

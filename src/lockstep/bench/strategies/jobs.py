@@ -7,7 +7,7 @@ that waits for an order sleeps in `get`, and it ends when the store does: nothin
     <way>/order/<n>         what to do next
     <way>/reply/<n>/<rank>  what came of it
 
-A way's processes are in a session of their own, which Ctrl-C does not reach.
+A way's processes are in their own session, which Ctrl-C does not reach.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep import env
 from lockstep.bench.ranks import RankFailed
 from lockstep.bench.strategies.ways import Way, command_of
 
-__all__ = ["HOST", "TASK_KEY", "Orders", "WayFailed", "WayJob", "open_orders"]
+__all__ = ["HOST", "TASK_KEY", "Orders", "WayFailed", "WayJob"]
 
 HOST = "127.0.0.1"
 TASK_KEY = "task"
@@ -45,22 +45,17 @@ class WayFailed(RankFailed):
 
 
 class Orders:
-    """The store, and where the logs of the ways go."""
-
-    def __init__(self, store: TCPStore, task: Mapping[str, Any], logs: Path) -> None:
-        self.store, self.logs = store, logs
-        store.set(TASK_KEY, json.dumps(dict(task)))
-
-
-def open_orders(task: Mapping[str, Any], logs: Path) -> Orders:
-    """Make the store.
+    """The store, and where the logs of the ways go.
 
     Args:
         task: what all ranks build; JSON-able.
         logs: a folder for what the processes print; made if it is not there.
     """
-    logs.mkdir(parents=True, exist_ok=True)
-    return Orders(TCPStore(HOST, 0, is_master=True, wait_for_workers=False), task, logs)
+
+    def __init__(self, task: Mapping[str, Any], logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.store, self.logs = TCPStore(HOST, 0, is_master=True, wait_for_workers=False), logs
+        self.store.set(TASK_KEY, json.dumps(dict(task)))
 
 
 class WayJob:

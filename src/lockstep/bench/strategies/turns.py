@@ -25,7 +25,7 @@ from typing import Any
 from lockstep import env
 from lockstep.bench.results import Series
 from lockstep.bench.session import Session
-from lockstep.bench.strategies.jobs import Orders, WayFailed, WayJob, open_orders
+from lockstep.bench.strategies.jobs import Orders, WayFailed, WayJob
 from lockstep.bench.strategies.task import LISTINGS, WHOLE, Limit
 from lockstep.bench.strategies.ways import ALL_THREADS, PARTS, SINGLE, WAYS, Way, why_not
 from lockstep.launch.environment import visible_cores, visible_gpus
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, session: Session) -> None:
         "epochs": _epochs(options),
     }
     chosen = _choose(options.ways, session, gpus)
-    orders = open_orders(task, session.folder / "logs")
+    orders = Orders(task, session.folder / "logs")
     contestants: list[_Contestant] = []
     try:
         _start(chosen, threads, orders, session, contestants)

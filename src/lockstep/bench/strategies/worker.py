@@ -11,7 +11,6 @@ import functools
 import importlib
 import json
 import re
-import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +26,7 @@ from lockstep.bench.strategies.jobs import HOST, TASK_KEY
 from lockstep.bench.strategies.setups import TrainingConfig, TrainingSetup, alone, build
 from lockstep.bench.strategies.task import Limit, Task, build_task
 from lockstep.bench.strategies.ways import ALL_THREADS, WAYS
+from lockstep.launch.free_port import find_free_port
 
 __all__ = ["main"]
 
@@ -46,9 +46,7 @@ def main(arguments: list[str]) -> None:
         return
     from torch.multiprocessing.spawn import spawn
 
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        url = f"tcp://{HOST}:{probe.getsockname()[1]}"
+    url = f"tcp://{HOST}:{find_free_port()}"
     spawn(_spawned, args=(name, port, nproc, threads, url), nprocs=nproc)  # type: ignore[no-untyped-call]
 
 

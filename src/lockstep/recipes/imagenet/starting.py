@@ -15,12 +15,12 @@ need not be replaced: nobody else has to know the port, so one that is free is t
 from __future__ import annotations
 
 import argparse
-import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from lockstep import env
 from lockstep.errors import InputError
+from lockstep.launch.free_port import find_free_port
 from lockstep.recipes.imagenet.options import resolve_config
 from lockstep.topology.slurm import read_slurm
 
@@ -101,7 +101,7 @@ def meeting_url(options: argparse.Namespace, num_hosts: int) -> str:
                 f"--dist-url is {url or 'not given'}, but {num_hosts} hosts must meet: give all of them "
                 "tcp://ADDRESS:PORT, with the address of host 0 and a port that is free there"
             )
-        return f"tcp://127.0.0.1:{_free_port()}"
+        return f"tcp://127.0.0.1:{find_free_port()}"
     parts = urlsplit(url)
     if parts.scheme not in ("tcp", "file", "env"):
         raise InputError(f"--dist-url is {url!r}; expected tcp://ADDRESS:PORT, file:///PATH or env://")
@@ -117,9 +117,3 @@ def meeting_url(options: argparse.Namespace, num_hosts: int) -> str:
 def _is_given_a_rank(options: argparse.Namespace) -> bool:
     """Whether this process was told which rank it is, by the example's options."""
     return options.world_size > 1 and not options.multiprocessing_distributed and options.strategy != "spawn"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

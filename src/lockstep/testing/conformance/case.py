@@ -35,6 +35,7 @@ __all__ = [
     "case",
     "coalescing",
     "expect_equal",
+    "finish",
     "inputs_of",
     "label",
     "reduced",
@@ -219,6 +220,12 @@ def coalescing(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
     """
     manager: AbstractContextManager[Any] = coalescing_manager(group=group, async_ops=True)
     return manager
+
+
+def finish(work: Any, async_op: bool) -> None:
+    """Wait for what an asynchronous call has returned."""
+    if async_op:
+        work.wait()
 
 
 def spread_out(tensor: torch.Tensor) -> torch.Tensor:

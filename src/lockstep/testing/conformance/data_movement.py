@@ -19,6 +19,7 @@ from lockstep.testing.conformance.case import (
     case,
     coalescing,
     expect_equal,
+    finish,
     inputs_of,
     spread_out,
 )
@@ -54,11 +55,6 @@ _SHAPES: tuple[Shape, ...] = ((), (0,), (1,), (3, 5, 7), (1023,), (LARGE_NUMEL,)
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def _finish(work: Any, async_op: bool) -> None:
-    if async_op:
-        work.wait()
-
-
 def _object_of(rank: int) -> dict[str, Any]:
     """An object whose pickled length differs between ranks."""
     return {"rank": rank, "text": "x" * (10 * rank), "values": list(range(rank))}
@@ -76,7 +72,7 @@ def check_broadcast(context: Context, dtype: torch.dtype, shape: Shape, async_op
     """
     for root in range(context.world_size):
         tensor = inputs_of(context.rank, shape, dtype, salt=root)
-        _finish(dist.broadcast(tensor, context.global_rank(root), group=context.group, async_op=async_op), async_op)
+        finish(dist.broadcast(tensor, context.global_rank(root), group=context.group, async_op=async_op), async_op)
         expect_equal(tensor, inputs_of(root, shape, dtype, salt=root), f"the tensor from root {root}")
 
 
@@ -108,7 +104,7 @@ def check_all_gather(context: Context, dtype: torch.dtype, shape: Shape, async_o
     """
     mine = inputs_of(context.rank, shape, dtype)
     outputs = [torch.full(shape, 1, dtype=dtype) for _ in range(context.world_size)]
-    _finish(dist.all_gather(outputs, mine, group=context.group, async_op=async_op), async_op)
+    finish(dist.all_gather(outputs, mine, group=context.group, async_op=async_op), async_op)
     for rank, output in enumerate(outputs):
         expect_equal(output, inputs_of(rank, shape, dtype), f"output {rank}")
     expect_equal(mine, inputs_of(context.rank, shape, dtype), "the input after the call")
@@ -138,7 +134,7 @@ def check_all_gather_into_tensor(
     expected = join([inputs_of(rank, shape, dtype) for rank in range(context.world_size)])
     output = torch.full_like(expected, 1)
     mine = inputs_of(context.rank, shape, dtype)
-    _finish(_all_gather_single(output, mine, group=context.group, async_op=async_op), async_op)
+    finish(_all_gather_single(output, mine, group=context.group, async_op=async_op), async_op)
     expect_equal(output, expected, "the output")
 
 
@@ -179,7 +175,7 @@ def check_all_gather_coalesced(context: Context, async_op: bool) -> None:
     outputs = [[torch.zeros(shape) for shape in shapes] for _ in range(context.world_size)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        _finish(dist.all_gather_coalesced(outputs, mine, group=context.group, async_op=async_op), async_op)
+        finish(dist.all_gather_coalesced(outputs, mine, group=context.group, async_op=async_op), async_op)
     for rank, of_rank in enumerate(outputs):
         for salt, (shape, output) in enumerate(zip(shapes, of_rank, strict=True)):
             expect_equal(output, inputs_of(rank, shape, torch.float32, salt=salt), f"output {salt} of rank {rank}")
@@ -222,7 +218,7 @@ def check_gather(context: Context, dtype: torch.dtype, shape: Shape, async_op: b
         if context.rank == root:
             outputs = [torch.full(shape, 1, dtype=dtype) for _ in range(context.world_size)]
         work = dist.gather(mine, outputs, context.global_rank(root), group=context.group, async_op=async_op)
-        _finish(work, async_op)
+        finish(work, async_op)
         for rank, output in enumerate(outputs or []):
             expect_equal(output, inputs_of(rank, shape, dtype, salt=root), f"root {root}'s output {rank}")
 
@@ -238,7 +234,7 @@ def check_gather_single(context: Context, dtype: torch.dtype, shape: Shape, asyn
         destination = context.global_rank(root)
         gather_single = dist.gather_single  # type: ignore[attr-defined]  # not in the release that mypy reads
         work = gather_single(parts[context.rank], output, destination, group=context.group, async_op=async_op)
-        _finish(work, async_op)
+        finish(work, async_op)
         if output is not None:
             expect_equal(output, torch.cat(parts), f"root {root}'s output")
 
@@ -266,7 +262,7 @@ def check_scatter(context: Context, dtype: torch.dtype, shape: Shape, async_op: 
         if context.rank == root:
             inputs = [inputs_of(root, shape, dtype, salt=rank) for rank in range(context.world_size)]
         work = dist.scatter(output, inputs, context.global_rank(root), group=context.group, async_op=async_op)
-        _finish(work, async_op)
+        finish(work, async_op)
         expect_equal(output, inputs_of(root, shape, dtype, salt=context.rank), f"the output from root {root}")
 
 
@@ -325,7 +321,7 @@ def check_all_to_all(context: Context, dtype: torch.dtype, shape: Shape, async_o
     ranks = range(context.world_size)
     inputs = [inputs_of(context.rank, shape, dtype, salt=receiver) for receiver in ranks]
     outputs = [torch.full(shape, 1, dtype=dtype) for _ in ranks]
-    _finish(dist.all_to_all(outputs, inputs, group=context.group, async_op=async_op), async_op)
+    finish(dist.all_to_all(outputs, inputs, group=context.group, async_op=async_op), async_op)
     for sender, output in enumerate(outputs):
         expect_equal(output, inputs_of(sender, shape, dtype, salt=context.rank), f"output {sender}")
 
@@ -356,7 +352,7 @@ def check_all_to_all_single(context: Context, dtype: torch.dtype, shape: Shape, 
     ranks = range(context.world_size)
     mine = torch.cat([inputs_of(context.rank, shape, dtype, salt=receiver) for receiver in ranks])
     output = torch.full_like(mine, 1)
-    _finish(dist.all_to_all_single(output, mine, group=context.group, async_op=async_op), async_op)
+    finish(dist.all_to_all_single(output, mine, group=context.group, async_op=async_op), async_op)
     expect_equal(output, torch.cat([inputs_of(s, shape, dtype, salt=context.rank) for s in ranks]), "the output")
 
 

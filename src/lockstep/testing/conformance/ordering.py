@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.testing.conformance import data_movement, reductions
-from lockstep.testing.conformance.case import Case, Context, case, expect_equal, inputs_of, reduced
+from lockstep.testing.conformance.case import Case, Context, case, expect_equal, finish, inputs_of, reduced
 from lockstep.testing.limits import limit_s
 
 __all__ = [
@@ -38,8 +38,7 @@ def check_barrier(context: Context, async_op: bool) -> None:
     for round_number in range(20):
         entered = time.monotonic()
         work = dist.barrier(group=context.group, async_op=async_op)
-        if async_op:
-            work.wait()
+        finish(work, async_op)
         left = time.monotonic()
         times = torch.tensor([-entered, left], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MIN, group=context.group)

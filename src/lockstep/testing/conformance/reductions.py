@@ -18,6 +18,7 @@ from lockstep.testing.conformance.case import (
     case,
     coalescing,
     expect_equal,
+    finish,
     inputs_of,
     reduced,
     spread_out,
@@ -65,8 +66,7 @@ def check_all_reduce(context: Context, op: str, dtype: torch.dtype, shape: Shape
     tensors = _everybodys(context, shape, dtype, op)
     tensor = tensors[context.rank].clone()
     work = dist.all_reduce(tensor, _op(op), group=context.group, async_op=async_op)
-    if async_op:
-        work.wait()
+    finish(work, async_op)
     expect_equal(tensor, reduced(op, tensors), "the tensor", roundings=_roundings(op))
 
 
@@ -97,8 +97,7 @@ def check_all_reduce_coalesced(context: Context, async_op: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         future = dist.all_reduce_coalesced(mine, group=context.group, async_op=async_op)
-    if async_op:
-        future.wait()
+    finish(future, async_op)
     for index, (tensor, tensors) in enumerate(zip(mine, everybodys, strict=True)):
         expect_equal(tensor, reduced("SUM", tensors), f"tensor {index}")
 
@@ -128,8 +127,7 @@ def check_reduce(context: Context, op: str, dtype: torch.dtype, shape: Shape, as
         tensors = _everybodys(context, shape, dtype, op, salt=root)
         tensor = tensors[context.rank].clone()
         work = dist.reduce(tensor, context.global_rank(root), _op(op), group=context.group, async_op=async_op)
-        if async_op:
-            work.wait()
+        finish(work, async_op)
         if context.rank == root:
             expect_equal(tensor, reduced(op, tensors), f"root {root}'s tensor", roundings=_roundings(op))
 
@@ -154,8 +152,7 @@ def check_reduce_scatter(context: Context, op: str, dtype: torch.dtype, shape: S
     mine = [part.clone() for part in parts]
     output = torch.full(shape, 1, dtype=dtype)
     work = dist.reduce_scatter(output, mine, _op(op), group=context.group, async_op=async_op)
-    if async_op:
-        work.wait()
+    finish(work, async_op)
     expect_equal(output, _reduced_part(context, shape, dtype, op), "the output", roundings=_roundings(op))
     for index, (after, before) in enumerate(zip(mine, parts, strict=True)):
         expect_equal(after, before, f"input {index} after the call")
@@ -173,8 +170,7 @@ def check_reduce_scatter_tensor(
     mine = join(parts)
     output = torch.full(shape, 1, dtype=dtype)
     work = _reduce_scatter_single(output, mine, _op(op), group=context.group, async_op=async_op)
-    if async_op:
-        work.wait()
+    finish(work, async_op)
     expect_equal(output, _reduced_part(context, shape, dtype, op), "the output", roundings=_roundings(op))
     expect_equal(mine, join(parts), "the input after the call")
 

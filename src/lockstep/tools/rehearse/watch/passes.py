@@ -68,27 +68,11 @@ class Pass:
                 self.contents = None
 
 
-class _Current:
-    """The pass that gave the last batch."""
-
-    def __init__(self) -> None:
-        self.value: Pass | None = None
-        self.listeners: list[Callable[[], None]] = []
-
-
-_current = _Current()
+_current: Pass | None = None  # that gave the last batch
+_listeners: list[Callable[[], None]] = []
 _passes: list[Pass] = []
-
-
-class _Shared:
-    """What all ranks train together: whether there is any such model, and those that are known."""
-
-    def __init__(self) -> None:
-        self.is_trained = False
-        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-_shared = _Shared()
+_is_trained = False  # whether there is a model that all ranks train together
+_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # those of these that are known
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # Id of a data set -> where the loader over it was made, for its workers, which see no loader.
 loader_of_data: dict[int, tuple[Site, ...]] = {}
@@ -96,20 +80,21 @@ loader_of_data: dict[int, tuple[Site, ...]] = {}
 
 def current() -> Pass | None:
     """The pass that the script is in or has just finished."""
-    return _current.value
+    return _current
 
 
 def add_model(model: torch.nn.Module | None) -> None:
     """Say that all ranks train this model together, each on samples of its own; None for one that is not known."""
-    _shared.is_trained = True
+    global _is_trained
+    _is_trained = True
     if model is not None:
-        _shared.models.add(model)
+        _models.add(model)
 
 
 def _evaluates() -> bool:
     """Whether what the script does with its next batch is no training: it asks for no gradients, or says so."""
-    is_said = any(not model.training for model in _shared.models)
-    return _shared.is_trained and (is_said or not torch.is_grad_enabled())
+    is_said = any(not model.training for model in _models)
+    return _is_trained and (is_said or not torch.is_grad_enabled())
 
 
 def made_at(thing: Any) -> tuple[Site, ...]:
@@ -174,6 +159,7 @@ def _size_of_next(iterator: Any) -> int:
 
 def _next(original: Callable[..., Any]) -> Callable[..., Any]:
     def take_next(self: Any) -> Any:
+        global _current
         one: Pass | None = getattr(self, "_lockstep_pass", None)
         try:
             batch = original(self)
@@ -183,8 +169,8 @@ def _next(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         if one is not None:
             one.take(batch, _size_of_next(self))
-            _current.value = one
-            for listener in _current.listeners:
+            _current = one
+            for listener in _listeners:
                 listener()
         return batch
 
@@ -193,7 +179,7 @@ def _next(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def on_batch(listener: Callable[[], None]) -> None:
     """Call `listener` whenever the script gets another batch."""
-    _current.listeners.append(listener)
+    _listeners.append(listener)
 
 
 def _told(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,8 +192,8 @@ def _told(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if _current.value is not None:
-            _current.value.backwards += 1
+        if _current is not None:
+            _current.backwards += 1
         return original(*args, **kwargs)
 
     return backward
