@@ -58,6 +58,7 @@ from lockstep import env, libc
 
 __all__ = [
     "CALL",
+    "DEFAULT_GROUP",
     "EXIT_STOPPED",
     "FINISHED",
     "JOINING",
@@ -115,7 +116,7 @@ _BY_ITSELF, _BY_CHILD, _BY_OTHERS = 16, 24, 32
 """Offsets of the words of [Note: who joined]."""
 _RAISED, _NUM_MEETINGS = 40, 48
 _MEETING = (64, 512)
-_DEFAULT_GROUP = "the default group"
+DEFAULT_GROUP = "the default group"
 _WORDS = struct.Struct("=2qd4q")
 _NAME = (128, 384)
 _WAITING = (512, 512)
@@ -508,7 +509,7 @@ def check_nobody_waits(rank: int) -> None:
     """
     owner = _owner()
     found = {} if owner is None else read_positions(Path(owner[0]), range(env.WORLD_SIZE.get() or 0))
-    numbers = {peer: one.number for peer, seen in found.items() for one in seen if one.group == _DEFAULT_GROUP}
+    numbers = {peer: one.number for peer, seen in found.items() for one in seen if one.group == DEFAULT_GROUP}
     if max(numbers.values(), default=0) > numbers.get(rank, 0):
         raise RuntimeError("other ranks have not left, and wait for this one")
 
@@ -565,7 +566,7 @@ def _read_file(folder: Path, rank: int) -> list[Position]:
     said = [position for position in positions if position is not None]
     meeting = read_text(header[_MEETING[0] :], 0, _MEETING[1])
     if meeting:
-        said.append(Position(rank, pid, _DEFAULT_GROUP, 0, "", "", False, meeting, math.inf, True))
+        said.append(Position(rank, pid, DEFAULT_GROUP, 0, "", "", False, meeting, math.inf, True))
     # Of two that are equally late, the one that it is still in.
     return sorted(said, key=lambda one: (one.inside or bool(one.waiting), one.since_s), reverse=True)
 

@@ -28,12 +28,12 @@ PENDING = [(1, 1), (2, 2), (3, 3)]
 
 
 class Words:
-    """Counts of four ranks at 0 … 3 and their states at 4 … 7, all ready; rank 0 waits."""
+    """Counts of four ranks at 0 … 3 and their states at 4 … 7, all ready, then the gate; rank 0 waits."""
 
     def __init__(self) -> None:
-        self.memory = memoryview(array("q", [0] * RANKS + [PeerState.READY] * RANKS))
+        self.memory = memoryview(array("q", [0] * RANKS + [PeerState.READY] * RANKS + [0] * 3))
         self.watch = Watch({})
-        self.waiter = StepWaiter(self.memory, range(RANKS, 2 * RANKS), 0, self.watch)
+        self.waiter = StepWaiter(self.memory, range(RANKS, 2 * RANKS), 0, self.watch, 2 * RANKS)
 
     def wait(self, timeout_s: float = 30.0, target: int = 1) -> None:
         self.waiter.wait(self.memory, PENDING, target, timeout_s)

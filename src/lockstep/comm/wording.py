@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from lockstep.rank_status import DEFAULT_GROUP
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,7 +25,7 @@ def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> s
         ranks: global rank of each of its ranks.
         is_default: whether it is the default group.
     """
-    return "the default group" if is_default else f"group {group_name} of ranks {list(ranks)}"
+    return DEFAULT_GROUP if is_default else f"group {group_name} of ranks {list(ranks)}"
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:

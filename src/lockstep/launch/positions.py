@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.frames import split_site
-from lockstep.rank_status import Position, has_raised, read_positions
+from lockstep.rank_status import DEFAULT_GROUP, Position, has_raised, read_positions
 from lockstep.topology import name_ranks
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "short_path",
 ]
 
-_DEFAULT_GROUP = "the default group"
 _MAX_PLACES = 4
 _STATES = {
     "R": "running",
@@ -74,7 +73,7 @@ class RankStatus:
 
 def describe_position(position: Position) -> str:
     """`in all_reduce #57 at train.py:81`; with the group's name unless it is the default one."""
-    group = "" if position.group == _DEFAULT_GROUP else f" of {position.group}"
+    group = "" if position.group == DEFAULT_GROUP else f" of {position.group}"
     if position.waiting:
         call, _, site = position.waiting.rpartition(" at ")
         return f"in {call}{group} at {_short_site(split_site(site)[0])}"
@@ -165,7 +164,7 @@ def find_missing(statuses: Mapping[int, RankStatus], rank: int) -> tuple[int, ..
     for other, status in statuses.items():
         same = next((one for one in status.positions if one.group == waiting.group), None)
         # In a group of some ranks, one that has never called anything may have no part at all.
-        has_come = same.number >= waiting.number if same is not None else waiting.group != _DEFAULT_GROUP
+        has_come = same.number >= waiting.number if same is not None else waiting.group != DEFAULT_GROUP
         if not has_come:
             missing.append(other)
     return tuple(missing)

@@ -35,9 +35,9 @@ from lockstep.launch.process import RankExit
 from lockstep.launch.report import ErrorReport
 from lockstep.topology import name_ranks
 
-__all__ = ["RankFailure", "find_first_failure", "find_own_errors", "format_last_words", "format_summary"]
+__all__ = ["RULE", "RankFailure", "find_first_failure", "find_own_errors", "format_last_words", "format_summary"]
 
-_WIDTH = 88
+RULE = "=" * 88
 _MAX_MESSAGE_CHARS = 500
 _MAX_OWN_MESSAGE_CHARS = 2000
 _OWN_ERRORS = "lockstep.errors."
@@ -382,13 +382,12 @@ def format_summary(
         ranks: the ranks of this host, in a job on several, where each host shows its own tracebacks. None for all.
     """
     first = failures[0]
-    rule = "=" * _WIDTH
     advice = _advise_after_ctrl_c(failures) or _advise(first, num_ranks, script)
-    lines = [rule, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures), *advice]
+    lines = [RULE, f"lockstep: {_opening(failures, num_ranks)}", *_after(failures), *advice]
     if log_dir is not None:
         where = "" if _is_here(first, ranks) else f" on {first.ended.host}"
         lines.append(f"lockstep: its output is in {os.path.join(log_dir, f'rank{first.rank}.log')}{where}")
-    return "\n".join([*lines, *_tracebacks(failures, ranks), rule, ""])
+    return "\n".join([*lines, *_tracebacks(failures, ranks), RULE, ""])
 
 
 def find_own_errors(failures: list[RankFailure]) -> list[RankFailure]:

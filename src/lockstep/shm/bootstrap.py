@@ -102,10 +102,6 @@ def not_come(missing: Sequence[int], rank: int, global_ranks: Sequence[int], tim
     )
 
 
-def _nothing_lost() -> None:
-    """Check nothing: before the first group no rank is known."""
-
-
 class Bootstrap:
     """One rank's bootstrap into a group on one host.
 
@@ -124,7 +120,7 @@ class Bootstrap:
         rank: int,
         global_ranks: Sequence[int],
         timeout_s: float,
-        check_peers: Callable[[], None] = _nothing_lost,
+        check_peers: Callable[[], None] = lambda: None,
         terms: Terms | None = None,
     ) -> None:
         self._store = store

@@ -193,8 +193,7 @@ class StepWaiter:
         state_words: index of each rank's state word.
         rank: this rank.
         watch: liveness of the peers' processes.
-        gate_word: index of the gate, on which waits in these words sleep; its bell and its alarm follow it. None if
-            waits do not sleep.
+        gate_word: index of the gate, on which waits in these words sleep; its bell and its alarm follow it.
 
     Attributes:
         overseers: look further in every look that finds no failure.
@@ -203,19 +202,11 @@ class StepWaiter:
 
     polls_in_looks = False  # whether looks also receive messages, of which no alarm tells
 
-    def __init__(
-        self,
-        words: memoryview,
-        state_words: Sequence[int],
-        rank: int,
-        watch: Watch,
-        gate_word: int | None = None,
-    ) -> None:
+    def __init__(self, words: memoryview, state_words: Sequence[int], rank: int, watch: Watch, gate_word: int) -> None:
         self._words = words
         self._state_words = state_words
-        self._gate = 0 if gate_word is None else gate_word
-        self._has_alarm = gate_word is not None
-        self._futex = Futex(words) if gate_word is not None and Futex.is_supported() else None
+        self._gate = gate_word
+        self._futex = Futex(words) if Futex.is_supported() else None
         self._rank = rank
         self._watch = watch
         self.closed = False
@@ -330,17 +321,16 @@ class StepWaiter:
     @property
     def num_alarms(self) -> int:
         """Counts the alarms of the group."""
-        return self._words[self._gate + 2] if self._has_alarm else 0
+        return self._words[self._gate + 2]
 
     def sound_alarm(self) -> None:
         """Have all waits of the group look at once. Local, in any thread; the failure must be written down before."""
-        if self._has_alarm:
-            fence()
-            self._words[self._gate + 2] += 1
-            fence()
-            self._words[self._gate] = random_word()
-            if self._futex is not None:
-                self._futex.wake(self._gate)
+        fence()
+        self._words[self._gate + 2] += 1
+        fence()
+        self._words[self._gate] = random_word()
+        if self._futex is not None:
+            self._futex.wake(self._gate)
 
     def close(self) -> None:
         """End the waits of this rank, now and later. Local, in any thread."""

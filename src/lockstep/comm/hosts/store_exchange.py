@@ -7,12 +7,13 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from lockstep.comm.group_setup import BootstrapStore
 from lockstep.errors import LockstepError, RendezvousError
-from lockstep.shm.bootstrap import Store, lost_store, not_come
+from lockstep.shm.bootstrap import lost_store, not_come
 
-__all__ = ["ExchangeStore", "StoreExchange"]
+__all__ = ["StoreExchange"]
 
 _Answer = TypeVar("_Answer")
 
@@ -24,13 +25,6 @@ _ASK_FOR_FAILURES_EVERY_S = 0.1
 
 # Failures that were raised in this process. They stay in the store, and say nothing about a later attempt.
 _known_failures: set[str] = set()
-
-
-class ExchangeStore(Store, Protocol):
-    """What ranks need of a store that is on another host."""
-
-    def get_all(self, keys: Sequence[str]) -> list[str] | None:
-        """The values under these keys, if they are all there."""
 
 
 class StoreExchange:
@@ -46,7 +40,7 @@ class StoreExchange:
 
     def __init__(
         self,
-        store: ExchangeStore,
+        store: BootstrapStore,
         rank: int,
         global_ranks: Sequence[int],
         timeout_s: float,

@@ -21,6 +21,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import comm
@@ -150,19 +151,13 @@ def _add_dist_backend() -> bool:
 
 
 def _plain_data() -> list[Any]:
-    """What checkpoints of old hold beside tensors, and what runs no code when it is read."""
-    trusted: list[Any] = [argparse.Namespace]
-    try:
-        import numpy
-    except ImportError:
-        pass
-    else:
-        trusted += [numpy.ndarray, numpy.dtype, *{type(numpy.dtype(code)) for code in numpy.typecodes["AllInteger"]}]
-        trusted += [type(numpy.dtype(code)) for code in ("?", "e", "f", "d", "F", "D")]
-        rebuild_number, rebuild_array = (value.__reduce__()[0] for value in (numpy.float64(0), numpy.zeros(1)))
-        for function, name in ((rebuild_number, "scalar"), (rebuild_array, "_reconstruct")):
-            # Files name the module that had them when they were written: another one since numpy 2.
-            trusted += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
+    """What old checkpoints hold besides tensors, and what runs no code when it is read."""
+    trusted: list[Any] = [argparse.Namespace, np.ndarray, np.dtype]
+    trusted += {type(np.dtype(code)) for code in (*np.typecodes["AllInteger"], "?", "e", "f", "d", "F", "D")}
+    rebuild_number, rebuild_array = (value.__reduce__()[0] for value in (np.float64(0), np.zeros(1)))
+    for function, name in ((rebuild_number, "scalar"), (rebuild_array, "_reconstruct")):
+        # Files name the module that had them when they were written: another one since numpy 2.
+        trusted += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
     return trusted
 
 

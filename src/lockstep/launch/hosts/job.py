@@ -23,7 +23,7 @@ from lockstep.launch.hosts.rendezvous import HostRendezvous, JobClosed
 from lockstep.launch.local_workers import LocalWorkers, end_without_reader
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.process import start_reaper
-from lockstep.launch.root_cause import format_summary
+from lockstep.launch.root_cause import RULE, format_summary
 from lockstep.launch.screen import say
 from lockstep.launch.signals import SignalWatch
 from lockstep.rank_status import EXIT_STOPPED
@@ -33,7 +33,6 @@ __all__ = ["launch_on_hosts"]
 
 _DEPARTURES_WITHIN_S = 10.0
 _POLL_S = 0.05
-_RULE = "=" * 88
 
 
 def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
@@ -66,7 +65,7 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
         except OutputLost as lost:
             return end_without_reader(lost.error)
         except StoreLost as lost:
-            say(f"{_RULE}\nlockstep: {lost}; without it no host can continue\n{_RULE}\n")
+            say(f"{RULE}\nlockstep: {lost}; without it no host can continue\n{RULE}\n")
             return 1
 
 
@@ -175,9 +174,9 @@ class _Job:
         if absent:
             names = ", ".join(map(str, absent))
             verb, needed = "was" if len(absent) == 1 else "were", self._rendezvous.membership.terms.min_nodes
-            say(f"{_RULE}\nlockstep: {names} {verb} lost, and the job needs {needed} hosts\n")
+            say(f"{RULE}\nlockstep: {names} {verb} lost, and the job needs {needed} hosts\n")
         if absent and all(one.ended.stopped and one.report is None for one in failures):
-            say(f"{_RULE}\n")
+            say(f"{RULE}\n")
         elif failures:
             config = self._config
             say(format_summary(failures, num_ranks, config.log_dir, config.rehearsable, self._agent.ranks))
