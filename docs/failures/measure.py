@@ -60,8 +60,8 @@ breaks the group.
 Ranks that wait for each other, in several groups or for messages, are found at once, unless one of them may still do
 what the others wait for. That is so if a rank:
 
-- runs a thread of the script's, one that may call the script's functions (a timer, an event loop with tasks, a busy
-  pool, a server), or one that has communicated before;
+- runs a thread of the script's own, or one that has communicated before;
+- runs a thread that may call the script's functions: a timer, an event loop with tasks, a busy pool, a server;
 - has another send or receive under way, or receives from any rank;
 - waits with a limit, as `work.wait(timeout)` does.
 
