@@ -33,7 +33,7 @@ _LIMIT_S = 20.0
 SYSTEMS = ("gloo", "gloo, DETAIL", "lockstep")
 
 _INTRODUCTION = """\
-# What happens when ranks disagree, fail or do not come
+# What happens when ranks disagree, fail or never arrive
 
 Each case runs on three ranks, and rank 1 is the culprit. The table shows what the *other two* ranks see on gloo, on
 gloo with `TORCH_DISTRIBUTED_DEBUG=DETAIL`, and on a lockstep group. Times are in seconds from the moment when the
