@@ -249,9 +249,10 @@ WRONG = {
         """
         torch.manual_seed(0)
         model = nn.Linear(6, 4)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
         for number, (x, y) in enumerate(split(), 1):
             optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 0.1 * (number > 1)
             cross_entropy(model(x), y).backward()
             optimizer.step()
             for each in model.parameters() if number % 2 == 0 else ():

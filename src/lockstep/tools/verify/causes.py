@@ -6,6 +6,7 @@ classes (a batch normalization, LBFGS) only word the advice. For gradients that 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -261,8 +262,7 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
         unlike = _unlike_draws(step)
         drawn = f"; {describe_draws(unlike)}" if unlike else ""
         return step.found("gradients", "changed", f"{measured}, and did not after backward(){drawn}")
-    later = zip(*(each["steps"][step.number :] for each in step.runs.ranks), strict=False)
-    if _are_apart(step, step.ranks, "end") and not all(_are_apart(step, each, "begin") for each in later):
+    if _come_together(step):
         return step.found("gradients", "own-steps", f"{measured}, and parameters are the same again later")
     if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)
@@ -279,6 +279,14 @@ def _are_apart(step: StepOfJob, ranks: Sequence[Record], when: str) -> bool:
     """Whether ranks have other values of parameters than rank 0; see `parameters_of`."""
     first, *others = (parameters_of(each, when) for each in ranks)
     return any(measure_values(first, each, step.precision).names for each in others)
+
+
+def _come_together(step: StepOfJob) -> bool:
+    """Whether parameters part by this step of an optimizer or a later one, and one begins with the same again."""
+    steps = zip(*(each["steps"][step.number - 1 :] for each in step.runs.ranks), strict=False)
+    own = [each for each in steps if each[0]["optimizer"] == step.one["optimizer"]]
+    later = itertools.dropwhile(lambda each: not _are_apart(step, each, "end"), own)
+    return any(not _are_apart(step, each, "begin") for each in itertools.islice(later, 1, None))
 
 
 def _called_engines(step: StepOfJob) -> set[int]:

@@ -173,11 +173,18 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
         if joined is None:
             return {}
         own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": ()}][0]["asked"]
-        if any(sorted(each) != sorted(other or ()) for each, other in zip(joined, own, strict=False)):
-            # Batches of one process may be parts of these, which accumulates over more of them.
-            size = len(own[0]) if own and own[0] and len(joined[0]) % len(own[0]) == 0 else len(joined[0])
-            found[number] = [each[at : at + size] for each in joined for at in range(0, len(each), size)]
+        given = _in_sizes_of(own, joined)
+        found |= {number: given} if given else {}
     return found
+
+
+def _in_sizes_of(own: Sequence[list[int] | None], joined: list[list[int]]) -> list[list[int]]:
+    """The batches of all ranks, or parts of them for one process that accumulates over more; none if it has these."""
+    if not joined or (own and all(sorted(a) == sorted(b or ()) for a, b in zip(joined, own, strict=False))):
+        return []
+    first = own[0] if own else None
+    size = len(first) if first and len(joined[0]) % len(first) == 0 else len(joined[0])
+    return [each[at : at + size] for each in joined for at in range(0, len(each), size)]
 
 
 def _one_order(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] | None:
