@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing import assert_one_answer
+from lockstep.testing import assert_one_answer, limit_s
 
 SCRIPT = Path(__file__).with_name("mistakes.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,5 +52,5 @@ def test_a_signal_ends_the_command_and_not_only_the_run(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, signal, sys, time\nos.kill(int(sys.argv[1]), signal.SIGTERM)\ntime.sleep(60)\n")
     command = f"exec {sys.executable} -m lockstep verify {script} $$"
-    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=limit_s(100), check=False)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
