@@ -81,27 +81,35 @@ class Script:
         world_size: that number.
         folder: for records and logs.
         by_sample: as `VerifySettings` has it.
+
+    Attributes:
+        what, world_size, folder: as given, unless the script says that there are other ranks, or wants GPUs.
+        args: of one process.
+        replaces: as `VerifySettings` has it.
+        devices: stand-ins for GPUs in the run on N ranks; 0 for none.
+        devices_of_one: how many of these one process sees.
+        notes: for the report.
+        failure_of_ranks: the error with which the run on N ranks ended; empty for none.
     """
 
     def __init__(self, what: Verification, world_size: int, folder: Path, by_sample: bool = False) -> None:
-        self.what = what
+        self.what, self.world_size, self.folder = what, world_size, folder
+        self.args = what.args
+        self.replaces = 0
+        self.devices = world_size if what.devices == "gpu" else 0
+        self.devices_of_one = 1
+        self.notes: list[str] = []
+        self.failure_of_ranks = ""
+        # As `VerifySettings` has them.
         self._by_sample = by_sample
-        self.args = what.args  # of one process
-        self.replaces = 0  # as `VerifySettings` has it
-        self._across = False  # as `VerifySettings` has it
-        self.world_size = world_size
-        self.folder = folder
+        self._across = False
+        self._time_first: bool | None = None
         self._option = _local_rank_option(what)
         self._folders = folders_of(what.target, what.is_module, what.args)
-        self._count = 0
-        self._time_first: bool | None = None  # as `VerifySettings` has it
+        self._count = 0  # of runs
         self._written: set[str] = set()
         self._not_kept = ""
         self._failures: dict[tuple[Path, str], str] = {}
-        self.devices = world_size if what.devices == "gpu" else 0
-        self.devices_of_one = 1  # that one process sees of them
-        self.notes: list[str] = []
-        self.failure_of_ranks = ""  # the error with which they ended
 
     def run(
         self, role: str, batch_sizes: tuple[int | None, ...] = (), orders: Orders | None = None
