@@ -103,6 +103,17 @@ BY_LOCKSTEP = """
     if __name__ == "__main__":
         lockstep.spawn(work, args=(sys.argv[1],), nproc=4)
 """
+BY_HOROVOD = """
+    import horovod
+    import horovod.torch as hvd
+
+    def work(how):
+        hvd.init()
+        train(how)
+
+    if __name__ == "__main__":
+        horovod.run(work, args=(sys.argv[1],), num_proc=2)
+"""
 SEEDED = """
     torch.manual_seed(3)
 """
@@ -147,6 +158,7 @@ def verdict_on(program: str, folder: Path, *args: str, nproc: int = 2) -> tuple[
         pytest.param(BY_PROCESSES, (), id="as processes"),
         pytest.param(BY_PROCESSES, ("spawn",), id="as processes that are spawned"),
         pytest.param(BY_LOCKSTEP, (), id="by lockstep.spawn"),
+        pytest.param(BY_HOROVOD, (), id="by horovod.run"),
         pytest.param(BY_LAUNCHER, (), id="by torch.distributed.launch"),
     ],
 )

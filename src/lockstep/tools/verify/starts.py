@@ -29,6 +29,7 @@ import torch
 import torch.multiprocessing.spawn  # whose name is its function's in `torch.multiprocessing`
 
 import lockstep
+import lockstep.launch.spawn as launch_spawn
 from lockstep import env
 from lockstep.tools.rehearse.patching import wrap, wrap_everywhere
 from lockstep.tools.verify.recorder import StepRecorder, is_of_library
@@ -63,7 +64,8 @@ class StartWatch:
         wrap(torch.distributed.distributed_c10d, "init_process_group", self._join)
         torch.distributed.init_process_group = torch.distributed.distributed_c10d.init_process_group
         wrap_everywhere(torch.multiprocessing, "start_processes", self._start_processes)
-        wrap(lockstep, "spawn", self._spawn)
+        for place in (lockstep, launch_spawn):  # which horovod.run takes it from
+            wrap(place, "spawn", self._spawn)
         wrap(BaseProcess, "start", self._start)
 
     def _expect(self, count: int, expected: int) -> None:
