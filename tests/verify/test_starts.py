@@ -93,6 +93,26 @@ BY_PROCESSES = """
             process.join()
         assert [each.exitcode for each in processes] == [0, 0]
 """
+BESIDE_OTHERS = """
+    import functools
+
+    def count(queue):
+        queue.put(1)
+
+    class Counter(mp.Process):
+        def run(self):
+            pass
+
+    if __name__ == "__main__":
+        queue = mp.Queue()
+        dist.init_process_group("gloo")
+        for process in mp.Process(target=functools.partial(count, queue)), Counter():  # no ranks
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+        assert queue.get() == 1
+        train(sys.argv[1])
+"""
 BY_LOCKSTEP = """
     import lockstep
 
@@ -158,6 +178,7 @@ def verdict_on(program: str, folder: Path, *args: str, nproc: int = 2) -> tuple[
         pytest.param(BY_PROCESSES, (), id="as processes"),
         pytest.param(BY_PROCESSES, ("spawn",), id="as processes that are spawned"),
         pytest.param(BY_LOCKSTEP, (), id="by lockstep.spawn"),
+        pytest.param(BESIDE_OTHERS, (), id="not, but other processes"),
         pytest.param(BY_HOROVOD, (), id="by horovod.run"),
         pytest.param(BY_LAUNCHER, (), id="by torch.distributed.launch"),
     ],

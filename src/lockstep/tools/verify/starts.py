@@ -127,8 +127,8 @@ class StartWatch:
 
     def _start(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def start(process: Any) -> None:
-            target = getattr(process, "_target", None) or type(process).run
-            if is_of_library(inspect.getsourcefile(target) or ""):  # such as a worker of a loader
+            code = getattr(_function_of(process), "__code__", None)
+            if code is not None and is_of_library(code.co_filename):  # such as a worker of a loader
                 original(process)
             elif self._target != _name_of(process):
                 process._Popen = ForkProcess._Popen  # whose child has what is installed here
@@ -159,9 +159,15 @@ class StartWatch:
             runpy.run_path(script or "", run_name="__mp_main__")
 
 
+def _function_of(process: BaseProcess) -> Any:
+    """What a process calls; of a functools.partial, what that calls."""
+    target = getattr(process, "_target", None) or type(process).run
+    return getattr(target, "func", target)
+
+
 def _name_of(process: BaseProcess) -> str:
-    target = getattr(process, "_target", None) or type(process)
-    return f"{target.__module__}.{target.__qualname__}"
+    function = _function_of(process)
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 class _Joined:
