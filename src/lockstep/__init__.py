@@ -8,25 +8,25 @@ General layout, from the top down; imports point down, and `tests/unit/test_laye
 * `cli`: finds the module of a command; `commands`: a module for each command.
 * `tools`: rehearsals, and what a machine can do; `bench`: measures training and its communication.
 * `compat`: shims for Horovod, Apex and old scripts; `recipes`: training programs; `testing`: ranks for tests.
-* `launch`: starts processes, watches them and says why they failed.
+* `launch`: starts processes, watches them and reports why they failed.
 * `train`: a training loop.
 * `parallel`: averages gradients over ranks; `data`: loads global batches; `metrics`: counts every sample once;
   `checkpoint`: saves and restores a run.
-* `rank_zero`: what rank 0 does for all; `drift`: finds ranks whose models come apart; `replicas`: `DataParallel`.
+* `rank_zero`: actions of rank 0 for all ranks; `drift`: finds ranks whose models diverge; `replicas`: `DataParallel`.
 * `world`: `init`, which opens the world; `stopping`: signals that tell a job to stop.
-* `agreement`: decisions that all ranks take alike; `placement`: which ranks share a host, where no launcher says so;
+* `agreement`: decisions that all ranks make together; `placement`: which ranks share a host if no launcher says so;
   `device_choice`: which device a rank computes on.
 * `comm`: process groups for torch.distributed; `rendezvous`: how ranks find each other.
 * `shm`: the shared memory of one host.
-* `batch`: how many samples of a global batch a rank holds.
+* `batch`: a rank's share of a global batch.
 * `topology`: reads rank and world size from the environment; `mpi_library`: finds MPI and initialises it.
 * `seeding`: derives seeds; `tree`: finds tensors inside containers.
-* `rank_status`: tells the launcher where a rank is; `frames`: finds the user's frames on a stack.
+* `rank_status`: reports a rank's position to the launcher; `frames`: finds the user's frames on a stack.
 * `network_interfaces`: chooses the address that a host listens on.
 * `torch_private`: holds every patch and every private name of torch.
 * `errors`: all exceptions; `env`: all environment variables; `log`: the logger; `secret`: the keys of a job;
-  `json_records`: reads what other processes have written.
-* `libc`: calls of Linux that Python lacks; `after_import`: calls back when a module has been imported.
+  `json_records`: reads records that other processes have written.
+* `libc`: Linux calls that Python lacks; `after_import`: calls back when a module has been imported.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _PUBLIC = {
     "train": "lockstep.train",
 }
 
-# What other libraries have under their own name, and where it is here.
+# Names from other libraries, and their equivalents here.
 _ELSEWHERE = {
     "Trainer": "lockstep.train.Trainer",
     "all_reduce": "lockstep.mean, lockstep.sum or torch.distributed.all_reduce",
@@ -135,5 +135,5 @@ def _register_urls(module: _ModuleType) -> None:
     urls.register(module)
 
 
-# So that `dist.init_process_group("lockstep")` works after `import lockstep`, whichever of the two is imported first.
+# Lets `dist.init_process_group("lockstep")` work after `import lockstep`, whichever of the two is imported first.
 _registration.ensure(_register_urls)

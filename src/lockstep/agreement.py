@@ -1,9 +1,9 @@
-"""Decisions that all ranks take alike: to stop early, to skip a batch, to leave a loop.
+"""Decisions that all ranks make together: to stop early, to skip a batch, to leave a loop.
 
-Ranks that branch by a number of their own (a loss, a clock, a signal) part: one of them leaves the loop, and the others
-wait for it in their next collective. What all ranks have decided together they do together::
+If ranks branch on a local value (a loss, a clock, a signal), one of them may leave a loop while the others wait for it
+in their next collective. With these functions all ranks take the same branch::
 
-    if lockstep.any(loss.isnan()):            # on one rank is enough: all skip this batch
+    if lockstep.any(loss.isnan()):            # one rank is enough: all skip this batch
         continue
     if lockstep.all(error < tolerance):       # all ranks are done
         break
@@ -24,12 +24,12 @@ __all__ = ["all", "any", "collective_device"]
 def any(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> bool:
     """Whether `flag` is true on at least one rank; the same answer on every rank.
 
-    Collective: one all_reduce of one number, and on a GPU a wait for what `flag` is computed from. Alone, without a
-    process group, it is `bool(flag)`.
+    Collective: one all_reduce of one number; on a GPU it waits for the computation of `flag`. Without a process group
+    it is `bool(flag)`.
 
     Args:
         flag: a bool, or a tensor of one element, such as `loss.isnan()` or `loss > limit`.
-        process_group: the ranks that decide; default the default group.
+        process_group: the ranks that decide; by default the default group.
 
     Raises:
         InputTypeError: `flag` is neither.
@@ -59,10 +59,10 @@ def all(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> 
 
 
 def _read(name: str, flag: bool | Tensor) -> bool:
-    """The flag of this rank. A number is refused: whether 0.3 means true is for the script to say."""
+    """This rank's flag as a bool. Numbers are refused: whether 0.3 is true is for the script to decide."""
     if isinstance(flag, Tensor) and flag.numel() == 1:
         return bool(flag.item())
-    if isinstance(flag, bool) or type(flag).__name__ in ("bool", "bool_"):  # NumPy's
+    if isinstance(flag, bool) or type(flag).__name__ in ("bool", "bool_"):  # NumPy's bool
         return bool(flag)
     given = f"a tensor of shape {list(flag.shape)}" if isinstance(flag, Tensor) else f"{flag!r}"
     raise InputTypeError(
@@ -80,14 +80,14 @@ def _agree(flag: bool, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | N
 
 
 def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch.device | None = None) -> torch.device:
-    """Where a small tensor has to lie for a group: on the CPU if the group takes those, else on an accelerator. Local.
+    """Device for small tensors in a group's collectives: the CPU if the group accepts it, else an accelerator. Local.
 
-    The same kind of device on every rank, because the group decides.
+    The kind of device is the same on every rank, because the group determines it.
 
     Args:
-        group: default the default group.
-        accelerator: the one that this rank works on; default, and where the group takes no tensors of that kind, the
-            current one of the kind that it takes.
+        group: by default the default group.
+        accelerator: the one that this rank uses; by default, and if the group does not accept tensors on that kind of
+            device, the current device of a kind that it accepts.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None, "no process group is open"

@@ -6,18 +6,17 @@ A checkpoint is one file, and its name says when it was taken and what it must c
         step-00000438-5f0ce1d2a9b3c487.pt      step, then the first 16 hex digits of its SHA-256
         step-00000460-97c1e0a4be55d210.pt
 
-The checksum stands in the name, as in torch.hub's files, so that one rename publishes the
-contents and their checksum together; a second file could be lost between the two. Writing
-goes to a hidden temporary file, fsync, rename, fsync of the folder: whatever is killed, a
-file with a final name is whole. `load` verifies it all the same, since disks fail too, and
-falls back to the newest one that is good.
+The checksum is part of the name, as in torch.hub's files, so that one rename publishes contents and checksum together;
+a separate checksum file could get lost between the two. Writing means: hidden temporary file, fsync, rename, fsync of
+the folder. So a file with a final name is complete, whenever the process is killed. `load` verifies it nevertheless,
+since disks fail too, and falls back to the newest good one.
 
-[Note: going back] A folder belongs to one run, whose steps go up. A run that loads the file of an earlier step and
-trains on, or that starts anew in a folder that is not empty, leaves checkpoints of later steps behind. They are another
-history: `load` must not take them for this run's newest, nor may they push this run's own files out of the `keep`
-newest. So `save` renames them to `abandoned-step-....pt`, with a warning. Nothing is lost: they can still be loaded by
-their names. They are renamed before the new file appears, so a kill in between leaves the checkpoint that the run
-went back to as the newest.
+[Note: going back] A folder belongs to one run, whose step number only grows. A run that loads an earlier step and
+continues from there, or that starts over in a folder that is not empty, finds checkpoints of later steps. They belong
+to another history: `load` must not take them for this run's newest, and they must not push this run's own files out of
+the `keep` newest. So `save` renames them to `abandoned-step-....pt`, with a warning. Nothing is lost: they can still be
+loaded by name. They are renamed before the new file appears, so that after a kill in between the newest checkpoint is
+the one that the run went back to.
 
 Files are ordinary `torch.save` archives that `torch.load(..., weights_only=True)` reads.
 """
@@ -55,35 +54,35 @@ _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<checksum>[0-9a-f]{16})\.pt")
 _ZIP_MAGIC = b"PK\x03\x04"  # without it, torch.load takes the file for one of torch before 1.6
 _TEMPORARY = ".writing-"
 _ABANDONED = "abandoned-"
-# What `torch.load(weights_only=True)` reads back, besides tensors; exact types, since a subclass needs an import that
-# it refuses.
+# Types that `torch.load(weights_only=True)` reads back, besides tensors; exact types, since a subclass would need an
+# import, which it refuses.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
 def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int = 3) -> Path:
     """Write `state` as the checkpoint of `step`, and delete all but the newest `keep`.
 
-    Collective: every rank calls it; rank 0 alone writes, and all return when the file is on
-    disk, or raise together if it could not be written.
+    Collective: every rank calls it, and only rank 0 writes. All ranks return once the file is on disk, or all raise
+    if it could not be written.
 
-    Checkpoints of later steps are those of a run that was left when this one went back: they are
-    renamed, with a warning, and neither loaded nor counted any more. See [Note: going back].
+    Checkpoints of later steps are left over from before this run went back to an earlier step: they are renamed, with
+    a warning, and no longer loaded or counted. See [Note: going back].
 
     Args:
-        folder: where this run's checkpoints lie, and no other's; made if it is not there.
-        state: nested dicts and lists of tensors, numbers and strings; NumPy's numbers are stored as Python's, which a
-            safe load reads. Only rank 0's is used.
-        step: what to number it by, usually the optimizer step; at least 0.
-        keep: how many checkpoints to leave in the folder; at least 1.
+        folder: this run's checkpoint folder, not shared with other runs; created if it does not exist.
+        state: nested dicts and lists of tensors, numbers and strings; NumPy numbers are stored as Python's, which a
+            safe load can read. Only rank 0's is used.
+        step: number of the checkpoint, usually the optimizer step; at least 0.
+        keep: how many checkpoints to keep in the folder; at least 1.
 
     Returns:
         The path of the new file, the same on every rank.
 
     Raises:
-        InputTypeError: `state` holds an object that a safe load would refuse; names its place.
+        InputTypeError: `state` contains an object that a safe load would refuse; says where.
         InputError: `step` or `keep` is out of range.
-        CheckpointNotWritten: rank 0 could not write (the disk is full, say); an OSError that names the folder.
-        CollectiveMismatch: this rank's `step` is not that of rank 0, by which the file is numbered.
+        CheckpointNotWritten: rank 0 could not write (disk full, for example); an OSError that names the folder.
+        CollectiveMismatch: this rank's `step` differs from rank 0's, which numbers the file.
     """
     if step < 0:
         raise InputError(f"checkpoint.save: step is {step}; expected 0 or more")
@@ -95,32 +94,32 @@ def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int =
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Make the folder if it is not there, and find out whether a checkpoint can be written there, before a training.
+    """Create the folder if necessary, and check before training that a checkpoint can be written there.
 
-    Collective: every rank calls it; rank 0 alone tries.
+    Collective: every rank calls it; only rank 0 touches the folder.
 
     Raises:
-        CheckpointNotWritten: rank 0 cannot; an OSError that says why, and names the folder.
+        CheckpointNotWritten: rank 0 cannot write there; an OSError that says why, and names the folder.
     """
     on_rank_zero(lambda: _try(Path(folder)))
 
 
 def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> State:
-    """Read a checkpoint, verified.
+    """Read and verify a checkpoint.
 
-    Collective where a process group exists: rank 0 picks the file, every rank reads and verifies
-    that one. Alone, it just reads.
+    Collective if there is a process group: rank 0 picks the file, and every rank reads and verifies it. Without one, it
+    just reads.
 
     Args:
-        path: a folder that `save` wrote to, or the folder above a `checkpoints` folder (a run):
-            its newest good checkpoint. Or one file: that one and no other.
-        map_location: the device that tensors come back on.
+        path: a folder that `save` wrote to, or a run's folder, which contains a `checkpoints` folder: its newest good
+            checkpoint is loaded. Or a single file, which is loaded without falling back to others.
+        map_location: the device to load tensors to.
 
     Returns:
         The state as saved, on every rank.
 
     Raises:
-        CheckpointError: there is none, or none is whole; names what was found and what is wrong.
+        CheckpointError: there is no checkpoint, or no good one; names what was found and what is wrong with it.
     """
     chosen = Path(on_rank_zero(lambda: str(_choose(Path(path)))))
     problem = _problem(chosen)
@@ -142,10 +141,10 @@ def available(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def gather_rng() -> State:
-    """Every rank's random-number state, to be saved. Collective: every rank calls it.
+    """The random-number state of every rank, to be saved. Collective: every rank calls it.
 
     Returns:
-        `{"cpu": uint8 (world_size, 5056)}`, with `"cuda"` beside it where GPUs are in use.
+        `{"cpu": uint8 (world_size, 5056)}`, plus `"cuda"` if GPUs are in use.
     """
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -154,14 +153,13 @@ def gather_rng() -> State:
 
 
 def restore_rng(states: Mapping[str, torch.Tensor]) -> None:
-    """Take this rank's random-number state back. Local.
+    """Restore this rank's random-number state. Local.
 
-    A rank that was not there when the states were saved (the run resumes with more ranks) keeps
-    the state it has.
+    A rank that did not exist when the states were saved (the run resumes with more ranks) keeps its current state.
     """
     rank = _own_rank()
     if rank < len(states["cpu"]):
-        torch.set_rng_state(states["cpu"][rank].cpu().clone())  # it takes no view into a larger tensor
+        torch.set_rng_state(states["cpu"][rank].cpu().clone())  # it does not accept a view of a larger tensor
     if torch.cuda.is_available() and rank < len(states.get("cuda", ())):
         torch.cuda.set_rng_state(states["cuda"][rank].cpu().clone())
 
@@ -171,7 +169,7 @@ def _own_rank() -> int:
 
 
 class _HashingWriter:
-    """A file that `torch.save` writes to front to back, hashed on the way: no second copy in memory."""
+    """A file that `torch.save` writes sequentially, hashed on the fly, without a second copy in memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -187,14 +185,14 @@ class _HashingWriter:
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Make a folder to write to. What the system refuses comes out as an error that names the folder."""
+    """Create a folder to write to. Errors of the operating system become one that names the folder."""
     doing = "make"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         doing = "write to"
         yield
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__  # torch, of a write that has failed
+        cause = error if isinstance(error, OSError) else error.__context__  # torch's error for a failed write
         if not isinstance(cause, OSError):
             raise
         reason = cause.strerror or str(cause)
@@ -204,7 +202,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 
 def _check_alike(final: Path, folder: Path, step: int) -> None:
-    """Compare what this rank gave with the file that rank 0 has written."""
+    """Compare this rank's step and folder with the file that rank 0 has written."""
     rank = _own_rank()
     if step != _step_of(final):
         raise CollectiveMismatch(
@@ -237,7 +235,7 @@ def _write(folder: Path, state: State, step: int, keep: int) -> Path:
 
 def _write_into(folder: Path, state: State, step: int, keep: int) -> Path:
     for leftover in _entries(folder):
-        if leftover.name.startswith(_TEMPORARY):  # of a writer that was killed: there is one writer per folder
+        if leftover.name.startswith(_TEMPORARY):  # from a killed writer: there is one writer per folder
             leftover.unlink()
     temporary = folder / f"{_TEMPORARY}{os.getpid()}"
     try:
@@ -301,7 +299,7 @@ def _choose(path: Path) -> Path:
 
 
 def _problem(path: Path) -> str:
-    """Why `path` must not be loaded, or nothing if its bytes are those that its name promises."""
+    """Why `path` must not be loaded; empty if its contents match the checksum in its name."""
     match = _parse(path)
     digest = hashlib.sha256()
     try:
@@ -319,7 +317,7 @@ def _problem(path: Path) -> str:
 
 
 def _parse(path: Path) -> re.Match[str] | None:
-    """Step and checksum in the name of a checkpoint, an abandoned one too."""
+    """Step and checksum from the name of a checkpoint, abandoned ones included."""
     return _NAME.fullmatch(path.name.removeprefix(_ABANDONED))
 
 
@@ -330,15 +328,15 @@ def _step_of(path: Path) -> int:
 
 
 def _alternatives(path: Path) -> str:
-    """Good checkpoints beside a bad one, as the end of a message."""
+    """The good checkpoints in the folder of a bad one, as the end of a message."""
     good = [entry.name for entry in available(path.parent) if entry != path and not _problem(entry)]
     return f". Whole ones beside it: {', '.join(good)}" if good else ""
 
 
 def _loadable(value: Any, place: str) -> Any:
-    """`value` as it can be loaded; itself, but for numbers of NumPy and what holds them.
+    """`value` in a form that can be loaded; unchanged, except for NumPy numbers and their containers.
 
-    What could not be loaded is refused at saving: a checkpoint that nobody can read is worse than none.
+    Values that could not be loaded are refused when saving: a checkpoint that cannot be read is worse than none.
     """
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return value
@@ -357,7 +355,7 @@ def _loadable(value: Any, place: str) -> Any:
 
 
 def _loadable_dict(value: dict[Any, Any], place: str) -> dict[Any, Any]:
-    """`_loadable` of a dict, of one of the types that a safe load reads."""
+    """`_loadable` for a dict of one of the types that a safe load reads."""
     changed = {}
     for key, item in value.items():
         if type(key) not in (str, int, float, bool, type(None)):
@@ -367,7 +365,7 @@ def _loadable_dict(value: dict[Any, Any], place: str) -> dict[Any, Any]:
             changed[key] = loadable
     if not changed:
         return value
-    stored = copy.copy(value)  # which keeps the `_metadata` of a module's state
+    stored = copy.copy(value)  # keeps the `_metadata` of a module's state
     for key, item in changed.items():  # Counter.update would add
         stored[key] = item
     return stored
@@ -375,7 +373,7 @@ def _loadable_dict(value: dict[Any, Any], place: str) -> dict[Any, Any]:
 
 @functools.cache
 def _loads_counters() -> bool:
-    """Whether this torch reads back the milestones of its own MultiStepLR."""
+    """Whether this version of torch reads back the milestones of its own MultiStepLR."""
     file = io.BytesIO()
     torch.save(Counter(), file)
     file.seek(0)
@@ -387,7 +385,7 @@ def _loads_counters() -> bool:
 
 
 def _all_gather(state: torch.Tensor) -> list[torch.Tensor]:
-    """`state` (uint8, one shape on all ranks) of every rank, in order; just this one without a group."""
+    """`state` (uint8, same shape on all ranks) of every rank, in order; only this rank's without a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return [state]
     state = state.to(collective_device())
@@ -397,7 +395,7 @@ def _all_gather(state: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable, where folders can be opened: not on Windows."""
+    """Make a rename in `folder` durable where folders can be opened, which excludes Windows."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -412,7 +410,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _modified(path: Path) -> int:
-    with contextlib.suppress(OSError):  # deleted since it was listed
+    with contextlib.suppress(OSError):  # deleted after it was listed
         return path.stat().st_mtime_ns
     return 0
 

@@ -1,11 +1,11 @@
-"""One rank decides, every rank knows: the safe form of `if rank == 0`.
+"""One rank acts, every rank learns the outcome: the safe form of `if rank == 0`.
 
-What only rank 0 should do (name a folder, write a file) can fail there alone. With a bare
-`if rank == 0` the others then run on into their next collective and wait. `on_rank_zero`
-tells them: the same text comes back on every rank, or an error is raised on every rank. `rank_zero_first` is for what
-every rank does, but one of them first: to download data that the others then find.
+An action of rank 0 only (naming a folder, writing a file) can fail there. With a bare `if rank == 0` the other ranks
+then run on into their next collective and wait. `on_rank_zero` tells them: it returns the same text on every rank, or
+raises an error on every rank. `rank_zero_first` is for actions of every rank that one rank should take first, such as
+downloading data that the others then find.
 
-What every rank would say alike, one should say: `get_logger` makes loggers that speak on rank 0.
+`get_logger` makes loggers that log on rank 0 only, for messages that would be the same on every rank.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["RankZeroLogger", "get_logger", "on_rank_zero", "rank_zero_first"]
 def on_rank_zero(action: Callable[[], str]) -> str:
     """Run `action` on rank 0 and return its text on every rank.
 
-    Collective over the default group; in a process without one, it just runs `action`.
+    Collective over the default group; without one, it just runs `action`.
 
     Args:
-        action: called without arguments, on rank 0 only; its result may be any text.
+        action: called without arguments, on rank 0 only; may return any text.
 
     Raises:
-        Exception: on rank 0 whatever `action` raised. On the others the same error of
-            `lockstep.errors` with the same message; `LockstepError` for any other class.
+        Exception: on rank 0, the exception that `action` raised. On the others, an error with the same message: of the
+            same class if that is in `lockstep.errors`, else `LockstepError`.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return action()
-    any_rank(False)  # a rank that cannot take part, after Ctrl-C say, is an error on all before anything is done
+    any_rank(False)  # if a rank cannot take part, after Ctrl-C say, all ranks raise before anything is done
     text, failure = "", None
     if dist.get_rank() == 0:
         try:
@@ -58,22 +58,22 @@ def on_rank_zero(action: Callable[[], str]) -> str:
 
 @contextlib.contextmanager
 def rank_zero_first(*, local: bool = False, timeout: float | timedelta = 3600.0) -> Iterator[None]:
-    """Rank 0 runs the block first, and the other ranks when it is done::
+    """Run the block on rank 0 first, and on the other ranks once it is done::
 
         with lockstep.rank_zero_first():
             train_set = MNIST("data", download=True)        # one rank downloads, the others find the files
 
-    Collective over the default group; alone it just runs the block. If the block raises on the first rank, it is not
-    run on the others.
+    Collective over the default group; without one it just runs the block. If the block raises on the first rank, it is
+    not run on the others.
 
     Args:
-        local: the first rank of each host goes first, where hosts do not share a disk.
-        timeout: seconds, or a timedelta, that the others wait: of its own, because a download may take longer than any
-            collective should.
+        local: the first rank of each host goes first; for hosts that do not share a disk.
+        timeout: how long the others wait, in seconds or as a timedelta. Separate from the group's, because a download
+            may take longer than any collective should.
 
     Raises:
-        Exception: on rank 0 whatever the block raised. On the others the same error of `lockstep.errors` with the same
-            message; `LockstepError` for any other class.
+        Exception: on rank 0, the exception that the block raised. On the others, an error with the same message: of the
+            same class if that is in `lockstep.errors`, else `LockstepError`.
     """
     if not (dist.is_available() and dist.is_initialized()):
         yield
@@ -102,7 +102,7 @@ def _local_rank() -> int:
 
 
 def _largest_rank(rank: int, timeout: timedelta) -> int:
-    """The largest of the ranks' numbers; waits for each rank as long as `timeout`. Collective."""
+    """The maximum of `rank` over all ranks; waits up to `timeout` for each. Collective."""
     group = dist.group.WORLD
     assert group is not None
     largest = torch.full((), rank, dtype=torch.int32, device=collective_device())
@@ -116,7 +116,7 @@ def _largest_rank(rank: int, timeout: timedelta) -> int:
 
 
 class RankZeroLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger that speaks once, and not once per rank: see `get_logger`."""
+    """A logger that logs once, not once per rank: see `get_logger`."""
 
     def log(  # type: ignore[override]  # the stubs list what `kwargs` may hold
         self, level: int, msg: object, *args: object, all_ranks: bool = False, **kwargs: Any
@@ -124,8 +124,8 @@ class RankZeroLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         """Log on rank 0. Local: no rank waits for another.
 
         Args:
-            level: as in `logging`; likewise `msg`, `args` and `kwargs`. `debug`, `info`, `warning`, `error` and the
-                others take the same.
+            level: as in `logging`; so are `msg`, `args` and `kwargs`. `debug`, `info`, `warning`, `error` and so on
+                take the same arguments.
             all_ranks: log on every rank.
         """
         if all_ranks or _own_rank() == 0:
@@ -134,11 +134,11 @@ class RankZeroLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def get_logger(name: str) -> RankZeroLogger:
-    """Python's logger of this name, speaking on rank 0 only.
+    """Python's logger of this name, logging on rank 0 only.
 
-    Levels, handlers and formats are Python's own, which shows warnings alone until a script asks for more:
+    Levels, handlers and formats are Python's own: only warnings are shown until a script asks for more, as with
     `logging.basicConfig(level=logging.INFO)`. The rank is looked up when something is logged, so a module may make its
-    logger before there is a world. In a process alone it speaks.
+    logger before there is a world. A single process always logs.
 
     Args:
         name: usually `__name__`.
@@ -158,7 +158,7 @@ def _own_rank() -> int:
 
 
 def _broadcast_text(flag: bool, text: str, src: int = 0) -> tuple[bool, str]:
-    """One rank's flag and text on every rank: two broadcasts, the length first."""
+    """Return the flag and text of rank `src` on every rank, by two broadcasts, the length first."""
     device = collective_device()
     payload = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     header = torch.tensor([int(flag), payload.numel()], dtype=torch.int64, device=device)
@@ -172,11 +172,11 @@ def _broadcast_text(flag: bool, text: str, src: int = 0) -> tuple[bool, str]:
 
 
 def _rebuilt(text: str, rank: int = 0) -> errors.LockstepError:
-    """A rank's error for another rank; only classes of our own tree are looked up by name."""
+    """Rebuild an error of another rank from its text; only our own classes are looked up by name."""
     class_name, message = text.split("\n", 1)
     kind = getattr(errors, class_name, None) if class_name in errors.__all__ else None
     if kind is not None:
-        with contextlib.suppress(TypeError):  # a class whose constructor wants more than a message
+        with contextlib.suppress(TypeError):  # a class whose constructor needs more than a message
             rebuilt = kind(message)
             assert isinstance(rebuilt, errors.LockstepError)
             return rebuilt

@@ -1,18 +1,18 @@
-"""Signals that tell a job to stop, taken as a wish that all ranks hear at the same step.
+"""Signals that tell a job to stop, turned into a request that all ranks see at the same step.
 
-A scheduler tells a job to stop by a signal and kills it soon after: Slurm before its time limit or for another job,
-`docker stop`, Kubernetes when it drains a node. It may reach one rank, all of them, or their launcher. A rank that
-obeys alone leaves the others waiting in a collective, and one that is interrupted in the middle of a step has nothing
-consistent to save. So the signal only sets a flag here, and `World.should_stop` asks all ranks for theirs.
+A scheduler sends a job a signal and kills it soon after: Slurm before the time limit or for another job, `docker stop`,
+Kubernetes when it drains a node. The signal may reach one rank, all of them, or their launcher. A rank that stopped on
+its own would leave the others waiting in a collective, and one that is interrupted in the middle of a step has no
+consistent state to save. So the signal only sets a flag, and `World.should_stop` combines the flags of all ranks.
 
-Nothing is caught before a script has asked for it, and what was there before is put back when the world is left.
+No signal is caught before a script asks for it, and the previous handlers are restored when the world is left.
 
-[Note: children] A forked child inherits the handler. It is no rank, and whoever signals it wants it to end: there the
-handler puts back what was there before, and sends the signal once more.
+[Note: children] A forked child inherits the handler. It is not a rank, and a signal to it means that it should end: so
+in a child the handler restores the previous handler and sends the signal again.
 
-[Note: answers on a GPU] A host that reads a number from a GPU waits for all that it has queued there. So where the
-group takes tensors on GPUs alone, an answer is copied to the host after the step that asked for it, and read by the
-next call: one step later, on all ranks alike, and without a wait.
+[Note: answers on a GPU] A host that reads a number from a GPU waits for all work that it has queued there. So if the
+group only takes GPU tensors, the answer is copied to the host asynchronously and read by the next call: one step later,
+on all ranks alike, and without waiting.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ __all__ = ["DEFAULT_SIGNALS", "StopSignals", "signals_for_ranks"]
 
 DEFAULT_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _NOT_TO_CATCH = frozenset(getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name))
-# Of all worlds of this process, and of a Ctrl-C, which a terminal sends to every process of a job.
+# Signals caught by any world of this process, and Ctrl-C, which a terminal sends to every process of a job.
 _for_ranks = {signal.SIGINT, *DEFAULT_SIGNALS}
 
 
 def signals_for_ranks() -> frozenset[signal.Signals]:
-    """Signals that speak to ranks, and not to the worker processes that a scheduler sends them to as well. Local."""
+    """Signals meant for ranks, and not for the worker processes, to which a scheduler sends them as well. Local."""
     return frozenset(_for_ranks)
 
 
 class StopSignals:
-    """What one world has heard of signals. Used from the main thread, but for `should_stop`, once they are caught.
+    """The stop signals that one world has received. Used from the main thread, except for `should_stop`.
 
     Attributes:
         is_catching: whether a signal sets the flag.
@@ -54,16 +54,16 @@ class StopSignals:
     def __init__(self) -> None:
         self.is_catching = False
         self._pid = os.getpid()
-        self._heard = 0  # number of the latest signal
+        self._heard = 0  # the latest signal's number
         self._agreed = False
         self._answer: _Answer | None = None
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def catch(self, numbers: Iterable[int]) -> None:
-        """Let these signals set the flag, and no others any more. Local.
+        """Let these signals set the flag, instead of those chosen before. Local.
 
         Raises:
-            InputError: one of them is no signal, or cannot be caught.
+            InputError: one of them is not a signal, or cannot be caught.
             SetupError: this is not the main thread, or no signal is named.
         """
         try:
@@ -81,7 +81,7 @@ class StopSignals:
             )
         self.release()
         for number in sorted(chosen):
-            # None: a handler that Python did not install and could not put back. What is ignored stays so (`nohup`).
+            # None: a handler that Python did not install and could not restore. Ignored signals stay ignored (`nohup`).
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._previous[number] = signal.signal(number, self._hear)
         self.is_catching = True
@@ -89,7 +89,7 @@ class StopSignals:
         note_stopping()
 
     def release(self) -> None:
-        """Put back what was there before, unless somebody has put something else there since. Local."""
+        """Restore the previous handlers, except where another one has been installed since. Local."""
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
             for number, handler in self._previous.items():
                 if signal.getsignal(number) == self._hear:
@@ -140,7 +140,7 @@ class _Answer:
             self._event.record()
 
     def read(self) -> int:
-        """Wait for it, and not for what was queued after it."""
+        """Wait for the number, but not for work queued after it."""
         if self._event is not None:
             self._event.synchronize()
         return int(self._number.item())

@@ -1,20 +1,20 @@
-"""A training loop to read in five minutes, and to use where its shape fits.
+"""A training loop that can be read in five minutes, and used where its shape fits.
 
 `Trainer` runs epochs of optimizer steps over a global-batch loader, with accumulation, clipping,
-evaluation, reports and checkpoints. It adds nothing that a loop of one's own could not do: every
-line stands for what a user would write, and the recipes of this package are built on it.
+evaluation, reports and checkpoints. It does nothing that a hand-written loop could not do: every line is one that a
+user would write. The recipes of this package are built on it.
 
-What is worth copying into a loop of one's own:
+Worth copying into a hand-written loop:
 
-- Losses are reduced late. A step keeps its local loss on the device; every `log_every` steps one collective turns the
-  whole vector of them into means over the global batches. Logging adds no collective and no device synchronisation.
-- Accumulation is exact. Micro-batches are weighted by their samples, so a window that ends with a
-  smaller batch still has the gradient of the mean over all of its samples.
+- Losses are reduced late. A step keeps its local loss on the device; every `log_every` steps one collective turns all
+  of them into means over the global batches. Other steps need no collective or device synchronisation for logging.
+- Accumulation is exact. Micro-batches are weighted by their number of samples, so a window that ends with a smaller
+  batch still has the gradient of the mean over all of its samples.
 - Evaluation calls the bare module: ranks may hold different numbers of batches there.
-- The end of training is decided by all ranks together: `EarlyStopping` by a number of the epoch, and a signal after the
-  same step on all (`World.should_stop`).
-- A checkpoint within an epoch is taken between two optimizer steps, and says what the epoch came to so far: a run that
-  resumes from it reports the epoch as if nobody had stopped, at any number of ranks.
+- All ranks decide together when training ends: `EarlyStopping` by a value of the epoch report, a signal after the same
+  step on all (`World.should_stop`).
+- A checkpoint within an epoch is taken between two optimizer steps, and includes the epoch's totals so far: a run that
+  resumes from it, at any number of ranks, reports the epoch as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = ["EarlyStopping", "EpochReport", "Parallel", "Report", "Scheduler", "S
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step; the same on every rank, but for the clock.
+    """One optimizer step; the same on every rank, except for `samples_per_s`.
 
     Attributes:
         step: optimizer steps since the beginning of training; the first is 1.
         epoch: the first is 1.
-        loss: mean over the samples of the global batch (of all micro-batches of the step).
-        samples: samples of the step, over all ranks.
-        samples_per_s: global samples per second since the report before, on this rank's clock.
+        loss: mean over the samples of the step's global batch (all of its micro-batches).
+        samples: number of samples in the step, over all ranks.
+        samples_per_s: global samples per second since the previous report, by this rank's clock.
         lr: learning rate of the first parameter group in this step.
     """
 
@@ -65,19 +65,19 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """One epoch; the same on every rank, but for the clock and `local_samples`.
+    """One epoch; the same on every rank, except for times and `local_samples`.
 
     Attributes:
         epoch: the first is 1.
         step: optimizer steps since the beginning of training.
-        loss: mean over the training samples of the epoch, each as its step saw it; also over those before a resume.
-        samples: training samples of the epoch, over all ranks; of an epoch resumed half way, the rest.
-        train_s: seconds in training steps, on this rank's clock.
-        local_samples: of `samples`, those that this rank was given.
-        communication_s: of `train_s`, seconds this rank was in collectives or waited for others in them.
-        loader_s: of `train_s`, seconds this rank waited for its loader.
-        first_batch_s: of `loader_s`, seconds until its first batch, which wait for workers to start.
-        evaluation: what `evaluate` returned; empty without one.
+        loss: mean training loss over the samples of the epoch, as computed in its steps, also those before a resume.
+        samples: training samples in the epoch, over all ranks; if it was resumed half way, those since the resume.
+        train_s: seconds in training steps, by this rank's clock.
+        local_samples: the part of `samples` that this rank was given.
+        communication_s: the part of `train_s` that this rank spent in collectives, including waiting for other ranks.
+        loader_s: the part of `train_s` that this rank waited for its loader.
+        first_batch_s: the part of `loader_s` before the first batch, which includes the start of workers.
+        evaluation: the result of `evaluate`; empty without one.
     """
 
     epoch: int
@@ -96,22 +96,22 @@ Report = StepReport | EpochReport
 
 
 class EarlyStopping:
-    """Ends training when a number has not become better for some epochs; for `Trainer(stop=...)`.
+    """Ends training when a metric has not improved for some epochs; for `Trainer(stop=...)`.
 
-    Its state goes into checkpoints, so a run that resumes counts on.
+    Its state is saved in checkpoints, so a resumed run continues counting.
 
     Args:
-        metric: a key of what `evaluate` returned; "loss" is the training loss where that has no such key.
-        patience: epochs in a row without a better value after which to stop.
-        min_delta: by how much a value must be better to count.
+        metric: a key of the result of `evaluate`; "loss" is the training loss if the result has no such key.
+        patience: number of consecutive epochs without improvement after which to stop.
+        min_delta: smallest change that counts as an improvement.
         mode: "min" if smaller is better, "max" if larger is.
 
     Raises:
-        InputError: `patience` below 1, `min_delta` below 0, or another `mode`; when called, a report without `metric`.
+        InputError: `patience` below 1, `min_delta` below 0, or unknown `mode`; when called, a report without `metric`.
 
     Attributes:
-        best: the best value; None before the first epoch.
-        best_epoch: the epoch that it is of.
+        best: the best value so far; None before the first epoch.
+        best_epoch: the epoch of the best value.
     """
 
     def __init__(self, metric: str = "loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
@@ -125,7 +125,7 @@ class EarlyStopping:
         self.best_epoch = 0
 
     def __call__(self, report: EpochReport) -> bool:
-        """Whether to stop after this epoch. Local; `Trainer` has the ranks agree."""
+        """Whether to stop after this epoch. Local; `Trainer` makes the ranks agree."""
         values = {"loss": report.loss, **report.evaluation}
         if self.metric not in values:
             raise InputError(
@@ -135,7 +135,7 @@ class EarlyStopping:
         value = float(values[self.metric])
         gain = value if self.mode == "max" else -value
         best = self.best if self.mode == "max" or self.best is None else -self.best
-        if best is None or gain > best + self.min_delta:  # never true of nan
+        if best is None or gain > best + self.min_delta:  # never true for nan
             self.best, self.best_epoch = (value, report.epoch) if value == value else (None, self.best_epoch)
         return report.epoch - self.best_epoch >= self.patience
 
@@ -149,7 +149,7 @@ class EarlyStopping:
 
 
 class Parallel(Protocol):
-    """What the loop needs of an engine: `lockstep.DistributedDataParallel`, or torch's."""
+    """What the loop needs from an engine: `lockstep.DistributedDataParallel`, or torch's."""
 
     module: nn.Module
 
@@ -161,7 +161,7 @@ class Parallel(Protocol):
 
 
 class Scheduler(Protocol):
-    """What the loop needs of a learning rate schedule: one of torch's, or of one's own."""
+    """What the loop needs from a learning rate schedule: torch's or your own."""
 
     def step(self) -> None: ...
 
@@ -171,13 +171,13 @@ class Scheduler(Protocol):
 
 
 class Update:
-    """How the loop gets from a loss to changed parameters. To be overridden where something comes between.
+    """How the loop gets from a loss to changed parameters. Override it if there is more to do in between.
 
-    A loss scaler, or an engine that is an optimizer, knows more than `backward()` and `step()`. The loop calls, in this
+    A loss scaler, or an engine that is an optimizer, needs more than `backward()` and `step()`. The loop calls, in this
     order: `backward` for each micro-batch of a step, `finish`, `step`.
 
     Args:
-        optimizer: over the model's parameters.
+        optimizer: holds the model's parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,17 +187,17 @@ class Update:
         """Add the gradient of a micro-batch.
 
         Args:
-            loss: 0-dim; the mean over this rank's samples, divided by the micro-batches of a step.
-            share: what this rank holds of the micro-batch.
-            closes_step: it is the last one of its step.
+            loss: 0-dim; the mean over this rank's samples, divided by the number of micro-batches in a step.
+            share: this rank's share of the micro-batch.
+            closes_step: whether this is the last micro-batch of its step.
         """
         loss.backward()  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Gradients are asked for next: let them be those of the mean over all ranks, and unscaled."""
+        """Prepare gradients for use: afterwards they are unscaled, and averaged over all ranks."""
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """The parameters whose gradients `step` goes by: of the module, those that the optimizer steps."""
+        """The parameters whose gradients `step` uses: those of the module that the optimizer updates."""
         stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         return [each for each in module.parameters() if each.grad is not None and id(each) in stepped]
 
@@ -206,7 +206,7 @@ class Update:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on, besides the optimizer's own state; plain values and tensors."""
+        """The state that the next step depends on, besides the optimizer's; plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -214,26 +214,26 @@ class Update:
 
 
 class _Ledger:
-    """What the steps since the last report saw, kept on the device until it is asked for.
+    """Losses and samples of the steps since the last report, kept on the device until they are needed.
 
-    A loss is kept as a sum over samples, in float64: the sums of all ranks add up to the sum over
-    the global batch, whatever number of ranks it was split over.
+    A loss is kept as a sum over samples, in float64: the sums of all ranks add up to the sum over the global batch, for
+    any number of ranks.
     """
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []  # 0-dim float64, over this rank's samples; one per closed step
         self._steps: list[tuple[int, float]] = []  # samples over all ranks, learning rate; one per closed step
-        self._window: list[tuple[Tensor, int]] = []  # the same two of each micro-batch in the step under way
+        self._window: list[tuple[Tensor, int]] = []  # sum and samples of each micro-batch in the current step
         self._since = time.perf_counter()
-        self.local_samples = 0  # this rank's, of all micro-batches entered so far
+        self.local_samples = 0  # this rank's samples in all micro-batches added so far
 
     @property
     def window_samples(self) -> list[int]:
-        """Samples over all ranks of each micro-batch in the step under way."""
+        """Samples of each micro-batch in the current step, over all ranks."""
         return [samples for _, samples in self._window]
 
     def add(self, loss: Tensor, share: BatchShare) -> None:
-        """Enter a micro-batch. Local."""
+        """Add a micro-batch. Local."""
         loss = loss.detach().double()
         # A filler may have any loss, nan included: it is left out, not multiplied by zero.
         total = loss * share.local_samples if share.local_samples else loss.new_zeros(())
@@ -241,13 +241,13 @@ class _Ledger:
         self.local_samples += share.local_samples
 
     def close_step(self, lr: float) -> None:
-        """The micro-batches entered so far make one step. Local."""
+        """Make one step of the micro-batches added since the last one. Local."""
         self._sums.append(torch.stack([total for total, _ in self._window]).sum())
         self._steps.append((sum(self.window_samples), lr))
         self._window.clear()
 
     def reports(self, step: int, epoch: int) -> list[StepReport]:
-        """The steps closed since the last call; the last of them is number `step`. Collective."""
+        """Report the steps closed since the last call; the last one has number `step`. Collective."""
         if not self._sums:
             return []
         sums = torch.stack(self._sums).to(collective_device())
@@ -267,11 +267,11 @@ class _Ledger:
 
 @dataclass
 class _SoFar:
-    """What the epoch under way came to, over all ranks; kept with checkpoints.
+    """Totals of the current epoch so far, over all ranks; saved with checkpoints.
 
     Attributes:
-        loss_sum: of its samples, as reported.
-        samples: how many these are.
+        loss_sum: sum of the reported losses over samples.
+        samples: number of these samples.
     """
 
     loss_sum: float = 0.0
@@ -279,39 +279,39 @@ class _SoFar:
 
     @property
     def loss(self) -> float:
-        """Mean over the samples; nan without any."""
+        """Mean over the samples; nan if there are none."""
         return self.loss_sum / self.samples if self.samples else float("nan")
 
 
 class Trainer:
-    """Epochs of optimizer steps, reported and checkpointed.
+    """Trains for a number of epochs, with reports and checkpoints.
 
-    Every rank makes one with the same arguments and calls the same methods, collective unless they say otherwise.
+    Every rank creates one with the same arguments and calls the same methods, which are collective unless marked local.
 
     Args:
         model: the wrapped model.
-        optimizer: over the model's parameters.
+        optimizer: holds the model's parameters.
         loader: yields this rank's part of every global batch.
-        loss_fn: `loss_fn(model, batch)` is the mean loss over the samples of `batch`: a 0-dim tensor.
-        evaluate: called with the bare module, in evaluation mode and without gradients, after every
-            epoch; its numbers go into the `EpochReport`.
-        scheduler: stepped once per optimizer step, whatever the number of ranks.
-        update: what is between loss and optimizer; None for plain `backward()` and `step()`.
+        loss_fn: `loss_fn(model, batch)` returns the mean loss over the samples of `batch`, a 0-dim tensor.
+        evaluate: called after every epoch with the bare module, in evaluation mode and without gradients; its result
+            goes into the `EpochReport`.
+        scheduler: stepped once per optimizer step, for any number of ranks.
+        update: leads from loss to optimizer step; None for plain `backward()` and `step()`.
         accumulate: global batches per optimizer step.
         clip_norm: clip the norm of the reduced gradient to this.
         log_every: optimizer steps per `StepReport` round.
-        checkpoints: folder to write a checkpoint to after every epoch, tried when `fit` begins; None writes none.
-        save_every: write one also within an epoch, whenever this many optimizer steps are done.
-        keep: how many checkpoints to leave there.
+        checkpoints: folder to write a checkpoint to after every epoch, checked when `fit` begins; None writes none.
+        save_every: also write a checkpoint whenever this many optimizer steps are done.
+        keep: how many checkpoints to keep there.
         callbacks: called with every report, on every rank, in order.
-        extra: stored with every checkpoint, to be found again under "extra"; plain values only.
-        stop: called with the report of each epoch; True on any rank ends the training on all. `EarlyStopping`, or a
-            function of your own. If it has `state_dict` and `load_state_dict`, checkpoints keep its state.
-        stop_on_signals: ask `World.should_stop` after each step, and end there with a checkpoint. After the last step
-            of an epoch its evaluation still comes.
+        extra: stored under "extra" in every checkpoint; plain values only.
+        stop: called with the report of each epoch; True on any rank ends training on all. `EarlyStopping`, or your own
+            function. If it has `state_dict` and `load_state_dict`, its state is saved in checkpoints.
+        stop_on_signals: ask `World.should_stop` after each step, and if True, end there with a checkpoint. After the
+            last step of an epoch, the epoch is still evaluated.
 
     Raises:
-        InputTypeError: `loader` is no `lockstep.DataLoader`, or its batch sampler has no length.
+        InputTypeError: `loader` is not a `lockstep.DataLoader`, or its batch sampler has no length.
         InputError: `accumulate`, `log_every` or `save_every` below 1, `clip_norm` not above 0; or `stop_on_signals`
             without a world.
 
@@ -370,23 +370,23 @@ class Trainer:
             raise InputError("Trainer: stop_on_signals needs a world: call lockstep.init() first")
         self._is_told, self.step, self.epoch = False, 0, 0
         self._so_far = _SoFar()
-        # The loader's state where the epoch continues that `_so_far` is of; None where the next one begins.
+        # The loader's state from which the epoch of `_so_far` continues; None if the next epoch begins.
         self._rest: dict[str, Any] | None = None
 
     def fit(self, epochs: int, max_steps: int | None = None) -> bool:
         """Train until `epochs` epochs are done, counting those done before a resume.
 
         Args:
-            epochs: to do in all.
-            max_steps: end after this many optimizer steps in all, if that comes first: with a checkpoint, and without
-                an evaluation. The next call continues within the epoch, as does a run that loads the checkpoint.
+            epochs: total number of epochs.
+            max_steps: end after this many optimizer steps in total, if that comes first, with a checkpoint but without
+                evaluation. The next call continues within the epoch, as does a run that loads the checkpoint.
 
         Returns:
             Whether training is over: all epochs are done, or `stop` has ended it. False after `max_steps`, and after a
-            signal: then `sys.exit(lockstep.EXIT_STOPPED)` says that the rest is to come.
+            signal; then exit with `sys.exit(lockstep.EXIT_STOPPED)` to signal that work is left.
 
         Raises:
-            CheckpointNotWritten: rank 0 cannot make the folder for checkpoints, or write to it.
+            CheckpointNotWritten: rank 0 cannot create the checkpoint folder, or write to it.
         """
         if self.checkpoints is not None and self.epoch < epochs and not self.is_stopped:
             checkpoint.check_folder(self.checkpoints)
@@ -407,13 +407,13 @@ class Trainer:
         return True
 
     def save(self, metrics: Mapping[str, float] | None = None) -> Path | None:
-        """Write a checkpoint of the present state, if there is a folder for it.
+        """Write a checkpoint of the current state, if `checkpoints` was given.
 
         Args:
-            metrics: stored beside the state, to tell how good it is.
+            metrics: stored with the state, to show how good it is.
 
         Returns:
-            Its path.
+            The file's path, or None.
         """
         if self.checkpoints is None:
             return None
@@ -421,7 +421,7 @@ class Trainer:
         return checkpoint.save(self.checkpoints, state, step=self.step, keep=self.keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on, but for generators. Local; collective with a sharded optimizer."""
+        """All state that the next step depends on, except generators. Local; collective with a sharded optimizer."""
         return {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -436,11 +436,11 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, at any number of ranks. Every rank loads the same; see `state_dict`.
+        """Continue from `state`, at any number of ranks. Every rank loads the same state; see `state_dict`.
 
         Raises:
-            CheckpointError: it lacks a part, or belongs to another model or optimizer; or one of the two runs has a
-                scheduler and the other has none.
+            CheckpointError: a part is missing, or belongs to another model or optimizer; or only one of the two runs has
+                a scheduler.
         """
         try:
             _check_scheduler(state["scheduler"], self.scheduler)
@@ -465,7 +465,7 @@ class Trainer:
             raise CheckpointError(f"the checkpoint does not fit this run: {error}") from error
 
     def _train_epoch(self, max_steps: int | None) -> EpochReport | None:
-        """One epoch of steps, or the rest of one, reported as they go; None where it ended early."""
+        """Run the steps of an epoch, or the rest of them, with reports; returns None if it ended early."""
         self.model.train()
         self._begin_epoch()
         ledger = _Ledger()
@@ -497,7 +497,7 @@ class Trainer:
         )
 
     def _ends_within_epoch(self, ledger: _Ledger, max_steps: int | None, is_last: bool) -> bool:
-        """Report and save what is due after a step; whether training ends here, before the epoch does."""
+        """Report and save if due after a step; returns whether training ends here, within the epoch."""
         self._is_told = self._world is not None and self._world.should_stop()
         ends_here = (self._is_told or (max_steps is not None and self.step >= max_steps)) and not is_last
         saves = self.save_every is not None and self.step % self.save_every == 0 and not is_last
@@ -508,7 +508,7 @@ class Trainer:
         return ends_here
 
     def _check_closed(self, ledger: _Ledger, length: int) -> None:
-        """All batches of the epoch went into steps: the last was known by the length."""
+        """Check that all batches of the epoch went into steps: the last batch is recognised by the length."""
         if ledger.window_samples:
             raise InputError(
                 f"Trainer: the loader's batch_sampler {type(self.loader.batch_sampler).__name__} has length {length}, "
@@ -516,15 +516,15 @@ class Trainer:
             )
 
     def _begin_epoch(self) -> None:
-        """Let the loader come to the rest of the epoch that `_so_far` is of, or begin with the next one."""
+        """Move the loader to the rest of the epoch of `_so_far`, or to the beginning of the next."""
         if self._rest is None:
-            self._so_far = _SoFar()  # an error may have left a part of another epoch
+            self._so_far = _SoFar()  # an error may have left the totals of another epoch
         else:
-            self.loader.load_state_dict(self._rest)  # it has perhaps been iterated since
+            self.loader.load_state_dict(self._rest)  # it may have been iterated since
             self._rest = None
 
     def _enter(self, steps: Sequence[StepReport]) -> None:
-        """Report steps, which are a part of what the epoch came to; first, as a callback may write a checkpoint."""
+        """Add steps to the epoch's totals, then report them: in this order, as a callback may write a checkpoint."""
         self._so_far.loss_sum += sum(report.loss * report.samples for report in steps)
         self._so_far.samples += sum(report.samples for report in steps)
         self._report(steps)
@@ -534,10 +534,10 @@ class Trainer:
         window = ledger.window_samples
         if not window:
             self.optimizer.zero_grad()
-            self.model.module.zero_grad()  # also what it does not step
+            self.model.module.zero_grad()  # including parameters that it does not step
         loss = self.loss_fn(self.model, data)
         ledger.add(loss, share)
-        # As a part of a full window of micro-batches as large as its first; exactly 1 without accumulation.
+        # Relative to a full window of micro-batches of the first one's size; exactly 1 without accumulation.
         nominal = self.accumulate * (window[0] if window else share.global_samples)
         self.update.backward(loss * (share.global_samples / nominal), share, closes_step)
 
@@ -580,7 +580,7 @@ def _has_length(loader: DataLoader[Any]) -> bool:
 
 
 def _check_scheduler(saved: Mapping[str, Any] | None, scheduler: Scheduler | None) -> None:
-    """Refuse a schedule where there was none, and none where there was one: learning rates would change unnoticed."""
+    """Refuse to resume with a scheduler if there was none, or without if there was one: learning rates would change."""
     if saved is None and scheduler is not None:
         raise CheckpointError(
             f"the checkpoint has no scheduler, and this run has a {type(scheduler).__name__}: make the Trainer without "
@@ -594,6 +594,6 @@ def _check_scheduler(saved: Mapping[str, Any] | None, scheduler: Scheduler | Non
 
 
 def _communication_s() -> float:
-    """Seconds this rank has spent in collectives so far; 0 where nobody counts them (no open world)."""
+    """Seconds this rank has spent in collectives so far; 0 without an open world, which counts them."""
     world = current_world()
     return world.communication_seconds() if world else 0.0

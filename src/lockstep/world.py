@@ -1,13 +1,13 @@
-"""`lockstep.init()`: from whatever started this process to a world of ranks that can talk.
+"""`lockstep.init()`: turns a process, however it was started, into a rank of a world.
 
-[Note: rendezvous] Under our launcher the ranks of one host meet through a file in its private folder, and one
-process alone needs nobody: neither opens a port. Between hosts rank 0 listens on the one address that the launcher has
-given it. Under torchrun, or with `MASTER_ADDR` set by hand, they meet as torch does. The tasks of a Slurm step, and the
-ranks that mpirun starts, compute an address by themselves, or a file if they are on one host (`rendezvous/`). An
+[Note: rendezvous] Under our launcher the ranks of one host meet through a file in its private folder, and a single
+process has nobody to meet: neither opens a port. Between hosts, rank 0 listens only on the address that the launcher
+assigned to it. Under torchrun, or with `MASTER_ADDR` set by hand, ranks meet as in torch. The tasks of a Slurm step,
+and ranks started by mpirun, compute an address themselves, or use a file if they are on one host (`rendezvous/`). An
 explicit `store` or `init_method` always wins.
 
-[Note: mpi] `backend="mpi"` is torch's own where PyTorch was built with MPI, and else our group "mpi4py". Then MPI
-says who this rank is, and brings the ranks together.
+[Note: mpi] `backend="mpi"` is torch's own if PyTorch was built with MPI, and otherwise our group "mpi4py". With either,
+MPI assigns the ranks and connects them.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ _MPI = "mpi"
 _SHUT_DOWN = "this world was shut down; call lockstep.init() again to open another"
 
 _current: World | None = None
-# How often this process has met others in a launcher's folder.
+# Number of rendezvous of this process in a launcher's folder, by folder.
 _num_rendezvous: Counter[str] = Counter()
-# What layers above look at before a world is left.
+# Checks that higher layers run before a world is left.
 _checks: list[Callable[[World], Callable[[], None] | None]] = []
 
 
 class World:
-    """The ranks of a job, as one of them sees it. Made by `lockstep.init`.
+    """The ranks of a job, as seen by one of them. Made by `lockstep.init`.
 
-    A context manager: leaving it shuts the world down; leaving it by an exception first tells
-    the other ranks, which then raise `RankLost` with that exception's text.
+    A context manager: leaving it shuts the world down. If it is left by an exception, the other ranks are told first
+    and raise `RankLost` with that exception's text.
 
     Attributes:
         rank: global rank, 0 … world_size-1.
@@ -84,7 +84,7 @@ class World:
         local_world_size: number of ranks on this host.
         node_rank: number of this host.
         launcher: who started this process: "lockstep", "torchrun", "mpirun", "slurm", "environment" or "single".
-        device: where this rank computes.
+        device: the device this rank computes on.
         backend: name of the process group's backend.
     """
 
@@ -119,66 +119,66 @@ class World:
         return self._group
 
     def communication_seconds(self) -> float:
-        """Seconds this rank has spent in collectives since init, waiting for others included. Local."""
+        """Seconds this rank has spent in collectives since init, including waiting for other ranks. Local."""
         return clock.total() - self._clock_start_s
 
     def should_stop(self) -> bool:
-        """Whether a signal has told any rank to stop; the same answer on every rank, at the same call.
+        """Whether any rank has been told to stop by a signal; the same answer on every rank, at the same call.
 
-        Ask at the end of each step, save, and leave with an exit code that says that the work is not done::
+        Ask at the end of each step; if True, save and exit with the code for unfinished work::
 
             optimizer.step()
             if world.should_stop():
                 checkpoint.save(folder, state, step=step)
                 sys.exit(lockstep.EXIT_STOPPED)
 
-        The first call begins to catch SIGTERM and SIGUSR1, on every rank; `stop_on` chooses others. The signal may
-        reach one rank, all of them, or the launcher (`lockstep run`, torchrun, srun). Handlers that the script had
-        installed are called as well. After the first True every call is True.
+        From the first call on, every rank catches SIGTERM and SIGUSR1; `stop_on` chooses others. The signal may reach
+        one rank, all of them, or the launcher (`lockstep run`, torchrun, srun). Handlers that the script had installed
+        are called as well. After the first True, every call returns True.
 
-        Collective: one all_reduce of one number. Where the group takes tensors on GPUs alone it is the answer to the
-        call before, so that the host does not wait for the GPU.
+        Collective: one all_reduce of one number. If the group only takes GPU tensors, each call returns the answer to
+        the previous one, so that the host does not wait for the GPU.
 
         Raises:
             NotInitialized: the world was shut down.
-            SetupError: the first call, in another thread than the main one.
+            SetupError: the first call is not made in the main thread.
         """
         if not self._is_open():
             raise NotInitialized(_SHUT_DOWN)
         return self._stop_signals.should_stop()
 
     def stop_on(self, *signals: int) -> None:
-        """Choose the signals that `should_stop` answers to, from now on. Local; every rank chooses the same.
+        """Choose the signals that `should_stop` responds to from now on. Local; choose the same on every rank.
 
-        With `signal.SIGINT` among them Ctrl-C lets all ranks finish their step and save, too, where KeyboardInterrupt
-        would leave each at another line. A second Ctrl-C interrupts.
+        With `signal.SIGINT` among them, Ctrl-C also lets all ranks finish their step and save, where KeyboardInterrupt
+        would stop each at a different line. A second Ctrl-C interrupts.
 
             >>> import signal                                                              # doctest: +SKIP
             >>> world.stop_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)               # doctest: +SKIP
 
         Args:
-            signals: numbers, or members of `signal.Signals`; they replace SIGTERM and SIGUSR1. One that the process
-                ignores stays ignored.
+            signals: numbers, or members of `signal.Signals`; they replace SIGTERM and SIGUSR1. Signals that the process
+                ignores stay ignored.
 
         Raises:
-            InputError: no signal, or one that cannot be caught.
+            InputError: an argument is not a signal, or cannot be caught.
             NotInitialized: the world was shut down.
-            SetupError: this is not the main thread.
+            SetupError: not called in the main thread.
         """
         if not self._is_open():
             raise NotInitialized(_SHUT_DOWN)
         self._stop_signals.catch(signals)
 
     def shutdown(self) -> None:
-        """Leave the world. Local; twice does no harm. Ranks that still wait for this one raise RankLost.
+        """Leave the world. Local; may be called twice. Ranks that still wait for this one raise RankLost.
 
         Raises:
             ModelError: the models that a `lockstep.DistributedDataParallel` wraps differ between ranks
-                (`drift/comparison.py`). The world is left all the same.
+                (`drift/comparison.py`). The world is left nevertheless.
         """
         afterwards: list[Callable[[], None] | None] = []
         try:
-            # An error on its way out must not be replaced by one that only follows from it.
+            # An error that is being raised must not be replaced by one that it caused.
             if self._is_open() and isinstance(sys.exc_info()[1], SystemExit | None):
                 afterwards = [check(self) for check in _checks]
         finally:
@@ -198,7 +198,7 @@ class World:
             dist.destroy_process_group()
 
     def abort(self, reason: str | BaseException) -> None:
-        """Leave the world because something went wrong here: the others raise `RankLost` with the reason. Local.
+        """Leave the world because this rank has failed: the others raise `RankLost` with the reason. Local.
 
         Args:
             reason: an exception, or a sentence.
@@ -227,18 +227,18 @@ class World:
 
 
 def check_at_shutdown(check: Callable[[World], Callable[[], None] | None]) -> None:
-    """Have `check(world)` called when a world is about to be left without an error; it may raise. Local.
+    """Register `check(world)` to run just before a world is left without an error; it may raise. Local.
 
-    What it returns is called when the world is left, so that nobody who still needs this rank waits for that.
+    If it returns a function, that is called after the world has been left, when no other rank waits for this one.
     """
     if check not in _checks:
         _checks.append(check)
 
 
 def leave_open_world() -> None:
-    """What the end of `with lockstep.init()` does, where a script has no `with`. Local; called at its good end.
+    """Do what the end of `with lockstep.init()` does, for a script without `with` that ends without an error. Local.
 
-    Nothing while threads are left that the process waits for, and that may still use the world.
+    Does nothing while non-daemon threads, which may still use the world, are running.
 
     Raises:
         ModelError: as `World.shutdown`.
@@ -250,7 +250,7 @@ def leave_open_world() -> None:
 
 
 def current_world() -> World | None:
-    """The world that `init` opened and nobody has shut down yet, or None."""
+    """The world that `init` opened, or None if there is none or it was shut down."""
     if _current is not None and not _current._is_open():
         return None
     return _current
@@ -273,20 +273,20 @@ def init(
     Args:
         backend: "auto" (nccl where there are GPUs, else lockstep; gloo on systems other than Linux), "lockstep",
             "gloo", "nccl", "mpi", or any name that torch.distributed knows.
-        rank: instead of the launcher's; with `world_size`.
-        world_size: instead of the launcher's; with `rank`.
+        rank: overrides the launcher's; requires `world_size`.
+        world_size: overrides the launcher's; requires `rank`.
         init_method: a torch URL (env://, tcp://host:port, file:///path, mpi://) to meet at.
         store: a torch store to meet at.
-        device: where this rank computes; default its GPU with nccl, else the CPU.
-        timeout: seconds, or a timedelta, after which a rank that does not come is an error; default 30 minutes.
-        wire: what sums of floats travel as between hosts in lockstep groups: "fp32" (exact), "bf16", "fp16" or "int8",
-            see `lockstep.comm.wire`; the same on all ranks. Default what LOCKSTEP_WIRE says, else "fp32".
-        seed: seeds the process-wide generators of torch (CPU and CUDA), numpy and `random`, alike on all ranks, so that
-            they draw the same initial weights. `lockstep.DistributedDataParallel` then moves every rank but the first
-            to streams of its own, derived from seed and rank: dropout masks differ between ranks, and those of rank 0
-            are what one process draws. The first engine that is made moves numpy's and `random`'s. Torch's move when an
-            engine's first forward pass begins, so that models made in between are
-            alike, too; and stay where the script has seeded torch by another number. None seeds nothing, now or then.
+        device: the device this rank computes on; by default its GPU with nccl, else the CPU.
+        timeout: how long to wait for a rank before raising an error, in seconds or as a timedelta; default 30 minutes.
+        wire: format in which sums of floats travel between hosts in lockstep groups: "fp32" (exact), "bf16", "fp16" or
+            "int8", see `lockstep.comm.wire`; the same on all ranks. Defaults to LOCKSTEP_WIRE, else "fp32".
+        seed: seeds the process-wide generators of torch (CPU and CUDA), numpy and `random` identically on all ranks, so
+            that they draw the same initial weights. `lockstep.DistributedDataParallel` then moves every rank but the
+            first to its own streams, derived from seed and rank: dropout masks differ between ranks, and rank 0 draws
+            those of a single process. Creating the first engine moves numpy's and `random`'s streams. Torch's move when
+            an engine's first forward pass begins, so that models made in between are identical too, unless the script
+            has reseeded torch in between. With None, nothing is seeded.
 
     Returns:
         The world; a context manager.
@@ -294,11 +294,11 @@ def init(
     Raises:
         AlreadyInitialized: a world is open.
         BackendUnavailable: no such backend here; lists those there are, or says how to get it.
-        InputError, InputTypeError: `seed` is no integer that torch takes as a seed.
-        SetupError: contradicting arguments, an environment variable that makes no sense, or more GPU ranks than GPUs.
-        RendezvousError: the others did not come, or nobody said where to meet.
-        RankLost: a rank came and died.
-        SharedMemoryError: the memory that the ranks share cannot be had.
+        InputError, InputTypeError: `seed` is not an integer that torch accepts as a seed.
+        SetupError: contradictory arguments, an invalid environment variable, or more GPU ranks than GPUs.
+        RendezvousError: other ranks did not arrive, or no meeting point was given.
+        RankLost: a rank arrived and died.
+        SharedMemoryError: the ranks' shared memory cannot be set up.
 
     >>> import lockstep
     >>> with lockstep.init(device="cpu") as world:
@@ -336,7 +336,7 @@ def _open(
     timeout: timedelta | float | None,
     wire: str | None,
 ) -> World:
-    """A world with a default group of its own; see `init`."""
+    """A world with a new default group; see `init`."""
     if store is not None and init_method is not None:
         raise SetupError("both store and init_method were given: they are two ways to meet; give one")
     limit = _as_timedelta(timeout)
@@ -349,7 +349,7 @@ def _open(
     choose_wire(wire)
     _hint_at_unused_allocation(topology)
     backend = _choose_backend(backend, topology, device)
-    # Which GPU is this rank's may depend on the others. Otherwise a rank that raises here should keep none waiting.
+    # This rank's GPU may depend on the others. If not, choose it now: a rank that raises here keeps no rank waiting.
     needs_place = "local_rank" in topology.unsaid and takes_default_gpu(backend, device)
     chosen_device = None if needs_place else choose_device(backend, topology, device)
     if backend != _MPI and store is None and init_method is None:
@@ -359,13 +359,13 @@ def _open(
     _meet(backend, topology, store, init_method, limit)
     if "nccl" in backend:
         nccl_end.abort_at_exit()
-        # It is this rank's: `choose_device` has made it the current one.
+        # The current device is this rank's: `choose_device` has set it.
         warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
     return World(topology, chosen_device, backend, owns_group=True)
 
 
 def _place(topology: Topology, store: Store | None, timeout: timedelta, by_gpus: bool) -> Topology:
-    """The topology with what variables set by hand leave open, where the ranks have a store to tell each other."""
+    """The topology, completed through the store where variables set by hand leave something open."""
     if store is None or topology.launcher != "environment":
         return topology
     return place_by_exchange(topology, store, timeout, visible_gpus() if by_gpus else [])
@@ -393,8 +393,8 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
         ) from error
     finally:
         if not dist.is_initialized():
-            # Groups meet under a name that counts them. An attempt that failed here must not count:
-            # the ranks that this one meets in the next attempt have not counted it.
+            # Groups meet under a numbered name. A failed attempt must not count: the ranks that this one meets in
+            # the next attempt have not counted it.
             set_group_count(names_given)
     if topology.num_nodes > 1:
         _choose_interface_of_engines()
@@ -402,7 +402,7 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
 
 
 def _choose_interface_of_engines() -> None:
-    """Have Gloo and NCCL, in groups to come, use the interface by which this host reaches the others."""
+    """Make Gloo and NCCL, in future groups, use the network interface by which this host reaches the others."""
     engine = engine_of(dist.group.WORLD)
     interface = None if engine is None else engine.team.interface
     address = env.MASTER_ADDR.get()
@@ -416,7 +416,7 @@ def _choose_interface_of_engines() -> None:
 def _adopt(
     backend: str, device: str | torch.device | None, rank: int | None, world_size: int | None, ignored: Sequence[str]
 ) -> World:
-    """A world around the default group that the script has made itself; shutdown leaves that group alone."""
+    """A world around a default group that the script made itself; shutdown leaves that group alone."""
     actual = dist.get_backend()
     if backend not in ("auto", actual) and not (_means_mpi4py(backend) and actual == MPI_BACKEND_NAME):
         raise AlreadyInitialized(
@@ -455,7 +455,7 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
 
 
 def _available_backends() -> list[str]:
-    """Names that init takes here, besides "auto"."""
+    """Backend names that `init` accepts on this machine, besides "auto"."""
     names = [BACKEND_NAME]
     if dist.is_gloo_available():
         names.append("gloo")
@@ -470,7 +470,7 @@ def _available_backends() -> list[str]:
 
 
 def _means_mpi4py(backend: object) -> bool:
-    """Whether that backend is our group over MPI. See [Note: mpi]."""
+    """Whether `backend` means our group over MPI. See [Note: mpi]."""
     name = backend.lower() if isinstance(backend, str) else ""
     return name == MPI_BACKEND_NAME or (name == _MPI and not dist.is_mpi_available())
 
@@ -499,7 +499,7 @@ def _choose_backend(backend: str, topology: Topology, device: str | torch.device
 
 
 def _stand_in(topology: Topology) -> str:
-    """The backend for systems whose ranks cannot share memory, with one line that says what is lost."""
+    """The backend for systems whose ranks cannot share memory; logs one line about what is lost."""
     if topology.world_size > 1 and topology.rank == 0:
         warn_once(
             get_logger(__name__),
@@ -510,7 +510,7 @@ def _stand_in(topology: Topology) -> str:
 
 
 def _hint_at_unused_allocation(topology: Topology) -> None:
-    """One line for who starts a script in a batch script and forgets `srun`."""
+    """Log one line for users who start a script in a batch script and forget `srun`."""
     allocation = describe_allocation(env.snapshot()) if topology.launcher == "single" else None
     if allocation is not None:
         warn_once(
@@ -521,7 +521,7 @@ def _hint_at_unused_allocation(topology: Topology) -> None:
 
 
 def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | None, str | None]:
-    """Where to meet when nobody said: see [Note: rendezvous]."""
+    """The meeting point if none was given: see [Note: rendezvous]."""
     folder = env.LOCKSTEP_RENDEZVOUS.get()
     if folder is not None and (topology.rank, topology.world_size) == (env.RANK.get(), env.WORLD_SIZE.get()):
         if topology.num_nodes > 1:
@@ -549,12 +549,12 @@ def _find_rendezvous(topology: Topology, timeout: timedelta) -> tuple[Store | No
 
 
 def _store_in(folder: str, number: int, world_size: int) -> Store:
-    """A new store in the launcher's folder: in memory that outlives the folder, if the launcher has put some there."""
+    """A new store in the launcher's folder, in memory that outlives the folder if the launcher provided some."""
     with contextlib.suppress(OSError):
         memory = os.readlink(os.path.join(folder, "store"))
         os.close(os.open(memory, os.O_RDWR | os.O_CLOEXEC))
         return PrefixStore(f"world{number}", FileStore(memory, -1))
-    # Each rendezvous has a file of its own, because torch removes a file with its last user, late or early.
+    # One file per rendezvous, because torch removes a file with its last user, late or early.
     path = os.path.join(folder, f"store-{number}")
     try:  # torch would try again for minutes
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -570,7 +570,7 @@ def _check_private(folder: str) -> None:
     """Check the folder in which the ranks of one host meet.
 
     Raises:
-        SetupError: there is none, or others than this user may put files there, which the ranks would believe.
+        SetupError: it does not exist, or other users may put files there, which the ranks would trust.
     """
     place = f"environment variable LOCKSTEP_RENDEZVOUS={folder!r}:"
     if not os.path.isdir(folder):
@@ -589,7 +589,7 @@ def _check_private(folder: str) -> None:
 
 
 def _meet_at_master(topology: Topology, timeout: timedelta) -> Store:
-    """A store on the address that is rank 0's for all, and on no other."""
+    """A store that listens only on the address by which all ranks know rank 0."""
     address, port = env.MASTER_ADDR.get(), env.MASTER_PORT.get()
     if address is None or port is None:
         raise RendezvousError(

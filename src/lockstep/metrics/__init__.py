@@ -1,8 +1,8 @@
 """Metrics that count every sample once, on any number of ranks.
 
-A metric is a few float64 sums that add up over batches and over ranks, and a function from the
-sums to a value. `update` adds a batch on this rank and never waits for a device; `synchronize`
-adds up all metrics of all ranks in one collective::
+A metric consists of a few float64 sums, which add up over batches and ranks, and a function from the sums to a value.
+`update` adds a batch on this rank and never waits for a device; `synchronize` adds up all metrics of all ranks in one
+collective::
 
     loss, accuracy = Mean(), Accuracy()
     for images, labels in lockstep.DataLoader(test_set, batch_size=256, evaluation=True):
@@ -11,16 +11,14 @@ adds up all metrics of all ranks in one collective::
         accuracy.update(logits, labels)
     results = synchronize({"loss": loss, "accuracy": accuracy})
 
-Inside a `lockstep.DataLoader` the metrics know what the rank holds of the batch
-(`lockstep.batch`): a scalar that is a mean over the rank's samples counts as many times as there
-are samples, and a filler batch, which repeats a sample that another rank holds, counts nothing. Where a loop
-fetches batches ahead, so that it cannot be told which one a scalar is of, `update` asks for its `weight`.
+Inside a `lockstep.DataLoader` loop, metrics know the rank's share of the batch (`lockstep.batch`): a scalar, which is a
+mean over the rank's samples, is weighted by their number, and a filler batch, which repeats a sample of another rank,
+is not counted. If a loop fetches batches ahead, so that the batch of a scalar is unknown, `update` requires a `weight`.
 
-Counts are exact below 2**53. Sums of values are float64 sums; their last bits depend on how the
-samples were grouped into batches and ranks, and repeat from run to run on a group that adds in a
-fixed order, as Lockstep's does.
+Counts are exact below 2**53. Sums of values are float64 sums; their last bits depend on how the samples were grouped
+into batches and ranks, and are reproducible on a group that adds in a fixed order, as Lockstep's does.
 
-A metric of your own is a subclass that says how many sums it keeps::
+To write your own metric, subclass `Metric` and say how many sums it keeps::
 
     class Recall(Metric):
         num_sums = 2

@@ -1,10 +1,11 @@
-"""What all metrics share: float64 sums that add up.
+"""The base class of metrics: float64 sums that add up over batches and ranks.
 
-[Note: data of an evaluation] Ranks whose loaders hold other data would add up parts of different evaluations. So a
-metric notes which data its values are of, and `synchronize` compares them, where that is certain: where all are of
-one iteration of a loader with `evaluation=True`, which splits over the ranks that synchronize, and no other such
-iteration has begun since. Else a metric that is not updated with every batch (of a rare class, say) may hold values of
-one loader on this rank and of another on that. Batches for training are compared with the gradients.
+[Note: data of an evaluation] If the loaders of ranks held different data, the ranks would add up parts of different
+evaluations. So a metric notes which data its values come from, and `synchronize` compares that between ranks. It does
+so only where the origin is certain: all values come from one iteration of a loader with `evaluation=True`, which splits
+over the ranks that synchronize, and no other such iteration has begun since. Otherwise a metric that is not updated
+with every batch (one of a rare class, say) could hold values of one loader on this rank and of another on that one.
+Training batches are compared when gradients are averaged.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ from lockstep.tree import tensors_in
 __all__ = ["Metric"]
 
 
-_OTHER = (0, 0)  # of data that nobody compares
+_OTHER = (0, 0)  # data that is not compared
 
 
 class Metric(ABC):
-    """Sums that add up over batches and ranks, and the value they stand for.
+    """Sums that add up over batches and ranks, and the value computed from them.
 
-    Subclasses set `num_sums` and write `update`, which hands the batch's contributions to
-    `accumulate`,
-    and `from_sums`. Metrics can be pickled and deep-copied.
+    Subclasses set `num_sums` and define `update`, which passes the batch's contributions to `accumulate`, and
+    `from_sums`. Metrics can be pickled and deep-copied.
 
     Attributes:
         num_sums: number of sums it keeps.
@@ -58,16 +58,16 @@ class Metric(ABC):
 
     @abstractmethod
     def from_sums(self, sums: Sequence[float]) -> float:
-        """The value for given sums, `num_sums` of them; for sums of zero what an empty metric is."""
+        """Compute the value from `num_sums` sums; if all are zero, the value of an empty metric."""
 
     def accumulate(self, *contributions: Tensor | float) -> None:
-        """Add one number to each sum; for `update` to call. Adds nothing under a filler batch.
+        """Add one number to each sum; to be called by `update`. Adds nothing for a filler batch.
 
         Args:
             *contributions: `num_sums` 0-dim tensors or Python numbers.
 
         Raises:
-            InputError: not one number for each sum; or this may be a filler batch, or not.
+            InputError: not one number for each sum; or it is unknown whether the batch is a filler.
         """
         self._check_contributions(contributions)
         if self._is_filler():
@@ -77,7 +77,7 @@ class Metric(ABC):
         if self._sums is None:
             # Apple's GPUs have no float64: their sums are kept on the host.
             home = torch.device("cpu") if device.type == "mps" else device
-            with torch.inference_mode(False):  # else only updates inside inference mode could follow
+            with torch.inference_mode(False):  # otherwise all later updates would have to be inside inference mode
                 self._sums = torch.zeros(self.num_sums, dtype=torch.float64, device=home)
         for place, contribution in zip(self._sums, contributions, strict=True):
             if isinstance(contribution, Tensor):
@@ -95,13 +95,13 @@ class Metric(ABC):
         )
 
     def share_in_hand(self) -> BatchShare | None:
-        """What this rank holds of the batch that `update` was called for; None outside of a loader. Local.
+        """This rank's share of the batch that `update` was called for; None outside a loader. Local.
 
-        The arguments of `update` tell it if one of them came with a batch, or in a graph from an engine; else the
-        loop does ([Note: in hand] in `lockstep/batch/hand.py`).
+        It is taken from the arguments of `update` if one of them came with a batch, or has the graph of an engine's
+        output; otherwise from the loop ([Note: in hand] in `lockstep/batch/hand.py`).
 
         Raises:
-            InputError: it may be one of several batches, of which this rank holds different numbers of samples.
+            InputError: it may be any of several batches, of which this rank holds different numbers of samples.
         """
         found = self._asked.candidates()
         if len(found) > 1:
@@ -119,7 +119,7 @@ class Metric(ABC):
         if not fillers:
             return False
         if not self._asked.is_told and self._asked.rows is not None and fillers[0].rows:
-            # Other data in between, of another loader, has another size; and so has a full batch's share.
+            # Other data in between, from another loader, differs in size; and so does the share of a full batch.
             return self._asked.rows == fillers[0].rows
         if len(fillers) == len(found):
             return True
@@ -139,17 +139,17 @@ class Metric(ABC):
         return found or {_OTHER}
 
     def data_seen(self, world_size: int) -> int:
-        """A number below 2**48 for the data that all values are of; 0 where it is not certain, or there is none. Local.
+        """A number below 2**48 that identifies the data of all values; 0 if that is uncertain, or there is none. Local.
 
         Args:
-            world_size: of the group that compares; data that others share are not certain.
+            world_size: size of the group that compares; data split over another number of ranks count as uncertain.
         """
         latest = batch.hand.latest_evaluation()
         is_certain = self._data == {latest} and latest[1] == world_size
         return latest[0] if is_certain else 0
 
     def compute(self) -> float:
-        """The value over what this rank has seen. Local; waits for the device.
+        """The value over the samples that this rank has seen. Local; waits for the device.
 
         `synchronize` gives the value over all ranks.
         """
@@ -164,7 +164,7 @@ class Metric(ABC):
         """Add what other metrics of the same kind have seen, as if this one had. Local.
 
         Raises:
-            InputTypeError: another kind of metric, or other settings.
+            InputTypeError: a metric of another kind, or with other settings.
         """
         for other in others:
             if self.label() != other.label():
@@ -184,13 +184,13 @@ class Metric(ABC):
         )
 
     def load_state(self, state: Tensor) -> None:
-        """Take over the sums of a metric of the same kind.
+        """Replace the sums by those of a metric of the same kind.
 
         Args:
             state: float64 [num_sums], as `state` returned it; copied.
 
         Raises:
-            InputError: it has another shape or dtype.
+            InputError: wrong shape or dtype.
         """
         if state.shape != (self.num_sums,) or state.dtype != torch.float64:
             raise InputError(
@@ -201,7 +201,7 @@ class Metric(ABC):
         self._data = {_OTHER}
 
     def label(self) -> str:
-        """Kind and settings; metrics with equal labels may be added."""
+        """Kind and settings as text; metrics with equal labels may be added."""
         return type(self).__name__
 
     def __repr__(self) -> str:
@@ -209,23 +209,23 @@ class Metric(ABC):
 
 
 class _Asked:
-    """What a metric knows of the batch while `update` runs.
+    """What a metric knows about the batch while `update` runs.
 
     Attributes:
-        is_asked: `update` runs.
-        rows: first size of the first argument that is a tensor with dimensions; None without one.
+        is_asked: whether `update` is running.
+        rows: first dimension's size of the first tensor argument that has dimensions; None without one.
     """
 
     def __init__(self) -> None:
         self.is_asked = False
         self.rows: int | None = None
-        self._shares: list[BatchShare] = []  # that the arguments tell
+        self._shares: list[BatchShare] = []  # found from the arguments
         self._iteration: weakref.ref[batch.hand.Iteration] | None = None
         self._num_updates = 0  # in that iteration, before this one
 
     @property
     def is_told(self) -> bool:
-        """Whether the arguments tell which batch it is; the loop need not be asked."""
+        """Whether the arguments identify the batch, so that the loop need not be consulted."""
         return bool(self._shares)
 
     def begin(self, arguments: Any) -> None:
@@ -254,20 +254,20 @@ class _Asked:
         return self._num_updates if self._iteration is not None and self._iteration() is iteration else 0
 
     def candidates(self) -> list[BatchShare]:
-        """Shares that the batch may have; see `batch.hand.in_hand`."""
+        """The possible shares of the batch; see `batch.hand.in_hand`."""
         return self._shares or batch.hand.in_hand(self._updates_in)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # of this process, and this moment
+        return {}  # its state is only valid in this process, at this moment
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
 
 def _knowing_the_batch(update: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `update`: while it runs, the metric knows what its arguments tell of the batch.
+    """Wrap `update`: while it runs, the metric knows what its arguments reveal about the batch.
 
-    It may call that of its parent class, whose arguments, such as a loss, tell less.
+    It may call its parent class's `update`, whose arguments, such as a loss, reveal less.
     """
 
     @functools.wraps(update)

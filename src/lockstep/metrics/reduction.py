@@ -16,7 +16,7 @@ from lockstep.world import current_world
 
 __all__ = ["synchronize"]
 
-_DATA_MASK = (1 << 16) - 1  # so that sums of squares are exact
+_DATA_MASK = (1 << 16) - 1  # few enough bits for exact sums of squares
 
 
 @overload
@@ -28,23 +28,21 @@ def synchronize(*metrics: Metric, process_group: dist.ProcessGroup | None = None
 def synchronize(
     *metrics: Metric | Mapping[str, Metric], process_group: dist.ProcessGroup | None = None
 ) -> dict[str, float] | tuple[float, ...]:
-    """The values of metrics over all ranks, by one all_reduce for all of them.
+    """Compute the values of metrics over all ranks, with a single all_reduce.
 
-    Collective: every rank calls it with the same metrics, also ranks that saw no batch. The
-    metrics keep this rank's sums, so more batches may follow. With one process, or no process
-    group, the values are those of this rank.
+    Collective: every rank calls it with the same metrics, including ranks that saw no batch. The metrics keep this
+    rank's sums, so more batches may follow. With one process, or no process group, the values are this rank's.
 
     Args:
         *metrics: metrics, or one mapping from names to metrics (in any order of names).
-        process_group: default: that of the open world, else `torch.distributed`'s default one.
+        process_group: by default the open world's, else the default group of `torch.distributed`.
 
     Returns:
-        The values, a mapping for a mapping and a tuple otherwise. Metrics that no rank has
-        updated are nan (`Sum`: 0.0).
+        The values: a dict if given a mapping, else a tuple. Metrics that no rank has updated are nan (`Sum`: 0.0).
 
     Raises:
         CollectiveMismatch: ranks passed different metrics, or have evaluated different data.
-        CollectiveError: a rank was lost, or did not call it.
+        CollectiveError: a rank was lost, or did not call `synchronize`.
 
         >>> from lockstep.metrics import Mean
         >>> mean = Mean()
@@ -96,11 +94,11 @@ def _synchronize(metrics: list[Metric], names: list[str], process_group: dist.Pr
 
 
 def _check_data(names: list[str], sums: list[float]) -> None:
-    """Compare what the metrics' values are of; see [Note: data of an evaluation] in `metric.py`. Local.
+    """Check that all ranks evaluated the same data; see [Note: data of an evaluation] in `metric.py`. Local.
 
     Args:
-        names: of the metrics.
-        sums: of each metric, over the ranks: how many know it, the sum of their numbers, and that of the squares.
+        names: the metrics' names.
+        sums: for each metric, summed over ranks: 1 if the rank knows its data, the data's number, and its square.
     """
     for name, known, total, square_sum in zip(names, sums[::3], sums[1::3], sums[2::3], strict=True):
         if total**2 != known * square_sum:
@@ -114,7 +112,7 @@ def _check_data(names: list[str], sums: list[float]) -> None:
 
 
 def _open_group() -> dist.ProcessGroup | None:
-    """The group of the open world, else torch's default one, else None."""
+    """The open world's group, else torch's default group, else None."""
     world = current_world()
     if world is not None:
         return world.process_group

@@ -15,7 +15,7 @@ __all__ = ["Accuracy", "Mean", "Sum"]
 
 
 def _as_values(name: str, value: Tensor | float) -> Tensor:
-    """A real tensor, detached and float64 where its device has that."""
+    """`value` as a detached real tensor, float64 if its device supports that."""
     tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
     if tensor.is_complex():
         raise InputTypeError(f"{name}: expected real numbers, got {tensor.dtype}: pass value.abs() or its real part")
@@ -23,7 +23,7 @@ def _as_values(name: str, value: Tensor | float) -> Tensor:
 
 
 class Mean(Metric):
-    """A weighted mean: of a loss, or of one value per sample.
+    """A weighted mean of a loss, or of one value per sample.
 
     The value before the first update is nan.
 
@@ -40,16 +40,15 @@ class Mean(Metric):
         """Add a batch.
 
         Args:
-            value: a scalar (number or 0-dim tensor) is the mean over this rank's samples, as
-                losses are; a tensor of any other shape holds values that count one each.
-            weight: how often `value` counts; a tensor is broadcast against it. Default for a
-                scalar: the number of samples this rank holds of the batch in hand, and 1 outside a
-                loader. Under a filler batch nothing counts, whatever the weight. A loss that is a mean over
-                tokens takes their number.
+            value: a scalar (number or 0-dim tensor) is taken as the mean over this rank's samples, as losses are; the
+                elements of a tensor of any other shape count once each.
+            weight: how often `value` counts; a tensor is broadcast against `value`. By default a scalar is weighted by
+                this rank's number of samples in the current batch, and by 1 outside a loader. A filler batch never
+                counts, even with a weight. For a loss that is a mean over tokens, pass the number of tokens.
 
         Raises:
-            InputError: the shapes of `value` and `weight` do not broadcast to that of `value`; or a scalar without
-                weight, and it cannot be told which batch is in hand (a loop that fetches ahead).
+            InputError: `weight` does not broadcast to the shape of `value`; or a scalar has no weight and the current
+                batch is unknown (a loop that fetches ahead).
             InputTypeError: complex numbers.
         """
         values = _as_values("Mean.update", value)
@@ -76,12 +75,12 @@ class Mean(Metric):
 
 
 class Sum(Metric):
-    """A total over all samples of all ranks: tokens seen, errors, seconds. 0.0 before the first update."""
+    """A total over all samples of all ranks, such as tokens, errors or seconds. 0.0 before the first update."""
 
     num_sums = 1
 
     def update(self, value: Tensor | float) -> None:
-        """Add `value`, a number or a tensor of any shape, which is summed; nothing under a filler batch.
+        """Add `value`, a number or a tensor of any shape, which is summed. Adds nothing for a filler batch.
 
         Raises:
             InputTypeError: complex numbers.
@@ -93,13 +92,13 @@ class Sum(Metric):
 
 
 class Accuracy(Metric):
-    """The share of samples whose class is among the `top_k` that score highest.
+    """The fraction of samples whose class is among the `top_k` highest scores.
 
-    The value before the first update is nan. Among equal scores `torch.topk` chooses; nan
-    scores highest, as it does there.
+    The value before the first update is nan. Ties are broken by `torch.topk`, and nan counts as the highest score, as
+    it does there.
 
     Args:
-        top_k: how many guesses count, at least 1.
+        top_k: number of highest scores to consider, at least 1.
 
     Raises:
         InputError: `top_k` below 1.
@@ -119,17 +118,16 @@ class Accuracy(Metric):
         self.top_k = top_k
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Add a batch; nothing under a filler batch.
+        """Add a batch. Adds nothing for a filler batch.
 
         Args:
-            predictions: scores [N, C] or [N, C, ...], of any floating dtype (logits or
-                probabilities); or, with `top_k=1`, classes in the shape of `targets`, of an
-                integer dtype.
+            predictions: scores (logits or probabilities) [N, C] or [N, C, ...], of any floating dtype; or, with
+                `top_k=1`, predicted classes in the shape of `targets`, of an integer dtype.
             targets: classes [N] or [N, ...], of an integer dtype.
 
         Raises:
-            InputError: the shapes do not go together, or fewer than `top_k` classes.
-            InputTypeError: not tensors, or classes that are no integers.
+            InputError: the shapes do not match, or there are fewer than `top_k` classes.
+            InputTypeError: not tensors, or classes that are not integers.
         """
         self._check_types(predictions, targets)
         if predictions.shape == targets.shape:
@@ -137,7 +135,7 @@ class Accuracy(Metric):
             hits = predictions == targets
         else:
             self._check_scores(predictions, targets)
-            # argmax is what users compare with, and cheaper than topk.
+            # Users compare with argmax, and it is cheaper than topk.
             guesses = (
                 predictions.argmax(1, keepdim=True) if self.top_k == 1 else predictions.topk(self.top_k, 1).indices
             )
