@@ -4,30 +4,30 @@ The tree::
 
     LockstepError (RuntimeError)
     ├── SetupError                  before the first collective
-    │   ├── LaunchError             the launcher cannot start what it was asked to start
-    │   ├── BackendUnavailable (ValueError)  no such backend here; lists those there are
+        │   ├── LaunchError             the launcher cannot start the job
+        │   ├── BackendUnavailable (ValueError)  no such backend here; lists the available ones
     │   ├── AlreadyInitialized      init() twice
     │   ├── NotInitialized          use before init() or after shutdown
     │   ├── RendezvousError         the ranks did not find each other
     │   └── SharedMemoryError (OSError)      /dev/shm is too small, or cannot be used
     ├── CollectiveError             a collective that cannot finish; every waiting rank raises it
-    │   ├── CollectiveMismatch      ranks asked for different things
-    │   ├── RankLost                a rank died, left or raised while others waited
-    │   ├── CollectiveTimeout       a rank did not come before the deadline
-    │   ├── SegmentDamaged          the control segment holds what no rank has written
-    │   └── CollectiveAborted       this group was shut down under a waiting call
+        │   ├── CollectiveMismatch      ranks called different operations
+        │   ├── RankLost                a rank died, left or raised while others waited
+        │   ├── CollectiveTimeout       a rank did not arrive before the deadline
+        │   ├── SegmentDamaged          the control segment contains data that no rank has written
+        │   └── CollectiveAborted       this group was shut down during a call
     ├── InputError (ValueError)     a value that no rank could use
     ├── InputTypeError (TypeError)  a type that no rank could use
-    ├── ModelError                  the model and the engine do not fit
+    ├── ModelError                  model and engine do not fit together
     │   ├── ModelMismatch           ranks hold different models; names the first parameter
     │   └── UnusedParameters        parameters took no part in the loss; names them
     ├── DataError (ValueError)      the loader was asked for the impossible
     ├── CheckpointError             a checkpoint cannot be read or does not fit
-    │   └── CheckpointNotWritten (OSError)   the folder cannot be made, or takes no file
+    │   └── CheckpointNotWritten (OSError)   the folder cannot be created, or not written to
     └── WorkerFailed                spawn(): a rank failed; carries its rank and traceback
 
-Each message says which rank and which operation, what was given, what was
-expected, and what to do. A rank that caused an error which others raise is a culprit; `culprits` has their numbers.
+Each message says which rank and operation, what was given, what was expected, and what to do. Ranks that caused an
+error which others raise are its culprits, listed in `culprits`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ AFTER_CTRL_C = (
     "Ctrl-C meets each rank at another line, so nothing can be communicated any more, and nothing was saved. To save "
     "then, let Ctrl-C set a flag by world.stop_on(signal.SIGINT), and save `if world.should_stop():` after a step"
 )
-"""What errors say after a KeyboardInterrupt."""
+"""The text of errors after a KeyboardInterrupt."""
 
 
 class LockstepError(RuntimeError):
@@ -74,11 +74,11 @@ class SetupError(LockstepError):
 
 
 class LaunchError(SetupError):
-    """The launcher cannot start what it was asked to start."""
+    """The launcher cannot start the job."""
 
 
 class BackendUnavailable(SetupError, ValueError):
-    """The backend asked for does not exist here; the message lists those that do."""
+    """The requested backend does not exist here; the message lists the available ones."""
 
 
 class AlreadyInitialized(SetupError):
@@ -97,12 +97,12 @@ class SharedMemoryError(SetupError, OSError):
     """Shared memory is too small or cannot be used.
 
     Args:
-        *args: an error number of the system and a message, or the message alone.
+        *args: an `errno` and a message, or only a message.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        if len(args) == 2:  # Python sets these for a plain OSError only.
+        if len(args) == 2:  # Python sets these only for a plain OSError.
             self.errno = args[0] if isinstance(args[0], int) else None
             self.strerror = str(args[1])
 
@@ -138,11 +138,11 @@ class CollectiveTimeout(CollectiveError):
 
 
 class SegmentDamaged(CollectiveError):
-    """The memory in which ranks note what they do holds what no rank has written there. The script is not at fault."""
+    """The ranks' shared control memory contains data that no rank has written. The script is not at fault."""
 
 
 class CollectiveAborted(CollectiveError):
-    """The group was shut down on this rank while a call was under way."""
+    """The group was shut down on this rank during a call."""
 
 
 class InputError(LockstepError, ValueError):
@@ -150,7 +150,7 @@ class InputError(LockstepError, ValueError):
 
 
 class InputTypeError(LockstepError, TypeError):
-    """A type that cannot be used: not a tensor, or a dtype the operation does not have."""
+    """A type that cannot be used: not a tensor, or a dtype that the operation does not support."""
 
 
 class ModelError(LockstepError):
@@ -158,11 +158,11 @@ class ModelError(LockstepError):
 
 
 class ModelMismatch(ModelError):
-    """Ranks hold different models. Names the first parameter that differs."""
+    """Ranks hold different models. The message names the first parameter that differs."""
 
 
 class UnusedParameters(ModelError):
-    """Parameters took no part in the loss of the previous step. Names them."""
+    """Parameters took no part in the loss of the previous step. The message names them."""
 
 
 class DataError(LockstepError, ValueError):
@@ -174,11 +174,11 @@ class CheckpointError(LockstepError):
 
 
 class CheckpointNotWritten(CheckpointError, OSError):
-    """Rank 0 cannot make the folder for checkpoints, or write to it. On every rank; `errno` on rank 0 alone."""
+    """Rank 0 cannot create the checkpoint folder, or write to it. Raised on every rank; only rank 0's has `errno`."""
 
 
 class WorkerFailed(LockstepError):
-    """A rank started by `lockstep.spawn` failed without an exception that could be carried over.
+    """A rank started by `lockstep.spawn` failed without an exception that could be passed on.
 
     Attributes:
         rank: the first rank that failed.

@@ -1,17 +1,16 @@
-"""Seeds as a function of what they are for, and the streams that `lockstep.init(seed=…)` begins.
+"""Seeds as a function of their purpose, and the random streams that `lockstep.init(seed=…)` begins.
 
-A seed is a BLAKE2b hash of what it stands for: neighbouring numbers give unrelated streams, and the value is the same
-in every process, Python version and run (Python's own `hash` is none of that).
+A seed is a BLAKE2b hash of its purpose and numbers: neighbouring numbers give unrelated streams, and the value is the
+same in every process, Python version and run (Python's `hash` guarantees none of this).
 
-[Note: streams of ranks] All ranks must draw the same weights and different dropout masks: with the same masks the N
-parts of a batch see the same noise N times. So `init(seed=…)` seeds the process-wide generators alike, and an engine
-moves every rank but the first to streams of its own; the first continues undisturbed, as one process does. The first
-engine that is made moves those of numpy and `random`. Torch's, which draw weights, move when an engine's first forward
-pass begins: other models may be made after the first engine, and some are
-never trained (the target of random network distillation), so that no engine makes them alike. Who has seeded torch in
-between, or restored its state, keeps that; but to seed it by the same number again looks as if nobody had.
-A pass without gradients may be a look at the model whose draws are undone after it; so the first with gradients looks
-again.
+[Note: streams of ranks] All ranks must draw the same weights but different dropout masks: with the same masks, the N
+parts of a batch would see the same noise N times. So `init(seed=…)` seeds the process-wide generators identically, and
+an engine moves every rank but the first to its own streams; the first continues undisturbed, like a single process.
+Creating the first engine moves the streams of numpy and `random`. Torch's, which draw weights, move when an engine's
+first forward pass begins: other models may be made after the first engine, and some are never trained (the target of
+random network distillation), so that no engine synchronises them. If the script has reseeded torch in between, or
+restored its state, that is kept; reseeding with the same number cannot be detected. A pass without gradients may be a
+trial whose draws are undone afterwards, so the first pass with gradients checks again.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ __all__ = [
 _MASK_64 = (1 << 64) - 1
 _pack = struct.Struct("<QQQ").pack
 _pack_common, _pack_one = struct.Struct("<QQ").pack, struct.Struct("<Q").pack
-_pending: tuple[int, int] | None = None  # seed and rank, until the first engine is made
-# That of the rank, and what torch was seeded by when the first engine was made, until its first forward pass.
+_pending: tuple[int, int] | None = None  # seed and rank, until the first engine is created
+# The rank's seed, and torch's seed when the first engine was created; until its first forward pass.
 _pending_of_torch: tuple[int, int] | None = None
 
 
@@ -50,13 +49,13 @@ def derive_seed(purpose: bytes, seed: int, epoch: int, index: int = 0) -> int:
     """The seed of one stream of random numbers.
 
     Args:
-        purpose: what the stream is for, at most 16 bytes; streams of different purposes differ.
+        purpose: purpose of the stream, at most 16 bytes; streams of different purposes differ.
         seed: the loader's seed; its low 64 bits count.
         epoch: number of the epoch.
-        index: index of the sample, or whatever tells the streams of one purpose apart.
+        index: index of the sample, or another number that distinguishes the streams of one purpose.
 
     Returns:
-        0 … 2**64-1, uniformly distributed over its arguments.
+        An integer in 0 … 2**64-1, uniformly distributed over the arguments.
 
     >>> derive_seed(b"sample", 0, 0, 1) == derive_seed(b"sample", 0, 1, 0)
     False
@@ -66,7 +65,7 @@ def derive_seed(purpose: bytes, seed: int, epoch: int, index: int = 0) -> int:
 
 
 def derive_seeds(purpose: bytes, seed: int, epoch: int, indices: Iterable[int]) -> list[int]:
-    """`derive_seed` for many indices. What they have in common is hashed once."""
+    """`derive_seed` for many indices; their common arguments are hashed once."""
     common = hashlib.blake2b(_pack_common(seed & _MASK_64, epoch & _MASK_64), digest_size=8, person=purpose)
     from_bytes, pack, copy = int.from_bytes, _pack_one, common.copy
     seeds = []
@@ -78,7 +77,7 @@ def derive_seeds(purpose: bytes, seed: int, epoch: int, indices: Iterable[int]) 
 
 
 def check_seed(seed: object) -> int:
-    """An integer (Python's or numpy's, no bool) that torch takes as a seed, as a Python int.
+    """Convert a seed that torch accepts, an integer of Python or numpy but no bool, to a Python int.
 
     Raises:
         InputTypeError: not an integer.
@@ -96,7 +95,7 @@ def check_seed(seed: object) -> int:
 
 
 def begin_common_stream(seed: int, rank: int) -> None:
-    """Seed torch (CPU and accelerators), numpy and `random`, alike on all ranks. Local."""
+    """Seed torch (CPU and accelerators), numpy and `random` identically on all ranks. Local."""
     global _pending
     forget_rank_streams()
     torch.manual_seed(seed)
@@ -105,16 +104,16 @@ def begin_common_stream(seed: int, rank: int) -> None:
 
 
 def begin_rank_streams() -> None:
-    """Move this rank to streams of its own, if `begin_common_stream` was called since the last time. Local.
+    """Move this rank to its own streams, if `begin_common_stream` was called since the last time. Local.
 
-    Rank 0 stays where it is. See [Note: streams of ranks].
+    Rank 0 keeps its streams. See [Note: streams of ranks].
     """
     begin_rank_streams_of_engine()
     begin_torch_stream(trains=True)
 
 
 def begin_rank_streams_of_engine() -> None:
-    """An engine is made: the same for numpy and `random`; `begin_torch_stream` does so for torch later. Local."""
+    """The same for numpy and `random`, when an engine is created; `begin_torch_stream` follows for torch. Local."""
     global _pending, _pending_of_torch
     pending, _pending = _pending, None
     if pending is not None and pending[1] > 0:
@@ -124,7 +123,7 @@ def begin_rank_streams_of_engine() -> None:
 
 
 def begin_torch_stream(trains: bool) -> None:
-    """A forward pass of an engine begins, with gradients if it `trains`. Local."""
+    """The same for torch, when a forward pass of an engine begins, with gradients if it `trains`. Local."""
     global _pending_of_torch
     pending = _pending_of_torch
     if pending is None:
@@ -136,7 +135,7 @@ def begin_torch_stream(trains: bool) -> None:
 
 
 def forget_rank_streams() -> None:
-    """The world is left: engines of other worlds move nothing. Local."""
+    """Forget pending moves when the world is left, so that engines of other worlds move nothing. Local."""
     global _pending, _pending_of_torch
     _pending = _pending_of_torch = None
 

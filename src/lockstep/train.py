@@ -439,8 +439,8 @@ class Trainer:
         """Continue from `state`, at any number of ranks. Every rank loads the same state; see `state_dict`.
 
         Raises:
-            CheckpointError: a part is missing, or belongs to another model or optimizer; or only one of the two runs has
-                a scheduler.
+            CheckpointError: a part is missing, or belongs to another model or optimizer; or only one of the runs has a
+                scheduler.
         """
         try:
             _check_scheduler(state["scheduler"], self.scheduler)

@@ -1,6 +1,6 @@
-"""Which forward passes a tensor comes from, told by its graph.
+"""Which forward passes a tensor comes from, found in its autograd graph.
 
-An engine marks the graph nodes of its outputs. A function that is given a loss finds the marks by walking back from it.
+An engine marks the graph nodes of its outputs. Given a loss, the marks are found by walking its graph backwards.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 _KEY = "lockstep.forward"
-# A graph that is walked further than that without an end is not walked on: a mark would have been found.
+# Number of nodes after which a walk stops: a mark would have been found by then.
 _MAX_NODES = 100_000
 
 
-_tells_shares = False  # whether a forward pass was marked that knows its share, or will
+_tells_shares = False  # whether any marked forward pass knows its share, or will
 
 
 def _metadata(node: Node) -> dict[Any, Any]:
@@ -36,8 +36,8 @@ def mark(output: torch.Tensor, forward: object, tells_share: bool) -> Node:
 
     Args:
         output: requires a gradient.
-        forward: what `find_marks` finds.
-        tells_share: it knows what this rank holds of its batch, or will before the backward pass.
+        forward: the value that `find_marks` returns.
+        tells_share: whether it knows its share of the batch, or will before the backward pass.
     """
     global _tells_shares
     _tells_shares = _tells_shares or tells_share
@@ -48,18 +48,18 @@ def mark(output: torch.Tensor, forward: object, tells_share: bool) -> Node:
 
 
 def marks_tell_shares() -> bool:
-    """Whether any mark of this process may tell the share of a batch; if not, no graph need be walked for one."""
+    """Whether any mark of this process may give the share of a batch; if not, graphs need not be walked for one."""
     return _tells_shares
 
 
 def reset() -> None:
-    """Forget that there were marks. Local."""
+    """Forget all marks. Local."""
     global _tells_shares
     _tells_shares = False
 
 
 def find_marks(tensor: torch.Tensor) -> list[Any]:
-    """The forward passes whose outputs `tensor` was computed from, each once; empty without a graph. Local."""
+    """The distinct forward passes whose outputs `tensor` was computed from; empty without a graph. Local."""
     found: dict[int, Any] = {}
     for _ in _walk(tensor.grad_fn, found):
         pass
@@ -73,7 +73,7 @@ def names_behind(tensor: torch.Tensor) -> set[str]:
 
 
 def _walk(root: Node | None, found: dict[int, Any]) -> Iterator[Node]:
-    """The nodes behind `root`, up to those with a mark, whose marks go into `found` by `id`."""
+    """The nodes reachable from `root`, up to those with a mark, whose marks go into `found` by `id`."""
     stack = [] if root is None else [root]
     seen: set[Node] = set()
     while stack and len(seen) < _MAX_NODES:

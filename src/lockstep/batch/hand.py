@@ -1,16 +1,16 @@
-"""Which batch a thread works on: for metrics, which see numbers, and for layers inside a model.
+"""Which batch a thread is working on: for metrics, which see only numbers, and for layers inside a model.
 
-[Note: in hand] The batch of a forward pass is known by its tensors. A metric that is handed a loss has none to look
-at. It takes the batch of the engine's forward pass, if there was one since the loader yielded last; else the batch
-yielded last, unless the loop may be working on another: an earlier batch of the same iteration is still in memory, two
-iterations take turns, or the number of updates is not that of the batches. Then there are several candidates, and who
-cannot do without an answer asks the user. A loop that fetches ahead works on its last batches when the iteration is
-over: fewer updates have come by then than there were batches. Where several forward passes have come since the loader
-yielded last, on batches of which this rank holds different numbers of samples, all of them are candidates.
+[Note: in hand] A forward pass identifies its batch by its input tensors; a metric that is given a loss only sees a
+number. It takes the batch of the engine's last forward pass, if there was one since the loader yielded last; else the
+batch yielded last, unless the loop may be working on another: an earlier batch of the same iteration is still in
+memory, two iterations alternate, or the numbers of updates and batches differ. Then there are several candidates, and
+callers that need an answer raise an error. A loop that fetches ahead works on its last batches after the iteration has
+ended: by then there were fewer updates than batches. If there were several forward passes since the loader yielded
+last, on batches of which this rank holds different numbers of samples, all of these are candidates.
 
-[Note: values without a metric] `lockstep.mean` and the like are handed values without a graph, once for each batch or
-once for all, and keep no count of updates. So after an iteration such a value is of everything, unless about as many
-were asked for as there were batches. And after an evaluation inside of a training loop it is of the evaluation.
+[Note: values without a metric] `lockstep.mean` and similar functions get values without a graph, once per batch or once
+for all batches, and keep no count of updates. So after an iteration such a value is taken to cover all batches, unless
+there were about as many values as batches. After an evaluation inside a training loop it belongs to the evaluation.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ __all__ = [
 ]
 
 _counter = itertools.count(1)
-# A loop does not fetch more batches ahead; see [Note: values without a metric].
+# Most batches that a loop is assumed to fetch ahead; see [Note: values without a metric].
 _MOST_AHEAD = 4
 
 
 class Iteration:
-    """One pass of a loader over its batches, as this process sees it.
+    """One pass of a loader over its batches in this process.
 
-    Iterations nest: an evaluation runs inside a training loop. When the inner one ends, the batch in hand is again
-    the outer one's.
+    Iterations nest: an evaluation runs inside a training loop. When the inner one ends, the current batch is the outer
+    one's again.
 
     Attributes:
-        number: of this iteration; see `plans.register`.
-        num_batches: yielded so far.
+        number: number of this iteration; see `plans.register`.
+        num_batches: number of batches yielded so far.
         latest: the share of the batch yielded last; None before the first.
-        num_values: how often it was asked for the batch of a value (`of_a_value`).
+        num_values: number of values whose batch was looked up here (`of_a_value`).
     """
 
-    # Those that are not over; the one that yielded last is at the end.
+    # Running iterations; the one that yielded last is at the end.
     _open: list[Iteration] = []  # noqa: RUF012  # one for the process
-    _closed: Iteration | None = None  # the one that was over last, if none has yielded since
+    _closed: Iteration | None = None  # the one that ended last, if none has yielded since
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -78,7 +78,7 @@ class Iteration:
         Iteration._open.insert(0, self)
 
     def publish(self, share: BatchShare, batch: Any = None) -> None:
-        """This batch is yielded now: tag its tensors. Local."""
+        """Note that this batch is being yielded, and tag its tensors. Local."""
         if self in Iteration._open:
             Iteration._open.remove(self)
         Iteration._open.append(self)
@@ -93,7 +93,7 @@ class Iteration:
         tag_batch(batch, share, self.number)
 
     def close(self) -> None:
-        """The iteration is over. Local; may be called twice."""
+        """End the iteration. Local; may be called twice."""
         if self in Iteration._open:
             Iteration._open.remove(self)
             if self.latest is not None:
@@ -104,10 +104,10 @@ class Iteration:
         forget(self.number)
 
     def candidates(self, num_updates: int | None) -> list[BatchShare]:
-        """What may be in hand; see [Note: in hand].
+        """The shares of the batches that may be in hand; see [Note: in hand].
 
         Args:
-            num_updates: how often the asking metric was updated in this iteration before; None if it cannot tell.
+            num_updates: number of earlier updates of the calling metric in this iteration; None if unknown.
         """
         assert self.latest is not None
         in_memory = shares_in_memory(self.number)
@@ -123,22 +123,22 @@ class Iteration:
 
 
 class _Local(threading.local):
-    depth = 0  # of forward passes of engines that are under way
-    held: BatchShare | None = None  # by the user's word
-    active: BatchShare | None = None  # of the forward pass under way
-    forward: object = None  # that forward pass, where an engine runs it
+    depth = 0  # nesting depth of running forward passes of engines
+    held: BatchShare | None = None  # declared by the user
+    active: BatchShare | None = None  # share of the running forward pass
+    forward: object = None  # that forward pass, if an engine runs it
 
 
 _local = _Local()
-_forward: BatchShare | None = None  # of the last forward pass of an engine
-# Of those since an iteration yielded or was over, by number of samples: the latest is the last.
+_forward: BatchShare | None = None  # share of an engine's last forward pass
+# Shares of the forward passes since an iteration last yielded or ended, by number of samples, the latest last.
 _forwards: dict[int, BatchShare] = {}
 _evaluation = (0, 0)  # see `latest_evaluation`
 
 
 @contextmanager
 def hold(share: BatchShare) -> Iterator[None]:
-    """What goes through an engine inside, in this thread, is of this share, whatever it looks like. Local."""
+    """A context in which all inputs of engines in this thread have this share, whatever their tensors say. Local."""
     before, _local.held = _local.held, share
     try:
         yield
@@ -152,7 +152,7 @@ def held() -> BatchShare | None:
 
 
 class _Active:
-    """The context of `active`. No generator: every step makes one."""
+    """The context of `active`. A class, because a generator would be slower and every step makes one."""
 
     __slots__ = ("_before", "_own")
 
@@ -174,27 +174,27 @@ class _Active:
 
 @left_out(with_what_it_calls=True)
 def active(share: BatchShare | None, forward: object = None) -> AbstractContextManager[None]:
-    """A context in which a forward pass of an engine on that share is under way in this thread. Local."""
+    """A context in which an engine runs a forward pass on that share in this thread. Local."""
     return _Active(share, forward)
 
 
 def active_forward() -> object:
-    """The engine's forward pass that is under way in this thread; None outside of all."""
+    """The engine's forward pass that is running in this thread, or None."""
     return _local.forward
 
 
 def active_share(in_backward: bool) -> BatchShare | None:
-    """The share of the forward pass under way, for a layer inside the model; None where nobody knows.
+    """The share of the running forward pass, for a layer inside the model; None if unknown.
 
     Args:
-        in_backward: the layer runs again in a backward pass (a checkpoint), after the forward pass of its engine.
+        in_backward: whether the layer is rerun in a backward pass (a checkpoint), after its engine's forward pass.
     """
     share = _local.active or _local.held
     return _forward if share is None and in_backward else share
 
 
 def note_forward(share: BatchShare | None) -> None:
-    """An engine begins a forward pass on that share; None where it cannot tell. Local."""
+    """Note that an engine begins a forward pass on that share; None if it is unknown. Local."""
     global _forward
     share = None if share is None else share.remembered()
     _forward = share
@@ -204,22 +204,22 @@ def note_forward(share: BatchShare | None) -> None:
 
 
 def latest_forward() -> BatchShare | None:
-    """The share of the engine's forward passes since a loader yielded last; None if several, or within one. Local."""
+    """The share of the engines' forward passes since a loader last yielded; None if several, or within one. Local."""
     return next(iter(_forwards.values())) if len(_forwards) == 1 and not _local.depth else None
 
 
 def latest_iteration() -> Iteration | None:
-    """The open iteration that yielded last; None outside of loaders."""
+    """The running iteration that yielded last; None outside loaders."""
     return Iteration._open[-1] if current() is not None else None
 
 
 def current() -> BatchShare | None:
-    """The share of the batch that an open iteration of a loader yielded last; None outside of loaders."""
+    """The share of the batch that a running iteration yielded last; None outside loaders."""
     return Iteration._open[-1].latest if Iteration._open else None
 
 
 def reset() -> None:
-    """Forget iterations that were left open, and the last forward pass. Local."""
+    """Forget unfinished iterations, and the last forward pass. Local."""
     global _forward, _evaluation
     Iteration._open.clear()
     Iteration._closed = None
@@ -228,28 +228,28 @@ def reset() -> None:
 
 
 def note_evaluation(fingerprint: int, world_size: int) -> None:
-    """An iteration of a loader with `evaluation=True` begins; of which data, and how many ranks share it. Local."""
+    """Note that an iteration with `evaluation=True` begins, its data, and how many ranks share them. Local."""
     global _evaluation
     _evaluation = (fingerprint, world_size)
 
 
 def latest_evaluation() -> tuple[int, int]:
-    """What `note_evaluation` was told last; zeros before."""
+    """The last arguments of `note_evaluation`; zeros before the first call."""
     return _evaluation
 
 
 def latest_of_each() -> list[BatchShare]:
-    """The share of the batch that each open iteration yielded last, the latest at the end. Local."""
+    """The share of the batch that each running iteration yielded last, the latest at the end. Local."""
     return [each.latest for each in Iteration._open if each.latest is not None]
 
 
 def since_now() -> int:
-    """The number of the latest iteration before all that are under way. Local."""
+    """The number of the latest iteration that began before all running ones. Local."""
     return min((each.number - 1 for each in Iteration._open), default=num_registrations())
 
 
 def _left_over(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
-    """Outside of all iterations: a batch of the last one, if fewer updates have come than it had batches."""
+    """Outside all iterations: a batch of the last one, if there were fewer updates than batches in it."""
     last = Iteration._closed
     if last is None or last.latest is None or not 0 < num_updates(last) < last.num_batches:
         return []
@@ -257,13 +257,13 @@ def _left_over(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
 
 
 def in_hand(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
-    """The shares of the batches that this thread may be working on; empty outside of loaders.
+    """The shares of the batches that this thread may be working on; empty outside loaders.
 
     Args:
-        num_updates: how often the asking metric was updated in an iteration before.
+        num_updates: returns the number of earlier updates of the calling metric in an iteration.
 
     Returns:
-        Shares of different numbers of local samples, most likely first; more than one where it cannot be told.
+        Shares with different numbers of local samples, most likely first; more than one if the batch is unknown.
     """
     if _local.held is not None:
         return [_local.held]
@@ -277,7 +277,7 @@ def in_hand(num_updates: Callable[[Iteration], int]) -> list[BatchShare]:
 
 
 def of_a_value() -> list[BatchShare]:
-    """The same for a value that a function is handed, without a graph. See [Note: values without a metric]."""
+    """The same for a value without a graph that is passed to a function. See [Note: values without a metric]."""
     iteration = latest_iteration()
     if iteration is not None and Iteration._closed is not None and _local.held is None:
         return []

@@ -1,4 +1,4 @@
-"""A share: how many samples of one global batch a rank holds; one that holds none gets a filler."""
+"""A share: how many samples of one global batch a rank holds; a rank that holds none gets a filler."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class BatchShare:
     """How many samples of one global batch this rank holds.
 
     Attributes:
-        local_samples: samples of this rank; 0 when the batch it got is a filler.
-        global_samples: samples of all ranks together; at least 1.
+        local_samples: this rank's number of samples; 0 if its batch is a filler.
+        global_samples: number of samples over all ranks; at least 1.
         world_size: number of ranks that share the batch.
-        name: which batch it is, the same on all ranks, such as "batch 3 of epoch 0"; "" where nobody says.
-        evaluation: it comes from a loader with `evaluation=True`, of which ranks may get different numbers of batches.
-        rows: samples that this rank was given: its own, or those of the filler.
+        name: identifies the batch, the same on all ranks, such as "batch 3 of epoch 0"; "" if unknown.
+        evaluation: whether the loader has `evaluation=True`, so that ranks may get different numbers of batches.
+        rows: number of samples that this rank was given: its own, or the filler's.
         source: kept alive with the batch; see `plans.LoaderToken`.
-        fingerprint: a number for the samples and their order, the same on all ranks; 0 where nobody says.
+        fingerprint: a number that identifies the samples and their order, the same on all ranks; 0 if unknown.
     """
 
     local_samples: int
@@ -40,21 +40,21 @@ class BatchShare:
         return self.local_samples * self.world_size / self.global_samples
 
     def remembered(self) -> BatchShare:
-        """The same for those who keep it beyond the batch: it does not keep the loader in use."""
+        """A copy to keep after the batch: it does not keep the loader in use."""
         return self if self.source is None else self._with(source=None)
 
     def named(self, name: str, fingerprint: int) -> BatchShare:
-        """The same of another batch."""
+        """A copy for another batch."""
         return self._with(name=name, fingerprint=fingerprint)
 
     def _with(self, **changes: object) -> BatchShare:
-        twin = object.__new__(BatchShare)  # `replace` takes ten times as long, and every step comes here
+        twin = object.__new__(BatchShare)  # `replace` takes ten times as long, and this runs in every step
         twin.__dict__.update(self.__dict__, **changes)
         return twin
 
 
 def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The part of a batch that one rank holds: contiguous, sizes at most one apart, larger first.
+    """The part of a batch that one rank holds: contiguous; sizes differ by at most one, larger first.
 
     Args:
         num_samples: samples in the global batch.
@@ -62,7 +62,7 @@ def share_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
         world_size: number of ranks.
 
     Returns:
-        Begin and end, counted from the batch's first sample; equal when the rank gets none.
+        Begin and end, counted from the batch's first sample; equal if the rank gets none.
 
     >>> [share_bounds(5, rank, 3) for rank in range(3)]
     [(0, 2), (2, 4), (4, 5)]

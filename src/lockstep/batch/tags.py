@@ -1,14 +1,14 @@
-"""Which batch a tensor came with.
+"""Which batch a tensor belongs to.
 
-[Note: tags] A tag is kept beside the tensor, under its storage: views share it (`x[:, 1:]`, `x.view(…)`, `x.detach()`),
-and it is gone when the memory is. A weak reference to a storage keeps the address from being given to another one, so a
-tag never says a wrong thing about a new tensor. Memory that comes again with another share (a dataset that hands out
-views of one large tensor, a buffer that a collate function fills anew) tells nothing, and counts as untagged.
+[Note: tags] A tag is stored by the address of the tensor's storage: views share it (`x[:, 1:]`, `x.view(…)`,
+`x.detach()`), and it expires with the memory. A weak reference to the storage prevents reuse of the address, so a tag
+is never wrong about a new tensor. Memory that recurs with another share (a dataset that returns views of one large
+tensor, a buffer that a collate function refills) identifies no batch, and counts as untagged.
 
-[Note: holes] A weak reference keeps a hundred bytes of a storage whose memory is gone. These often lie at the edge of
-what a batch before had, so that the next batch does not fit in there, and the heap grows by a batch each time: by 270
-MB within 32 batches of 9 MB. So tags of tensors that are gone go before the next batch is made, where there are few
-tags, and else when there are as many of them as of others.
+[Note: holes] A weak reference keeps a hundred bytes of a storage whose memory has been freed. They often lie at the
+edge of the freed memory of an earlier batch, so that the next batch does not fit there, and the heap grows by a batch
+each time: by 270 MB within 32 batches of 9 MB. So tags of freed tensors are removed before the next batch is made if
+there are few tags, and otherwise when they are half of all tags.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["Tag", "are_any", "find_tag", "forget", "is_filler", "purge", "reset"
 
 
 class Tag(NamedTuple):
-    """What a tensor was when the loader yielded it.
+    """Properties of a tensor when the loader yielded it.
 
     Attributes:
-        share: of the batch.
+        share: the batch's share.
         rows: size of its first dimension; 0 for a scalar.
-        stride: of its first dimension, in elements; 0 for a scalar.
+        stride: stride of its first dimension, in elements; 0 for a scalar.
         numel: number of its elements.
-        iteration: number of the one that yielded it; see `plans.register`.
+        iteration: number of the iteration that yielded it; see `plans.register`.
     """
 
     share: BatchShare
@@ -47,20 +47,20 @@ class Tag(NamedTuple):
     iteration: int = 0
 
 
-# By the address of a storage, which the reference keeps from being given to another one: the tag; None for memory that
-# came with several shares. What is gone stays until the next purge.
+# By address of a storage, whose reuse the reference prevents: the tag, or None for memory that came with several
+# shares. Expired entries remain until the next purge.
 _tags: dict[int, tuple[StorageWeakRef, Tag | None]] = {}
-_lock = threading.Lock()  # loaders may run in threads of their own
+_lock = threading.Lock()  # loaders may run in separate threads
 _FEW = 4
 _purge_at = _FEW  # see [Note: holes]
 _NO_TAG: tuple[None, None] = (None, None)
-_MANY = 512  # tags, as a loop has them that keeps its batches
-# By number of an iteration that is under way: the batch that it yielded last, if that holds none.
+_MANY = 512  # tags, as in a loop that keeps its batches
+# By number of a running iteration: the batch that it yielded last, if that contains no tensors.
 _without_tensors: dict[int, tuple[Any, BatchShare]] = {}
 
 
 def tag_batch(batch: Any, share: BatchShare, iteration: int = 0) -> None:
-    """Tag every tensor in `batch`, whatever it is made of. Local."""
+    """Tag every tensor in `batch`, in any nesting of containers. Local."""
     tensors = tensors_in(batch)
     if not tensors:
         _without_tensors[iteration] = batch, share
@@ -84,9 +84,9 @@ def tag_batch(batch: Any, share: BatchShare, iteration: int = 0) -> None:
 
 
 def purge(at_most: float = math.inf) -> None:
-    """Forget the tags of tensors that are gone, and with them the loaders of which nothing else is left. Local.
+    """Forget the tags of freed tensors, and so the loaders that only these tags kept in use. Local.
 
-    Does nothing if there are more tags than `at_most`: it takes a while for each.
+    Does nothing if there are more than `at_most` tags, as it takes time for each.
     """
     global _purge_at
     if not 0 < len(_tags) <= at_most:
@@ -105,7 +105,7 @@ def reset() -> None:
 
 
 def forget(iteration: int) -> None:
-    """An iteration is over: nobody asks of its batches without tensors any more. Local."""
+    """Forget the batch without tensors of an iteration that is over. Local."""
     _without_tensors.pop(iteration, None)
 
 
@@ -115,7 +115,7 @@ def are_any() -> bool:
 
 
 def find_tag(tensor: torch.Tensor) -> Tag | None:
-    """The tag of the memory in which `tensor` lies; None where it has none. Local."""
+    """The tag of the tensor's memory, or None. Local."""
     if not _tags:
         return None
     storage = _storage_of(tensor)
@@ -123,10 +123,10 @@ def find_tag(tensor: torch.Tensor) -> Tag | None:
 
 
 def shares_in_memory(iteration: int) -> list[BatchShare] | None:
-    """The shares of the batches of an iteration of which some tensor exists, the latest first. Local.
+    """The shares of an iteration's batches of which any tensor still exists, the latest first. Local.
 
     Returns:
-        None where they are many, or where memory has come with several shares and nobody knows what it is now.
+        None if there are many tags, or if memory came with several shares, so that its current batch is unknown.
     """
     if len(_tags) > _MANY:
         return None
@@ -137,14 +137,14 @@ def shares_in_memory(iteration: int) -> list[BatchShare] | None:
 
 
 def is_filler(batch: Any) -> bool:
-    """Whether `batch`, yielded by a `lockstep.DataLoader`, is a filler, and repeats samples of other ranks. Local.
+    """Whether `batch`, yielded by a `lockstep.DataLoader`, is a filler, which repeats samples of other ranks. Local.
 
-    While training, a rank for which a global batch has no sample gets one. Engine, metrics and losses of Lockstep
-    give it weight zero; code that counts samples by hand must leave it out. Tensors that were computed
-    from a batch are not known: ask of what the loader yielded, or of a part of it.
+    In training, a rank gets a filler if a global batch has no sample for it. Lockstep's engine, metrics and losses give
+    it weight zero; code that counts samples itself must leave it out. Tensors computed from a batch are not recognised:
+    pass what the loader yielded, or a part of it.
 
     Raises:
-        InputError: the loader has yielded a filler without tensors, and this holds none either and is no part of it.
+        InputError: the loader has yielded a filler without tensors, and `batch` has none either and is not part of it.
 
         >>> from lockstep.data import DataLoader
         >>> [is_filler(batch) for batch in DataLoader(range(5), batch_size=4, rank=1, world_size=2)]

@@ -1,14 +1,14 @@
-"""The batches of an epoch that a user's batch sampler makes: global ones, of any sizes.
+"""The global batches, of any sizes, that a user's batch sampler makes in an epoch.
 
-[Note: batches as they come] A batch sampler may have no length and no end, and may make its batches as it goes, from
-what the training has come to. So no order of the epoch is drawn ahead, as one is for a sampler: every rank runs the
-batch sampler itself, one batch at a time, as torch does, and takes its share of each. Two things make the ranks agree.
-The sampler draws from streams of its own, seeded by (seed, epoch), which stand in the place of the process-wide
-generators only while it runs. And the fingerprint of a batch is one of all indices of the epoch up to its end, so that
-the ranks notice with the gradients if their samplers did not make the same batches (`parallel/rank_agreement.py`), and
-a run that is resumed if its sampler does not make those that were consumed.
+[Note: batches as they come] A batch sampler may lack a length and be endless, and may choose its batches by the state
+of training. So no order of the epoch is drawn in advance, as for a sampler: every rank runs the batch sampler itself,
+one batch at a time, as torch does, and takes its share of each. Two things make the ranks agree. The sampler draws from
+separate streams, seeded by (seed, epoch), which replace the process-wide generators only while it runs. And a batch's
+fingerprint covers all indices of the epoch up to its end. So ranks notice when averaging gradients if their samplers
+did not make the same batches (`parallel/rank_agreement.py`), and a resumed run notices if its sampler does not make the
+batches that were consumed.
 
-An evaluation has an end, and its data are compared once, when its metrics are: the loader makes all its batches first.
+An evaluation is finite, and its data are compared once, with its metrics: the loader makes all its batches first.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _END = object()
 
 
 class GlobalBatches(Iterator[GlobalBatch]):
-    """The batches of one epoch of a user's batch sampler, the same on every rank; the loader was made by `thread`."""
+    """The batches of one epoch of a user's batch sampler, the same on every rank; `thread` created the loader."""
 
     def __init__(self, sampler: Any, seed: int, epoch: int, num_samples: int, thread: int) -> None:
         self.sampler = sampler
         self._epoch = epoch
         self._thread = thread
-        self._states = states_after(derive_seed(b"sampler", seed, epoch))  # of the streams of its own
+        self._states = states_after(derive_seed(b"sampler", seed, epoch))  # of the sampler's separate streams
         self._batches: Iterator[Any] | None = None
         self._hash = hashlib.blake2b(str(seed).encode(), digest_size=_MARK_BYTES)
         self._num_samples = num_samples
-        self._times: npt.NDArray[np.int32] | None = None  # how often each index has come
-        self.number = self._num_skipped = 0  # of batches made
-        self.consumed = 0  # samples in them
+        self._times: npt.NDArray[np.int32] | None = None  # how often each index has occurred
+        self.number = self._num_skipped = 0  # number of batches made
+        self.consumed = 0  # number of samples in them
         self.mark = 0  # a number below 2**48 for all indices of the epoch so far, batch by batch
 
     def __len__(self) -> int:
-        """Number of batches from where the epoch begins or is resumed; TypeError where the sampler has no length."""
+        """Number of batches from where the epoch begins or is resumed; TypeError if the sampler has no length."""
         return len(self.sampler) - self._num_skipped
 
     def __next__(self) -> GlobalBatch:
@@ -77,10 +77,10 @@ class GlobalBatches(Iterator[GlobalBatch]):
         return GlobalBatch(indices, self._keys_of(indices), 0, len(indices), first, self.mark)
 
     def skip(self, consumed: int, mark: int) -> None:
-        """Go to where so many samples are consumed, after the batch with that mark, as a resumed epoch does. Local.
+        """Skip the batches of a resumed epoch up to `consumed` samples; the last must have `mark`. Local.
 
         Raises:
-            DataError: the batch sampler does not make the batches that it made before.
+            DataError: the batch sampler does not make the same batches as before.
         """
         while self.consumed < consumed and next(self, None) is not None:
             pass
@@ -114,13 +114,13 @@ class GlobalBatches(Iterator[GlobalBatch]):
         return indices
 
     def _keys_of(self, indices: list[int]) -> list[int]:
-        """See `order.seed_keys`: an index that comes again in an epoch is seeded by another number."""
+        """See `order.seed_keys`: an index that recurs in an epoch gets a different key."""
         if min(indices) < 0 or max(indices) >= self._num_samples:
-            return indices  # for the dataset to refuse, or to count from the end
+            return indices  # left to the dataset, which refuses them or counts from the end
         if self._times is None:
             self._times = np.zeros(self._num_samples, np.int32)
         places = np.array(indices)
         times = self._times[places] + num_earlier(places)
-        self._times[places] = times + 1  # of an index that is there twice the last counts, and that is the larger one
+        self._times[places] = times + 1  # if an index occurs twice, the last value is stored, which is the larger one
         keys: list[int] = seed_keys(places, times).tolist()
         return keys

@@ -1,4 +1,4 @@
-"""One pass over an epoch on one rank: which batch is in use, and how far the epoch is consumed."""
+"""One pass over an epoch on one rank: the batch in use, and how much of the epoch has been consumed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _FEW_TAGS = 16
 
 @dataclass
 class EpochProgress:
-    """How far one iteration got; what a checkpoint of the loader is made from.
+    """The progress of one iteration, from which the loader's state is made.
 
     Attributes:
-        epoch: the epoch it walks.
-        consumed: global samples of that epoch in the batches yielded so far. Batches that
-            workers have fetched ahead do not count.
-        order_mark: a number for the order of the epoch, or for its batches up to there, by which a resumed epoch is
-            known again; 0 where the loader makes the order itself.
-        finished: the epoch was walked to its end.
-        is_open: it can continue: neither finished nor dropped.
-        active: a number that grows over all iterations of the process: when it began, yielded last, or ended.
+        epoch: the epoch iterated over.
+        consumed: global samples in the epoch's batches yielded so far. Batches that workers have fetched ahead do not
+            count.
+        order_mark: a number for the order of the epoch, or for its batches so far, by which a resumed epoch is
+            recognised; 0 if the loader makes the order itself.
+        finished: whether the epoch was iterated to its end.
+        is_open: whether it can continue: neither finished nor dropped.
+        active: when it last began, yielded or ended, as a number that grows over all iterations of the process.
     """
 
     epoch: int
@@ -48,16 +48,16 @@ class EpochProgress:
     active: int = field(default_factory=_count)
 
     def touch(self) -> None:
-        """This is the one that was walked last."""
+        """Mark this iteration as the last active one."""
         self.active = _count()
 
 
 class RankBatchSampler:
     """The `batch_sampler` that torch's loader sees: the schedule of the newest iteration.
 
-    torch asks for an iterator over it as an iteration begins, also of worker processes that stay
-    from one epoch to the next, and by then the loader has put the schedule here. The attributes are those of torch's
-    `BatchSampler`, which programs read and by which they tell the epoch: `loader.batch_sampler.sampler.set_epoch(1)`.
+    torch iterates over it anew in each iteration, also with persistent worker processes, and by then the loader has set
+    the schedule here. The attributes are those of torch's `BatchSampler`, which programs read and use to set the epoch:
+    `loader.batch_sampler.sampler.set_epoch(1)`.
     """
 
     def __init__(self, *, sampler: Any, batch_size: int, drop_last: bool) -> None:
@@ -90,18 +90,18 @@ class RankBatchSampler:
 class EpochIterator(Iterator[Any]):
     """Yields this rank's batches of one epoch and tags each with its share.
 
-    Ends like any iterator; dropping it halfway (`break`) or calling `close` stops workers that do not persist.
+    Dropping it halfway (`break`) or calling `close` stops workers that do not persist.
 
     Args:
-        batches: an iterator over `schedule`, collated.
-        shared_workers: the sampler of the worker pool that this iteration shares with later
-            ones of its loader; None when it has workers of its own, or none.
-        has_workers: processes fetch the batches.
-        evaluations: told when the last batch of an evaluation is through.
+        batches: an iterator over the collated batches of `schedule`.
+        shared_workers: the sampler of the worker pool that this iteration shares with later ones of its loader; None if
+            it has its own workers, or none.
+        has_workers: whether worker processes fetch the batches.
+        evaluations: notified after the last batch of an evaluation.
 
     Attributes:
-        waited_s: seconds that the loop has waited for batches, and for learning that there is none left.
-        first_wait_s: seconds of these for the first.
+        waited_s: seconds that the loop has waited for batches, including for the end of the iteration.
+        first_wait_s: the part of `waited_s` for the first batch.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class EpochIterator(Iterator[Any]):
         self._shared_workers = shared_workers
         self._has_workers = has_workers
         self._evaluations = evaluations
-        self._number = 0  # of the batch that comes next
-        self._num_samples = 0  # of this rank
+        self._number = 0  # of the next batch
+        self._num_samples = 0  # yielded on this rank
         self.waited_s = self.first_wait_s = 0.0
 
     @property
     def share(self) -> BatchShare | None:
-        """What this rank holds of the batch yielded last; None before the first."""
+        """This rank's share of the batch yielded last; None before the first."""
         return self._iteration.latest
 
     def __len__(self) -> int:
@@ -154,8 +154,8 @@ class EpochIterator(Iterator[Any]):
             self.close()
             raise
         except BaseException as error:
-            # torch has dropped the batch that failed; whoever continues gets the one after it. It is
-            # not counted as consumed, so a checkpoint written now leads back to it.
+            # torch has dropped the failed batch, and continuing gives the one after it. It is not
+            # counted as consumed, so a checkpoint written now resumes with it.
             if not self._is_still_to_come(error):
                 self._number += 1
             raise
@@ -171,15 +171,15 @@ class EpochIterator(Iterator[Any]):
         return loaded
 
     def close(self) -> None:
-        """End here, and let go of the workers. Local; may be called twice."""
+        """End the iteration and release its workers. Local; may be called twice."""
         self._iteration.close()
         self._progress.is_open = False
         self._batches = iter(())
         self._shared_workers = None
 
     def _is_still_to_come(self, error: BaseException) -> bool:
-        """Whether the batch that was waited for when this was raised comes when it is asked for again."""
-        # torch keeps waiting for a batch that did not come in time.
+        """Whether the batch being waited for when `error` was raised can still be fetched by the next call."""
+        # After a timeout, torch keeps waiting for the batch.
         is_timeout = isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
         return self._has_workers and (is_timeout or not isinstance(error, Exception))
 

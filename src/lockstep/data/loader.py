@@ -57,90 +57,89 @@ __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-# Global batches; how many there are of each size, where that is known; the mark of those before, see `EpochProgress`;
-# and a number for their order, where that is known.
+# The global batches; how many there are of each size, if known; the mark of the batches before them, see
+# `EpochProgress`; and a number that identifies their order, if known.
 _Cut: TypeAlias = tuple[Iterable[GlobalBatch], Mapping[int, int] | None, int, int]
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A `torch.utils.data.DataLoader` that takes the global batch size and splits it over the ranks.
 
-    **Order.** The order of samples depends on `seed` and epoch only, never on the number of ranks or workers. Each
-    global batch is `batch_size` consecutive samples of it, split contiguously over the ranks into shares at most one
-    apart, larger ones first. Every sample comes once per epoch, those of a last partial batch too. While training every
-    rank yields the same number of batches: a rank that holds nothing of a batch yields one filler sample (the batch's
-    first), which the engine and the metrics weight with zero.
+    **Order.** The order of samples depends only on `seed` and epoch, never on the number of ranks or workers. Each
+    global batch is `batch_size` consecutive samples of it, split contiguously over the ranks into shares whose sizes
+    differ by at most one, larger ones first. Every sample comes once per epoch, including those of a last partial
+    batch. In training every rank yields the same number of batches: a rank that gets no sample of a batch yields one
+    filler sample (the batch's first), which engine and metrics weight with zero.
 
-    **Epochs** advance by themselves: each new iteration is the next epoch, also after a `break`; only the first one
-    after `load_state_dict` continues an epoch. `while loader.next_epoch < EPOCHS:` around the loop over the batches
-    trains as many epochs, whether or not the run was resumed. A loader made anew begins with epoch 0 again, and its
-    order: make it once, before the epochs. An iterator that is merely made (`next(iter(loader))`) has begun one, so
-    ranks must iterate alike; a rank that wants to peek alone takes a loader of its own, with `rank` and `world_size`.
+    **Epochs** advance automatically: each new iteration is the next epoch, also after a `break`; only the first one
+    after `load_state_dict` continues an epoch. `while loader.next_epoch < EPOCHS:` around the loop over batches trains
+    that many epochs, resumed or not. A new loader starts with the order of epoch 0 again, so create it once, before
+    the epochs. Merely creating an iterator (`next(iter(loader))`) begins an epoch, so all ranks must do it; for a look
+    at the data on one rank, create a separate loader with `rank` and `world_size`.
 
-    **Weights.** The loader tags the memory of what it yields with the batch's share
-    (`lockstep.batch`), by which engine, metrics and losses know it, whenever it is used.
+    **Weights.** The loader tags the memory of each tensor it yields with the batch's share (`lockstep.batch`), by which
+    engine, metrics and losses recognise it, whenever it is used.
 
-    **Randomness per sample.** If `dataset.__getitem__` has a keyword `generator`, it is handed a `torch.Generator`
-    seeded by (seed, epoch, index), also inside torch's `Subset`, `ConcatDataset` and `StackDataset`. Draws from the
-    process-wide generators of torch, numpy and `random` are covered as well, see `seed_global_rng`. Both give the same
-    samples at any number of ranks and workers.
+    **Randomness per sample.** If `dataset.__getitem__` has a keyword argument `generator`, it is passed a
+    `torch.Generator` seeded by (seed, epoch, index), also inside torch's `Subset`, `ConcatDataset` and `StackDataset`.
+    Draws from the process-wide generators of torch, numpy and `random` are covered as well, see `seed_global_rng`.
+    Both give the same samples for any number of ranks and workers.
 
     Args:
-        dataset: map-style: `__getitem__` and `__len__`; at least one sample. `__getitems__` is used
-            where torch uses it, unless `__getitem__` takes a `generator`.
-        batch_size: samples per step, over all ranks together.
+        dataset: map-style: `__getitem__` and `__len__`; at least one sample. `__getitems__` is used where torch uses
+            it, unless `__getitem__` takes a `generator`.
+        batch_size: samples per step, in total over all ranks.
         shuffle: a new permutation every epoch.
-        permutation: how `shuffle` makes it. "stored": in memory, 4 bytes a sample (8 from 2**32 / 20 samples on).
-            "computed": where it is asked for, by a Feistel network; nothing to wait for and nothing to store, for
-            10^8 samples and more. The two are different orders from 65,537 samples on; a run that is resumed keeps to
-            its own.
-        seed: of shuffling and per-sample randomness; the same on all ranks.
-        evaluation: no fillers. A rank without a share of a batch does not get that batch, so ranks
-            may differ in their number of batches and every sample counts once.
+        permutation: how `shuffle` makes it. "stored": in memory, 4 bytes per sample (8 from 2**32 / 20 samples on).
+            "computed": on demand, by a Feistel network, without preparation or memory, for 10^8 samples and more. From
+            65,537 samples on the two are different orders; a resumed run keeps the one it began with.
+        seed: seed of shuffling and per-sample randomness; the same on all ranks.
+        evaluation: no fillers. A rank without a share of a batch does not get that batch, so ranks may differ in their
+            number of batches, and every sample counts once.
         drop_last: leave out the last global batch if it is smaller than `batch_size`.
         num_workers: worker processes per rank; 0 loads in the training process.
         collate_fn: as in torch; sees one rank's share of a batch.
-        pin_memory: as in torch; None means where `device` is a GPU.
+        pin_memory: as in torch; None pins if `device` is a GPU.
         timeout: seconds to wait for a worker's batch; 0 waits as long as the workers live.
         worker_init_fn: as in torch; called with the worker's number, in the worker.
         multiprocessing_context: as in torch.
-        persistent_workers: as in torch; then a new iteration ends the one before it.
+        persistent_workers: as in torch; a new iteration then ends the previous one.
         prefetch_factor: batches that each worker loads ahead; they do not count as consumed.
         pin_memory_device: as in torch.
-        sampler: an order of your own: the indices of one global epoch, with a length. It runs once per epoch with the
-            process-wide generators seeded by (seed, epoch), so stock samplers agree on all ranks; one that draws from
-            elsewhere must be made to. A `set_epoch` of its own is called, unless the script calls it. An index may come
-            several times: each time it is seeded by another number.
+        sampler: a custom order: yields the indices of one global epoch, and has a length. It runs once per epoch with
+            the process-wide generators seeded by (seed, epoch), so stock samplers agree on all ranks; a sampler that
+            draws from another source must ensure that itself. If it has a `set_epoch`, that is called, unless the
+            script calls it. An index that comes several times is seeded differently each time.
         seed_global_rng: seed the process-wide generators before each sample, from (seed, epoch, index), and before a
-            `collate_fn` of yours, from its first index. It is on because most transforms draw there and would otherwise
-            depend on ranks and workers. It costs some microseconds per sample where samples draw, some tens of
-            microseconds per batch where none does, and nothing for `TensorDataset`, lists and arrays. Generators are
-            compared to see whether samples draw; the first that does is fetched twice. The training process's own
-            streams are not disturbed: they are put back after each batch. A dataset that fetches whole batches
-            (`__getitems__`) is seeded once per fetch, which does depend on the number of ranks: let its `__getitem__`
-            take a `generator` instead. If False, workers start from seeds that depend on (seed, epoch, rank, worker).
-        device: move batches there; None leaves them on the CPU. To a GPU they are copied from pinned memory
-            on a stream of its own, beside the loop.
-        prefetch: batches copied to a GPU ahead of the loop, which do not count as consumed.
-        rank: of this process, together with `world_size`. Without them: the open world, else
-            `torch.distributed`'s default group, else one process; read when an iteration begins.
+            custom `collate_fn`, from the first index. On by default, because most transforms draw there and would
+            otherwise depend on ranks and workers. It costs a few microseconds per sample if samples draw, a few tens
+            of microseconds per batch if they do not, and nothing for `TensorDataset`, lists and arrays. To see whether
+            samples draw, generator states are compared; the first sample that draws is fetched twice. The training
+            process's own streams are restored after each batch. A dataset that fetches whole batches (`__getitems__`)
+            is seeded once per fetch, so its samples do depend on the number of ranks: let its `__getitem__` take a
+            `generator` instead. If False, workers start from seeds that depend on (seed, epoch, rank, worker).
+        device: move batches there; None leaves them on the CPU. Copies to a GPU are made from pinned memory on a
+            separate stream, in parallel with the loop.
+        prefetch: batches to copy to a GPU ahead of the loop; they do not count as consumed.
+        rank: this process's rank; requires `world_size`. By default that of the open world, else of the default group
+            of `torch.distributed`, else 0 of 1; read when an iteration begins.
         world_size: number of ranks.
-        batch_sampler: the global batches of an epoch, of any sizes: lists of indices, of which each rank gets its
-            share, as of any batch. For buckets by length, budgets of tokens, classes in balance. Each rank runs it,
-            with the process-wide generators seeded by (seed, epoch), so that stock samplers agree; the ranks notice
-            where they do not. It may have no length and no end; it must begin anew with each `iter()`, and not be
-            split by rank. A `set_epoch`, of its own or of its `sampler`, is called, unless the script calls it.
-            `batch_size` is None then. With `evaluation` all batches are made as the iteration begins.
-        generator: refused; pass `seed`.
+        batch_sampler: yields the global batches of an epoch, of any sizes, as lists of indices; each rank gets its
+            share of each. For buckets by length, token budgets, balanced classes. Every rank runs it with the
+            process-wide generators seeded by (seed, epoch), so that stock samplers agree; ranks notice if theirs do
+            not. It may lack a length and be endless, but must start afresh with each `iter()` and not split by rank. If
+            it or its `sampler` has a `set_epoch`, that is called, unless the script calls it. Requires `batch_size`
+            None. With `evaluation` all batches are made when the iteration begins.
+        generator: refused; pass `seed` instead.
         in_order: False is refused.
 
     Attributes:
         batch_size: the global batch size; None with a `batch_sampler`.
 
     Raises:
-        DataError: an argument that cannot work, when it is made or when an iteration begins; it
-            names the argument and what to pass instead.
-        ValueError: options of worker processes that torch refuses.
+        DataError: an argument cannot work; raised on construction or when an iteration begins. Names the argument and
+            what to pass instead.
+        ValueError: torch refuses the options for worker processes.
 
     Local: no call waits for other ranks.
 
@@ -197,7 +196,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._rank_and_size = check_rank_and_size(rank, world_size)
         told = OwnOrder() if sampler is None else sampler
         self._rank_batches = RankBatchSampler(sampler=told, batch_size=batch_size, drop_last=bool(drop_last))
-        # What `loader.batch_sampler` is: the user's, as with torch, or our own.
+        # The value of `loader.batch_sampler`: the user's, as with torch, or our own.
         self._shown_batches: Any = self._rank_batches if batch_sampler is None else batch_sampler
         self._is_cut_by_user = batch_sampler is not None
         self._batch_source = batch.plans.LoaderToken()
@@ -210,13 +209,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
-            # torch draws the workers' seed from here, and would else take it from the global stream.
+            # torch draws the workers' seed from here, and otherwise from the global stream.
             generator=torch.Generator(),
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
-        # torch has set these to what goes with a batch_sampler, and forbids to assign them.
+        # torch has set these to the values that go with a batch_sampler, and forbids assigning them.
         set_guarded(self, "batch_sampler", self._shown_batches)
         if batch_sampler is None:
             set_guarded(self, "batch_size", batch_size)
@@ -230,9 +229,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._drawn_from = DrawnFrom()
         self._next_epoch = 0
         self._next_start = 0
-        self._resumed_mark = 0  # of the order of the epoch that a state was taken in; see `EpochProgress`
-        self._epoch_after = 0  # what follows a resumed epoch, where others had begun within it
-        # Of the iterations begun that were not walked to their end, and of the newest; the newest is at the end.
+        self._resumed_mark = 0  # the order's mark in the loaded state; see `EpochProgress`
+        self._epoch_after = 0  # the epoch after a resumed one, if others had begun within it
+        # Progress of the unfinished iterations, and of the newest one, which is last.
         self._progresses: list[EpochProgress] = []
         self._evaluations = EvaluationWatch()
         if batch_sampler is None:
@@ -241,16 +240,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __setattr__(self, name: str, value: object) -> None:
         try:
             super().__setattr__(name, value)
-        except ValueError:  # torch fixes these attributes, too, and does not say what to do
-            if name == "multiprocessing_context":  # not fixed: torch refuses the value
+        except ValueError:  # torch also forbids changing these attributes, but does not say what to do
+            if name == "multiprocessing_context":  # not forbidden: torch refuses the value
                 raise
             raise is_fixed(name, name, value) from None
 
     def __len__(self) -> int:
         """Number of global batches in an epoch, the same on every rank.
 
-        When evaluating, a rank may yield fewer: those of which it holds a sample. With a `batch_sampler` it is the
-        length of that, and a TypeError where it has none.
+        With `evaluation` a rank may yield fewer: those of which it holds a sample. With a `batch_sampler` this is its
+        length, or a TypeError if it has none.
         """
         return len(self._shown_batches) if self._is_cut_by_user else len(self._plan())
 
@@ -265,7 +264,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not self.evaluation:
             watch_optimizers(world_size)
         if not any(each.is_open for each in self._progresses):
-            self._rank_batches.schedule = None  # nobody walks the last order: it need not be there beside the next
+            self._rank_batches.schedule = None  # no iteration needs the last order: free it before making the next
         self._sampler_epochs.begin(epoch)
         cut = self._cut_by_user if self._is_cut_by_user else self._cut
         made, sizes, mark, of_order = cut(epoch, start, world_size > 1)
@@ -295,8 +294,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
 
     def _cut(self, epoch: int, start: int, is_compared: bool) -> _Cut:
-        """The global batches of the epoch, from `start` on."""
-        order = self._order(epoch)  # first: a sampler that is told the epoch may change its length
+        """The global batches of the epoch, beginning at sample `start`."""
+        order = self._order(epoch)  # first: a sampler's length may depend on the epoch
         mark = fingerprint_of_order(order, self.seed) if self._ordered_by_sampler else 0
         check_same_order(self._resumed_mark if start else 0, mark, self.sampler, epoch)
         keys = seed_keys(cast(Any, order)) if self._ordered_by_sampler else None
@@ -305,7 +304,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return OrderedBatches(order, plan, keys, mark), plan.sizes(), mark, of_order
 
     def _cut_by_user(self, epoch: int, start: int, _: bool) -> _Cut:
-        """The same of the batch sampler's batches."""
+        """The same for the batches of a user's batch sampler."""
         batches = GlobalBatches(self._shown_batches, self.seed, epoch, check_dataset(self.dataset), self._thread)
         batches.skip(start, self._resumed_mark)
         mark = batches.mark
@@ -315,14 +314,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return all_of_them, Counter(each.size for each in all_of_them), mark, batches.mark
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration run `epoch`, from its first sample.
+        """Make the next iteration run `epoch`, from its first sample on.
 
-        Epochs advance without it; a script written for torch's `DistributedSampler` may keep
-        calling it; where the loader has no sampler, `loader.batch_sampler.sampler.set_epoch` does the same.
-        Naming the epoch that `load_state_dict` has just restored keeps the position in it.
+        Epochs also advance without it; a script written for torch's `DistributedSampler` may keep calling it. Without a
+        custom sampler, `loader.batch_sampler.sampler.set_epoch` does the same. Calling it with the epoch that
+        `load_state_dict` has just restored keeps the position in that epoch.
 
         Raises:
-            DataError: `epoch` is no integer, or negative.
+            DataError: `epoch` is not an integer, or negative.
         """
         self._sampler_epochs.told = None
         self._go_to(check_integer("epoch", epoch, 0))
@@ -334,21 +333,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that the next iteration of this loader begins, or continues after `load_state_dict`. From 0.
+        """The epoch, counted from 0, that the next iteration begins, or continues after `load_state_dict`.
 
-        It counts iterations that have begun, however they end: so it tells whether all epochs are done, also where a
-        loop over batches is left by `break`.
+        It counts iterations that have begun, however they end. So it shows whether all epochs are done, even if a loop
+        over batches is left by `break`.
         """
         told = self._sampler_epochs.told
         return self._next_epoch if told is None else told
 
     @property
     def epoch(self) -> int:
-        """The epoch that `state_dict` tells of: under way, left by a `break`, or else the next one. From 0."""
+        """The epoch, counted from 0, that `state_dict` refers to: running, left by a `break`, or else the next one."""
         return self._position()[0]
 
     def _position(self) -> tuple[int, int, int]:
-        """Epoch, samples of it consumed, and the mark of its order; see `EpochProgress`."""
+        """Epoch, samples consumed in it, and the mark of its order; see `EpochProgress`."""
         under_way = [each for each in self._progresses if each.is_open] or self._progresses
         progress = max(under_way, key=lambda each: each.active, default=None)
         if progress is None or progress.finished:
@@ -356,16 +355,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return progress.epoch, progress.consumed, progress.order_mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in global samples; JSON-serialisable, the same on every rank.
+        """The loader's position, in global samples; JSON-serialisable, the same on every rank.
 
-        Taken inside a loop, after the k-th batch was yielded, it leads to batch k+1 of that epoch; so take it when the
-        step on the k-th is done. After a `break` it leads to the batch that would have come next, although iterating on
-        in the same process begins the next epoch. After the end of an epoch it leads to the next one. Batches that
-        workers have loaded ahead do not count. Of several iterations that can continue (an evaluation on the training
-        data, within an epoch) it describes the one that yielded last, and of others what comes after it.
+        Taken inside a loop, after batch k was yielded, it resumes with batch k+1 of that epoch; so take it when the
+        step on batch k is done. After a `break` it resumes with the batch that would have come next, although iterating
+        again in the same process begins the next epoch. After the end of an epoch it resumes with the next one. Batches
+        that workers have loaded ahead do not count. If several iterations can continue (an evaluation on the training
+        data, within an epoch), it describes the one that yielded last.
 
-        An evaluation loader whose batches are smaller than the world counts only what this rank
-        was given: take the state on rank 0, which holds a part of every batch.
+        An evaluation loader whose batches are smaller than the world counts only batches that this rank was given: take
+        the state on rank 0, which gets a part of every batch.
         """
         epoch, consumed, mark = self._position()
         return {
@@ -382,15 +381,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration continue where `state` was taken, at any world size.
+        """Make the next iteration continue from `state`, at any world size.
 
-        Every rank loads the same state. The batch size may differ from that of the run which wrote
-        it: the rest of the epoch is cut into batches anew. A batch sampler makes the batches of the epoch again, and
-        those consumed are left out. The state's seed is taken over.
+        Every rank loads the same state. The batch size may differ from that of the run that saved it: the rest of the
+        epoch is then split into batches of the new size. A batch sampler makes the batches of the epoch again, and
+        those consumed are skipped. The state's seed is adopted.
 
         Raises:
-            DataError: the state is of another version, dataset length or kind of order. If a sampler then gives
-                another order of the samples left, it is raised when the iteration begins.
+            DataError: the state has another version, dataset length or kind of order. If a sampler then gives another
+                order of the remaining samples, it is raised when the iteration begins.
         """
         numbers = check_state(state, self._order_name(), check_dataset(self.dataset), self._samples_per_epoch())
         if numbers["seed"] != self.seed:
@@ -400,14 +399,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.seed = numbers["seed"]
         self._sampler_epochs.told = None
         self._next_epoch, self._next_start = numbers["epoch"], numbers["samples_consumed"]
-        # Not `next_epoch`: the next iteration of this loader is the rest of the epoch that the state is of.
+        # Not `next_epoch`: the next iteration of this loader is the rest of the state's epoch.
         self._epoch_after = check_integer("state['epoch_after']", state.get("epoch_after", 0), 0)
         self._resumed_mark = check_integer("state['order_mark']", state.get("order_mark", 0), 0)
         self._progresses.clear()
 
     def _get_iterator(self) -> Any:
-        # torch's iterator copies what it needs from the loader it is given. A shallow copy of this
-        # one shows it the seeded source, while `loader.dataset` stays the user's.
+        # torch's iterator copies what it needs from the loader it is given. It gets a shallow copy of this one, whose
+        # dataset is the seeded source, while `loader.dataset` stays the user's.
         view = copy.copy(self)
         source = make_source(
             self.dataset, self.collate_fn, self._drawn_from if self.seed_global_rng else None, self._thread
@@ -425,7 +424,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return iterator
 
     def _samples_per_epoch(self) -> int | None:
-        """None where only the batch sampler knows."""
+        """None if only the batch sampler knows."""
         if self._is_cut_by_user:
             return None
         length = check_dataset(self.dataset)
@@ -450,11 +449,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     @functools.cached_property
     def _data_fingerprint(self) -> int:
-        """Taken before anything is fetched: a dataset may change as it is used."""
+        """Computed before anything is fetched: a dataset may change as it is used."""
         return fingerprint_of_data(self.dataset)
 
     def _plan(self, start: int = 0) -> Plan:
-        """The batches of an epoch; read anew each time, as the dataset may have grown."""
+        """The batches of an epoch; computed each time, as the dataset may have grown."""
         num_samples = self._samples_per_epoch()
         assert num_samples is not None
         assert self.batch_size is not None

@@ -7,9 +7,9 @@ consecutive positions in it, and a rank's share is a run of the batch:
     rank 0     7 2     | 0 8     | 5            world_size 2
     rank 1         9 4 |     1 6 |   3
 
-So putting the ranks' shares side by side gives back the batch, and putting the batches after each other gives back the
-order, at any number of ranks. The order itself is an array of integers (a `range` when nothing is shuffled, or computed
-where it is asked for), never a list: Python integers exist for one batch at a time.
+So concatenating the ranks' shares gives the batch, and concatenating the batches gives the order, at any number of
+ranks. The order itself is an array of integers (or a `range` if nothing is shuffled, or computed on demand), never a
+list: Python integers exist for one batch at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Order: TypeAlias = Stored | range | ComputedOrder  # [num_samples]; numpy slices
 
 _STORED_ANYWAY = 1 << 16  # samples; 256 KiB
 _INDEX_BITS = 40
-# torch draws 32 bits for each position up to here, whatever the dtype, and 64 beyond.
+# Up to here torch draws 32 bits for each position, for every dtype, and 64 beyond.
 _INT32_NUMEL = 2**32 // 20
 
 
@@ -62,8 +62,8 @@ class Plan:
     Attributes:
         num_samples: samples in the epoch, at least 1.
         batch_size: samples in a global batch, at least 1.
-        drop_last: leave out a last batch smaller than `batch_size`.
-        start: samples consumed before the first batch; more than 0 when an epoch is resumed.
+        drop_last: whether to leave out a last batch smaller than `batch_size`.
+        start: samples consumed before the first batch; more than 0 if an epoch is resumed.
     """
 
     num_samples: int
@@ -76,22 +76,22 @@ class Plan:
         return sum(self.sizes().values())
 
     def sizes(self) -> dict[int, int]:
-        """How many of them there are of each size."""
+        """Number of global batches by their size."""
         full, rest = divmod(max(self.num_samples - self.start, 0), self.batch_size)
         numbers = {self.batch_size: full, rest: int(rest > 0 and not self.drop_last)}
         return {size: number for size, number in numbers.items() if number}
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Begin and end, as positions in the order, of batch `number` (0 is the one at `start`)."""
+        """Begin and end of batch `number`, as positions in the order; batch 0 begins at `start`."""
         begin = self.start + number * self.batch_size
         return begin, min(begin + self.batch_size, self.num_samples)
 
 
 def shuffled_order(num_samples: int, seed: int, epoch: int) -> Stored:
-    """The order of one epoch: a permutation that depends on its arguments only.
+    """The order of one epoch: a permutation that depends only on the arguments.
 
     Returns:
-        [num_samples]; int32 where that is enough, which takes half the memory and is the same permutation.
+        [num_samples]; the same permutation in int32, if that suffices, to halve the memory.
     """
     dtype = torch.int32 if num_samples <= _INT32_NUMEL else torch.int64
     permutation: Stored = torch.randperm(
@@ -101,9 +101,9 @@ def shuffled_order(num_samples: int, seed: int, epoch: int) -> Stored:
 
 
 def computed_order(num_samples: int, seed: int, epoch: int) -> Stored | ComputedOrder:
-    """Another permutation that depends on its arguments only, and takes no memory to speak of.
+    """Another permutation that depends only on the arguments, and takes almost no memory.
 
-    Up to 65,536 samples it is that of `shuffled_order`.
+    Up to 65,536 samples it is the one of `shuffled_order`.
     """
     if num_samples <= _STORED_ANYWAY:
         return shuffled_order(num_samples, seed, epoch)
@@ -111,7 +111,7 @@ def computed_order(num_samples: int, seed: int, epoch: int) -> Stored | Computed
 
 
 def _drawn(sampler: Any) -> npt.NDArray[np.int64]:
-    """What it yields, up to one more than its length: it may be endless, or change its length as it is walked."""
+    """The sampler's indices, at most one more than its length: it may be endless, or change length while iterated."""
     indices = map(operator.index, sampler)
     parts: list[npt.NDArray[np.int64]] = []
     while (room := len(sampler) + 1 - sum(map(len, parts))) > 0:
@@ -124,14 +124,14 @@ def _drawn(sampler: Any) -> npt.NDArray[np.int64]:
 def draw_order(sampler: Any, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Run a user's sampler once, from the same random state on every rank.
 
-    The process-wide generators are seeded with (seed, epoch) while it runs and put back afterwards, so a
-    `RandomSampler` or `WeightedRandomSampler` without a generator of its own draws alike on all ranks.
+    The process-wide generators are seeded with (seed, epoch) while it runs and restored afterwards, so a
+    `RandomSampler` or `WeightedRandomSampler` without its own generator draws the same on all ranks.
 
     Returns:
         int64 [len(sampler)].
 
     Raises:
-        DataError: it yields something else than integers, or not as many as its length says; it may be endless.
+        DataError: it yields something other than integers, or more or fewer than its length.
     """
     with preserve_global_rngs():
         seed_global_rngs(derive_seed(b"sampler", seed, epoch))
@@ -153,10 +153,10 @@ def draw_order(sampler: Any, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 def seed_keys(indices: npt.NDArray[np.int64], earlier: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-    """What takes the place of a sampler's indices where samples are seeded, int64 [num_samples].
+    """The keys that seed the samples of a sampler's order in place of their indices, int64 [num_samples].
 
-    The index, and of one that comes again, such as those of a rare class, the number of times that it came before,
-    which is counted where it is not given: so that each time another augmentation is drawn.
+    A key combines the index with the number of times that it came before, so that a repeated sample, such as one of a
+    rare class, is augmented differently each time. These numbers are counted unless `earlier` gives them.
 
     >>> seed_keys(np.array([7, 2, 7])).tolist() == [7, 2, 7 ^ 1 << 40]
     True
@@ -165,7 +165,7 @@ def seed_keys(indices: npt.NDArray[np.int64], earlier: npt.NDArray[np.int64] | N
 
 
 def num_earlier(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How often each index has come before in the order, int64 [num_samples]; of which there is one at least.
+    """How often the index at each position came before it in the order, int64 [num_samples]; at least one sample.
 
     >>> num_earlier(np.array([7, 2, 7])).tolist()
     [0, 0, 1]
@@ -179,13 +179,13 @@ def num_earlier(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 class Fetch(NamedTuple):
-    """What is asked of the dataset for one batch of one rank; travels to the worker processes.
+    """A request for the samples of one rank's batch; sent to the worker processes.
 
     Attributes:
-        seed: the loader's.
-        epoch: number of the epoch; with seed and key it seeds each sample.
-        indices: what to fetch, in order; never empty.
-        keys: of the samples; see `seed_keys`.
+        seed: the loader's seed.
+        epoch: number of the epoch; each sample is seeded by seed, epoch and its key.
+        indices: indices of the samples, in order; never empty.
+        keys: keys of the samples; see `seed_keys`.
     """
 
     seed: int
@@ -195,15 +195,15 @@ class Fetch(NamedTuple):
 
 
 class GlobalBatch(NamedTuple):
-    """One batch of an epoch, of all ranks together.
+    """One batch of an epoch, over all ranks.
 
     Attributes:
-        order: the indices of its samples, from `begin` on.
-        keys: what seeds these, as `seed_keys` has it, from there on.
-        begin: of the batch, in both.
-        size: its number of samples; at least one.
-        first: samples of the epoch before it.
-        mark: of the order, or of all batches up to its end; see `iteration.EpochProgress`.
+        order: sample indices; the batch's begin at position `begin`.
+        keys: keys of the samples at the same positions; see `seed_keys`.
+        begin: position of the batch's first sample in both.
+        size: number of samples in the batch; at least one.
+        first: number of samples in the epoch before it.
+        mark: mark of the order, or of all batches up to the end of this one; see `iteration.EpochProgress`.
     """
 
     order: Order | list[int]
@@ -216,13 +216,13 @@ class GlobalBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class OrderedBatches:
-    """The global batches of an epoch whose order is known: runs of it.
+    """The global batches of an epoch whose order is known: consecutive runs of it.
 
     Attributes:
         order: the indices of the epoch, the same on every rank.
         plan: where the batches begin and end.
-        keys: what seeds the samples, in the same order; None for the indices.
-        mark: of the order.
+        keys: keys of the samples, in the same order; None if these are the indices.
+        mark: mark of the order.
     """
 
     order: Order
@@ -239,19 +239,19 @@ class OrderedBatches:
 
 @dataclass(eq=False)
 class RankBatches:
-    """The batches of one rank in one epoch: its parts of the global ones. Iterating gives a `Fetch` per batch.
+    """The batches of one rank in one epoch: its parts of the global batches. Iterating yields a `Fetch` per batch.
 
     Attributes:
-        batches: the global ones, from where the epoch begins or is resumed.
-        sizes: how many of these are of each size; None if they are made as they come.
-        batch_size: samples in a full one. Of batches of any sizes the number of ranks: a filler has two rows then.
-        seed: the loader's.
+        batches: the global batches, from where the epoch begins or is resumed.
+        sizes: number of global batches by size; None if they are made on the fly.
+        batch_size: samples in a full global batch. If sizes vary, the number of ranks: a filler then has two rows.
+        seed: the loader's seed.
         epoch: number of the epoch.
         rank: this rank.
         world_size: number of ranks.
-        evaluation: leave out batches of which this rank holds nothing, instead of yielding a filler.
-        source: of the loader; its shares keep it alive.
-        fingerprint: a number for the samples and, where it is known, their order; see `fingerprints.py`.
+        evaluation: whether to leave out batches without a sample for this rank, instead of yielding a filler.
+        source: the loader's token; shares keep it alive.
+        fingerprint: a number that identifies the samples and, if known, their order; see `fingerprints.py`.
     """
 
     batches: Iterable[GlobalBatch]
@@ -264,11 +264,11 @@ class RankBatches:
     evaluation: bool = False
     source: LoaderToken | None = None
     fingerprint: int = 0
-    _shares: dict[int, BatchShare] = field(default_factory=dict, init=False)  # of batches yielded, by size
-    _made: deque[tuple[int, GlobalBatch]] = field(default_factory=deque, init=False)  # and not yet yielded
+    _shares: dict[int, BatchShare] = field(default_factory=dict, init=False)  # by size of the global batch
+    _made: deque[tuple[int, GlobalBatch]] = field(default_factory=deque, init=False)  # requested, but not yet yielded
 
     def __len__(self) -> int:
-        """Number of batches that this rank yields; TypeError where a batch sampler has no length."""
+        """Number of batches that this rank yields; TypeError if a batch sampler has no length."""
         if self.sizes is None:
             return len(cast("Sized", self.batches))
         return sum(
@@ -295,9 +295,9 @@ class RankBatches:
             yield Fetch(self.seed, self.epoch, indices, keys)
 
     def take(self, number: int) -> tuple[BatchShare, int, int]:
-        """What this rank holds of its batch `number`, which is yielded now; samples consumed with it, and their mark.
+        """For this rank's batch `number`, yielded now: its share, the samples consumed including it, and their mark.
 
-        Local. Asked for growing numbers.
+        Local. Numbers must increase from call to call.
         """
         while self._made[0][0] < number:
             self._made.popleft()
@@ -311,11 +311,11 @@ class RankBatches:
         if self.sizes is None and self.world_size > 1:
             fingerprint ^= made.mark
         last = made.first + made.size
-        # Named by its position in the epoch: a resumed epoch counts its batches anew.
+        # Named by its position in the epoch, because a resumed epoch restarts the count of batches.
         return share.named(f"samples {made.first} to {last - 1} of epoch {self.epoch}", fingerprint), last, made.mark
 
     def divisions(self) -> set[Division]:
-        """How the batches are split, as far as it is known ahead; those of an evaluation are not for training."""
+        """How batches are split, if known in advance; empty for an evaluation, whose batches are not for training."""
         return set() if self.evaluation else {self._division(size) for size in self.sizes or ()}
 
     def _division(self, size: int) -> Division:

@@ -1,12 +1,12 @@
-"""Seeds as a function of (seed, epoch, index), and the process-wide generators that take them.
+"""Seeds as a function of (seed, epoch, index), and the process-wide generators that they seed.
 
 See `lockstep.seeding.derive_seed`. Its `purpose` keeps the streams of one (seed, epoch) apart: the shuffle of
 an epoch and its augmentations never draw the same numbers.
 
-torch's CPU generator and numpy's legacy one are both a Mersenne Twister that keeps 32 bits of its seed, so they get
-different halves of the hash: with the same half, a dataset that draws from both would see two copies of one stream.
+torch's CPU generator and numpy's legacy one are both Mersenne Twisters that use 32 bits of the seed, so they get
+different halves of the hash: with the same half, a dataset that draws from both would see the same stream twice.
 
-CUDA's is the one of the current device, and only in a process that uses CUDA already: touching it
+The CUDA generator is the current device's, and is seeded only in a process that already uses CUDA: otherwise seeding
 would initialise the device in every worker.
 """
 
@@ -33,9 +33,9 @@ __all__ = ["GLOBAL_RNGS", "GlobalRng", "make_generator", "preserve_global_rngs",
 
 
 _get_bit_generator = getattr(np.random, "get_bit_generator", None)  # since numpy 1.24
-_STATE_BYTES = 625 * 4  # of a Mersenne Twister: 624 numbers, and the position among them
+_STATE_BYTES = 625 * 4  # a Mersenne Twister's 624 numbers, and the position among them
 _Memory = ctypes.c_char * _STATE_BYTES
-_Normal = ctypes.c_char * 16  # whether there is one, and it
+_Normal = ctypes.c_char * 16  # whether a normal number is stored, and its value
 
 
 def make_generator(purpose: bytes, seed: int, epoch: int, index: int = 0) -> torch.Generator:
@@ -47,16 +47,16 @@ class GlobalRng(Protocol):
     """One process-wide generator. Seeds are 0 … 2**64-1."""
 
     def seed(self, value: int) -> None:
-        """Start it anew."""
+        """Seed the generator."""
 
     def state(self) -> Any:
-        """Where it is. It is to be restored: numpy's forgets a normal number that it keeps for the next call."""
+        """The current state. Restore it afterwards: reading it makes numpy's generator drop a stored normal number."""
 
     def restore(self, state: Any) -> None:
-        """Resume from there."""
+        """Restore a state."""
 
     def is_at(self, state: Any) -> bool:
-        """Whether nobody has drawn or seeded since that state, to which `seed` led, was restored."""
+        """Whether there was no draw and no seeding since `state`, which `seed` produced, was restored."""
 
 
 class _Torch(GlobalRng):
@@ -80,11 +80,11 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Python(GlobalRng):
-    """That of Python's `random`.
+    """The generator of Python's `random`.
 
-    `random.getstate` makes 625 numbers of the state, and `setstate` takes them apart again, which takes longer than
-    to fetch some cheap samples. CPython keeps the state behind the header of the object, and there it is copied at
-    once. The second normal number of a pair is kept in an attribute.
+    `random.getstate` converts the state to 625 Python integers, and `setstate` converts it back, which takes longer
+    than fetching several cheap samples. CPython stores the state right after the object's header, where it is copied in
+    one go. The second normal number of a pair is stored in an attribute.
     """
 
     def seed(self, value: int) -> None:
@@ -115,7 +115,7 @@ def _python_memory(generator: random.Random) -> Any:
 
 @cache
 def _known_python() -> tuple[Any, Any] | None:
-    """What `random` draws from and its memory, if CPython keeps position and numbers after the header of the object."""
+    """`random`'s generator and its memory, if CPython stores position and numbers right after the object's header."""
     generator = getattr(random.getstate, "__self__", None)
     if sys.implementation.name != "cpython" or type(generator) is not random.Random:
         return None
@@ -127,11 +127,11 @@ def _known_python() -> tuple[Any, Any] | None:
 
 
 class _Numpy(GlobalRng):
-    """That behind `np.random.rand` and its like.
+    """The generator of `np.random.rand` and similar functions.
 
-    `np.random.get_state` and `set_state` copy the state number by number, and take as long together as seeding 20
-    samples. numpy tells where a Mersenne Twister's state lies, and there it is copied at once. Normal numbers are made
-    in pairs; the second one is kept in the object that draws, and where it lies there is found by an example.
+    `np.random.get_state` and `set_state` copy the state number by number, and together take as long as seeding 20
+    samples. numpy gives the address of a Mersenne Twister's state, where it is copied in one go. Normal numbers are
+    made in pairs; the second one is stored in the `RandomState` object, at an offset that is found by experiment.
     """
 
     def seed(self, value: int) -> None:
@@ -150,7 +150,7 @@ class _Numpy(GlobalRng):
             np.random.set_state(state)
             return
         generator, numbers, kept = state
-        if _mersenne_twister() is not generator:  # a sample has put another one there
+        if _mersenne_twister() is not generator:  # a sample has replaced it
             np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
         memory, normal = _memory_of(generator)
         with generator.lock:
@@ -167,14 +167,14 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _mersenne_twister() -> Any:
-    """numpy's process-wide generator; None where it is of another kind, or its memory is laid out in another way."""
+    """numpy's process-wide generator; None if it is of another kind, or its memory has another layout."""
     generator = None if _get_bit_generator is None else _get_bit_generator()
     return generator if type(generator) is np.random.MT19937 and _place_of_normal() is not None else None
 
 
 @lru_cache(maxsize=4)
 def _memory_of(generator: Any) -> tuple[Any, Any]:
-    """Where numbers and position of numpy's process-wide generator lie, and whether a normal number is kept, and it."""
+    """Memory of numpy's process-wide generator: numbers and position; and its stored normal number with its flag."""
     place = _place_of_normal()
     assert place is not None, "asked for a generator that is not known"
     drawing = getattr(np.random.get_state, "__self__")  # noqa: B009
@@ -183,7 +183,7 @@ def _memory_of(generator: Any) -> tuple[Any, Any]:
 
 @cache
 def _place_of_normal() -> int | None:
-    """Where in numpy's `RandomState` a normal number is kept; None if this release lays it or the numbers out anew."""
+    """Offset of the stored normal number in numpy's `RandomState`; None if this release has another memory layout."""
     generator = np.random.MT19937(1)
     example = np.random.RandomState(generator)
     before = ctypes.string_at(id(example), object_size := type(example).__basicsize__)
@@ -201,7 +201,7 @@ def _place_of_normal() -> int | None:
 
 
 class _Cuda(GlobalRng):
-    """torch's generator on the current GPU: a dataset may hold its data there, and draw there. None without CUDA."""
+    """torch's generator on the current GPU, where a dataset may keep data and draw. Its state is None without CUDA."""
 
     def seed(self, value: int) -> None:
         generator = _cudas_generator()
@@ -216,7 +216,7 @@ class _Cuda(GlobalRng):
         generator = _cudas_generator()
         if generator is not None and state is not None:
             generator.set_state(state)
-        elif generator is not None:  # CUDA was initialised meanwhile
+        elif generator is not None:  # CUDA was initialised in the meantime
             generator.manual_seed(torch.initial_seed())  # as `torch.manual_seed` would have had it
 
     def is_at(self, state: torch.Tensor | None) -> bool:
@@ -234,7 +234,7 @@ GLOBAL_RNGS: Sequence[GlobalRng] = (_Torch(), _Python(), _Numpy(), _Cuda())
 
 
 def seed_global_rngs(value: int) -> None:
-    """Start the process-wide generators of torch, numpy and `random` anew.
+    """Seed the process-wide generators of torch, numpy and `random`.
 
     Args:
         value: 0 … 2**64-1.
@@ -244,7 +244,7 @@ def seed_global_rngs(value: int) -> None:
 
 
 def states_after(value: int) -> Sequence[Any]:
-    """The states in which `seed_global_rngs` would leave the generators."""
+    """The generators' states after `seed_global_rngs(value)`."""
     return _states_after(value, _mersenne_twister(), _cudas_generator())
 
 
@@ -257,14 +257,14 @@ def _states_after(value: int, *_: Any) -> Sequence[Any]:
 
 @contextmanager
 def preserve_global_rngs(thread: int | None = None, advice: str = "") -> Iterator[list[Any]]:
-    """Put the process-wide generators back afterwards, whatever happens inside, where their states are given.
+    """Restore the process-wide generators on exit, also after an error. Yields their states.
 
     Args:
-        thread: the one that trains; seeding in another one is an error, unless it is the main thread. None for any.
-        advice: what else helps, for the error.
+        thread: the thread that trains; seeding in any other is an error, except in the main thread. None allows any.
+        advice: other remedies, for the error message.
 
     Raises:
-        DataError: another thread may draw from them meanwhile.
+        DataError: another thread may draw from them in the meantime.
     """
     if thread not in (None, threading.get_ident()) and threading.current_thread() is not threading.main_thread():
         raise DataError(

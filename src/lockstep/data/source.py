@@ -1,23 +1,23 @@
-"""Fetching a batch so that the randomness of a sample depends on seed, epoch and index alone.
+"""Fetches a batch so that the randomness of a sample depends only on seed, epoch and index.
 
-torch's fetcher, in the main process or in a worker, asks its dataset for one batch through `__getitems__`. What it
-holds here is a source: it fetches the samples, seeds them and collates them. Two kinds of randomness are served:
+torch's fetcher, in the main process or in a worker, gets a batch from its dataset through `__getitems__`. Here that
+dataset is a source, which seeds, fetches and collates the samples. It supports two kinds of randomness:
 
-- a dataset whose `__getitem__` takes a keyword `generator` is handed a `torch.Generator` of its
-  own for each sample. This is the clean way, and free of the process-wide generators. torch's
-  wrappers (`Subset`, `ConcatDataset`, `StackDataset`) are looked into, and hand it on.
-- everything else may draw from the process-wide generators of torch (also on the current GPU), numpy or `random`, as
-  most transforms do. They are seeded anew before each sample, and once more before a collate function of the user's.
+- A dataset whose `__getitem__` takes a keyword argument `generator` is passed a new `torch.Generator` for each sample.
+  This is the clean way, without process-wide generators. It also works inside torch's wrappers (`Subset`,
+  `ConcatDataset`, `StackDataset`).
+- Any other dataset may draw from the process-wide generators of torch (also on the current GPU), numpy or `random`, as
+  most transforms do. They are seeded before each sample, and again before a user's collate function.
 
-A dataset with a `__getitems__` fetches a batch in one go, and can only be seeded once for it. If it then draws, its
-samples depend on which of them a rank fetches together, and so on the number of ranks.
+A dataset with `__getitems__` fetches a batch in one go, and can only be seeded once per batch. If it draws, its samples
+depend on which ones a rank fetches together, and so on the number of ranks.
 
-[Note: generators that nobody draws from] Seeding all generators takes longer than fetching a cheap sample, and
-most datasets draw from one of them or from none. So it is measured. Whether a generator was drawn from is seen by
-comparing its state: after each sample of the first batch that a process fetches, later after each batch. If so, it is
-seeded for each sample from then on, and what was fetched without is fetched once more. Mostly that is the first sample;
-a batch, where a transform is switched on later. A sample draws the same either way. Torch's, whose seed can be read
-without drawing, have a state in each batch that depends on seed and epoch alone.
+[Note: generators that nobody draws from] Seeding all generators takes longer than fetching a cheap sample, and most
+datasets draw from one of them or from none. So draws are detected, by comparing generator states: after each sample of
+the first batch that a process fetches, and after each batch from then on. A generator that was drawn from is seeded for
+each sample from then on, and the samples fetched without its seed are fetched again: usually just the first sample, or
+a batch if a transform is switched on later. The samples are the same either way. torch's generators, whose seed can be
+read without drawing, have a state in each batch that depends only on seed and epoch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["DrawnFrom", "SampleSource", "TensorSource", "WorkerInit", "identity"
 Collate = Callable[[list[Any]], Any]
 _SEED_IS_READABLE = (0, 3)  # positions in `GLOBAL_RNGS`: a sample may read `torch.initial_seed()` and draw nothing
 
-# Indexing these runs no code of the user's, so nothing can be drawn.
+# Indexing these runs no user code, so nothing can be drawn.
 _DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range, TensorDataset)
 _PLAIN_TYPES = frozenset({torch.Tensor, np.ndarray, np.int64, np.float32, np.float64, int, float, bool, str, bytes})
 
@@ -53,7 +53,7 @@ _PLAIN_TYPES = frozenset({torch.Tensor, np.ndarray, np.int64, np.float32, np.flo
 def _parts(dataset: Any) -> Sequence[Any]:
     """The datasets inside one of torch's wrappers; empty for any other dataset.
 
-    A subclass that picks samples in a way of its own is not looked into.
+    Empty also for a subclass that picks samples in its own way.
     """
     for wrapper in (Subset, ConcatDataset, StackDataset):
         if isinstance(dataset, wrapper) and type(dataset).__getitem__ is wrapper.__getitem__:
@@ -64,8 +64,8 @@ def _parts(dataset: Any) -> Sequence[Any]:
 
 
 def _is_deterministic(dataset: Any) -> bool:
-    """Whether looking up a sample runs no code of the user's; asked for each batch, as a dataset may be exchanged."""
-    kind = type(dataset)  # A subclass of one of torch's may have code of its own behind any name.
+    """Whether fetching a sample runs no user code; checked for each batch, as a dataset may be replaced."""
+    kind = type(dataset)  # A subclass of one of torch's may override anything.
     if kind is Subset and type(dataset.indices) not in _DETERMINISTIC_TYPES:
         return False
     if kind in (Subset, ConcatDataset, StackDataset):
@@ -74,7 +74,7 @@ def _is_deterministic(dataset: Any) -> bool:
 
 
 def _are_plain(samples: list[Any]) -> bool:
-    """Whether collating them runs no code of the user's: numbers, tensors, arrays and texts, or tuples of these."""
+    """Whether collating them runs no user code: numbers, tensors, arrays and strings, or tuples of these."""
     kinds = set(map(type, samples))
     if kinds <= {tuple, list}:
         kinds = {type(part) for sample in samples for part in sample}
@@ -91,20 +91,20 @@ def _getitem_takes_generator(kind: Any) -> bool:
 
 
 def takes_generator(dataset: Any) -> bool:
-    """Whether `dataset[index]` wants a `generator`; looks into torch's wrappers."""
+    """Whether the dataset's `__getitem__` takes a `generator`; looks inside torch's wrappers."""
     parts = _parts(dataset)
     return any(map(takes_generator, parts)) if parts else _getitem_takes_generator(dataset.__class__)
 
 
 def _fetches_batches(dataset: Any) -> bool:
-    """Whether `__getitems__` is the user's own; those of torch's wrappers hand on what they wrap."""
+    """Whether `__getitems__` is the user's own; looks inside torch's wrappers, which forward it."""
     if getattr(type(dataset), "__getitems__", None) in (Subset.__getitems__, StackDataset.__getitems__):
         return any(map(_fetches_batches, _parts(dataset)))
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def _read(dataset: Any, index: int, generator: torch.Generator) -> Any:
-    """A sample; whichever dataset inside of torch's wrappers takes a generator is handed this one."""
+    """Fetch a sample, passing the generator to the dataset inside torch's wrappers that takes one."""
     parts = _parts(dataset)
     if not parts:
         takes_one = _getitem_takes_generator(dataset.__class__)
@@ -121,19 +121,19 @@ def _read(dataset: Any, index: int, generator: torch.Generator) -> Any:
 
 
 class DrawnFrom:
-    """From which generators a dataset and its collate function draw. See [Note: generators that nobody draws from].
+    """The generators that a dataset and its collate function draw from. See [Note: generators that nobody draws from].
 
     Args:
-        is_asked: compare generators, and seed those that are drawn from.
+        is_asked: whether to compare generators, and seed those that are drawn from.
     """
 
     def __init__(self, is_asked: bool = True) -> None:
         self.is_asked = is_asked
         self._checks_each = is_asked  # after each sample, not after each batch
-        # Positions in `GLOBAL_RNGS`: of those that were drawn from, and of the others.
+        # Positions in `GLOBAL_RNGS` of the generators that were drawn from, and of the others.
         self._drawn: list[int] = []
         self._quiet = [*range(len(GLOBAL_RNGS))] if is_asked else []
-        self._states: Sequence[Any] = ()  # of all, from which the others begin in this batch
+        self._states: Sequence[Any] = ()  # of all generators; the others start from these in each batch
 
     @property
     def is_nothing(self) -> bool:
@@ -141,7 +141,7 @@ class DrawnFrom:
         return not self._drawn and not self._checks_each
 
     def batch(self, states: list[Any], quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what fetches and collates a batch; again where it drew from a generator for the first time."""
+        """Call `function`, which fetches and collates a batch; again if it drew from a generator for the first time."""
         self._states, quiet = states.copy(), states_after(quiet_value)
         for number in _SEED_IS_READABLE:
             self._states[number] = quiet[number]
@@ -153,7 +153,7 @@ class DrawnFrom:
                 return result
 
     def sample(self, value: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what fetches a sample, with those generators seeded that are drawn from."""
+        """Call `function`, which fetches a sample, after seeding the generators that are drawn from."""
         while True:
             self._seed_drawn(value)
             result = function(*arguments)
@@ -161,7 +161,7 @@ class DrawnFrom:
                 return result
 
     def collate(self, value: int, function: Collate, samples: list[Any]) -> Any:
-        """Call what collates samples. Not twice: it may take them apart."""
+        """Call `function`, which collates samples; only once, as it may modify them."""
         self._seed_drawn(value)
         if not self._checks_each:
             return function(samples)
@@ -181,7 +181,7 @@ class DrawnFrom:
             GLOBAL_RNGS[number].restore(states[number])
 
     def _note(self, states: Sequence[Any]) -> bool:
-        """Whether one of the others was drawn from, after it was rewound to its state among these."""
+        """Whether one of the other generators was drawn from since it was rewound to its state in `states`."""
         drawn = [number for number in self._quiet if not GLOBAL_RNGS[number].is_at(states[number])]
         if drawn:
             self._drawn += drawn
@@ -195,13 +195,13 @@ def _quiet_value(seed: int, epoch: int) -> int:
 
 
 class SampleSource:
-    """Fetches and collates a batch of any dataset, one sample after the other, each seeded.
+    """Fetches and collates a batch of any dataset, sample by sample, each seeded.
 
     Args:
-        dataset: the user's. One with a `__getitems__` of its own (and no `generator`) fetches its batch in one go, and
-            is seeded once, by the key of the first sample.
-        drawn_from: what this process knows of both; None seeds no process-wide generator.
-        thread: that made the loader.
+        dataset: the user's. With its own `__getitems__` (and no `generator`) it fetches a batch in one go, and is
+            seeded once, by the key of the first sample.
+        drawn_from: which generators both draw from, as known so far; None seeds no process-wide generator.
+        thread: the thread that created the loader.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate, drawn_from: DrawnFrom | None, thread: int) -> None:
@@ -213,10 +213,10 @@ class SampleSource:
         self._fetches_batches = not self._takes_generator and _fetches_batches(dataset)
 
     def __getitems__(self, fetch: Fetch) -> Any:
-        """One batch, collated.
+        """Fetch and collate one batch.
 
         Raises:
-            DataError: it is fetched in a thread beside the one that trains; or the dataset raises StopIteration.
+            DataError: called in another thread than the one that trains; or the dataset raised StopIteration.
         """
         if not self._drawn_from.is_asked:
             return self._batch(fetch)
@@ -235,7 +235,7 @@ class SampleSource:
                 return self._collate_fn(samples)
             value = derive_seed(b"collate", fetch.seed, fetch.epoch, fetch.keys[0])
             return self._drawn_from.collate(value, self._collate_fn, samples)
-        except StopIteration as error:  # who walks the loader would take it for the end of the epoch
+        except StopIteration as error:  # would look like the end of the epoch
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise DataError(
                 f"StopIteration at {place.filename}:{place.lineno} in {place.name}, while a batch of "
@@ -250,7 +250,7 @@ class SampleSource:
             return fetched
         if self._drawn_from.is_nothing and not self._takes_generator:
             return [dataset[index] for index in indices]
-        # All seeds at once: what runs seldom, between two samples, takes some times as long.
+        # All seeds at once, which is several times faster than one at a time between samples.
         values = derive_seeds(b"global", seed, epoch, keys)
         if not self._takes_generator:
             pairs = zip(values, indices, strict=True)
@@ -267,7 +267,7 @@ class SampleSource:
 class TensorSource:
     """A `TensorDataset` under the default collate: whole batches by one gather per tensor.
 
-    The same values as picking rows one by one and stacking them, without the Python object per row.
+    Gives the same values as picking rows one by one and stacking them, without a Python object per row.
     """
 
     def __init__(self, dataset: TensorDataset) -> None:
@@ -275,20 +275,20 @@ class TensorSource:
 
     def __getitems__(self, fetch: Fetch) -> list[torch.Tensor]:
         rows = torch.tensor(fetch.indices, device="cpu")
-        # A gather also for consecutive rows: a slice would alias the dataset, and a script that
+        # Gathers consecutive rows too: a slice would alias the dataset, so a script that
         # normalises its batch in place would change the data.
         return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.dataset.tensors]
 
 
 def identity(batch: Any) -> Any:
-    """The collate function of a source whose batches are collated already; for pickling, what is there as it is."""
+    """The collate function for a source, whose batches are already collated; a function, so that it can be pickled."""
     return batch
 
 
 def make_source(
     dataset: Any, collate_fn: Collate, drawn_from: DrawnFrom | None, thread: int
 ) -> SampleSource | TensorSource:
-    """The source for a dataset: the gather where it gives the same batch, else one sample after the other."""
+    """The source for a dataset: a `TensorSource` if that gives the same batches, else a `SampleSource`."""
     is_default = type(dataset) is TensorDataset and collate_fn is default_collate and stacks_as_torch()
     if is_default and all(
         type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
@@ -299,10 +299,10 @@ def make_source(
 
 
 class WorkerInit:
-    """Runs first in a worker: shows the user's dataset, then calls the user's `worker_init_fn`.
+    """Runs first in a worker: makes the user's dataset visible, then calls the user's `worker_init_fn`.
 
-    `torch.utils.data.get_worker_info().dataset` is how a `worker_init_fn` reaches the worker's copy
-    of the dataset. torch puts there what its fetcher holds, which is a source.
+    A `worker_init_fn` reaches the worker's copy of the dataset as `torch.utils.data.get_worker_info().dataset`, which
+    torch sets to the fetcher's dataset, here a source.
     """
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
