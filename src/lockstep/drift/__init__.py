@@ -1,8 +1,8 @@
-"""Ranks that train apart: what no collective meets.
+"""Detects ranks whose models diverge without any collective failing.
 
 General layout, from the bottom up:
 
 * `engines`: the engines of this process.
-* `comparison`: every engine's model, compared over the ranks when the world is left.
-* `watch`: the one hook on steps of optimizers; warns where nothing is communicated that must be.
+* `comparison`: compares every engine's model between ranks when the world is left.
+* `watch`: the single hook on optimizer steps; warns if nothing is communicated where it must be.
 """

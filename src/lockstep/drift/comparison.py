@@ -1,25 +1,25 @@
-"""Compares the models of all engines over the ranks, once, when the world is left without an error.
+"""Compares the models of all engines between ranks, once, when the world is left without an error.
 
-Gradients that ranks average keep their models equal only if nothing else differs. A rank that loads the weights which
-its own validation found best, that steps past its engine (`torch.autograd.grad`, Reptile, evolution strategies on
-`model.module`), or by gradients that `no_sync()` has left, ends with a model of its own, and no collective fails. So
-ranks that leave say a hash of each engine's model, and raise ModelError if these differ.
+Averaged gradients keep the models of ranks equal only if nothing else differs. A rank that loads the weights that its
+own validation found best, that updates the model without its engine (`torch.autograd.grad`, Reptile, evolution
+strategies on `model.module`), or with gradients left by `no_sync()`, ends up with a different model, and no collective
+fails. So ranks that leave exchange a hash of each engine's model, and raise ModelError if these differ.
 
-[Note: comparison at the end] They meet in the store, not in a collective: a rank that has left already, or has failed,
-must neither hang the others nor make their call a mismatch. Who waits for it in vain says nothing. And they meet when
-they have left: a rank that leaves a loop before the others is still needed by them, who hear of it at once. Over gloo
-they hear of it when its process ends, which it does when the launcher's folder tells that they wait for it.
+[Note: comparison at the end] They meet in the store, not in a collective: a rank that has already left, or has failed,
+must neither hang the others nor turn their call into a mismatch. If a rank does not come, there is no result. And they
+meet after leaving the world: if a rank leaves a loop early while others still need it, these must notice at once. Over
+gloo they notice when its process ends, which it does when the launcher's folder shows that they wait for it.
 
 [Note: models of the past] A model that is local to a function is freed when that returns, or when the garbage collector
-comes, which is another moment on each rank. Its engine then keeps the hash, not the model, and how often each parameter
-had been written to: ranks are compared that have written equally often, since whatever holds the same parameters
-may have trained them on. Where no write was counted (`parameter.data.sub_`) nobody knows, and nothing is said. Nor of
-an engine that one rank has never made.
+runs, which happens at different times on each rank. Its engine then keeps the hash instead of the model, and the number
+of writes to each parameter. Only ranks with equal numbers of writes are compared, since other code may have continued
+to train the same parameters. Nothing is reported if writes were not counted (`parameter.data.sub_`), or for an engine
+that some rank has never created.
 
-[Note: rounding at the end] On processors of different kinds, or with other numbers of threads, ranks may end with
-values that differ in the last bits. So ranks whose hashes differ also say, for each tensor, the sum of its values times
-numbers at random, from 1 to 2 and of either sign, which is as far from that of another rank as the values are from each
-other. What is no farther than rounding is no other model.
+[Note: rounding at the end] On different processors, or with different numbers of threads, ranks may end with values
+that differ in the last bits. So ranks whose hashes differ also exchange, for each tensor, the sum of its values times
+random numbers between 1 and 2 of either sign. The distance of these sums between ranks reflects the distance of the
+values. Models whose distance is within rounding count as equal.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from lockstep.world import World, current_world
 
 __all__ = ["comparison_of_engines", "digest", "note_end", "rounding_of"]
 
-# How long a rank waits at its end for what the others have to say; the last one may still be saving what it has.
+# How long a leaving rank waits for the others, the last of which may still be saving its results.
 _PATIENCE_S = 30.0
-# How long rank 0, which may be the host of the store, stays for others to read it.
+# How long rank 0, which may host the store, stays so that others can read it.
 _STAY_S = 2.0
 _ADVICE = (
     "Let all ranks decide alike which weights to load (by lockstep.mean of the loss, lockstep.metrics, or "
@@ -66,22 +66,22 @@ _ADVICE_ON_CALLS = (
     "model.module(x) or the model that was wrapped; or average by dist.all_reduce what is not its work, before it "
     "changes parameters"
 )
-_CHUNK = 1 << 18  # values that are multiplied at a time
+_CHUNK = 1 << 18  # number of values multiplied at a time
 
-Summary = dict[str, Any]  # of each engine, by its group and number
-Projection = dict[str, list[float]]  # of each tensor: that sum, and how far rounding may take it
+Summary = dict[str, Any]  # entries of engines, by group and number
+Projection = dict[str, list[float]]  # by tensor: the sum, and the bound on its rounding error
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What this rank knows of an engine's model.
+    """What this rank knows about an engine's model.
 
     Attributes:
-        kind: its class.
-        hash: of all tensors that ranks have alike.
-        num_writes: to its parameters since the engine was made, summed.
-        is_there: whether it still exists.
-        projection: of one that does not.
+        kind: name of its class.
+        hash: hash of all tensors that must be equal on all ranks.
+        num_writes: total number of writes to its parameters since the engine was created.
+        is_there: whether the model still exists.
+        projection: its projection, if it no longer exists.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class _Model:
 
 
 _past: weakref.WeakKeyDictionary[World, dict[str, _Model]] = weakref.WeakKeyDictionary()
-_errors: weakref.WeakKeyDictionary[World, CollectiveMismatch] = weakref.WeakKeyDictionary()  # of engines of the past
+_errors: weakref.WeakKeyDictionary[World, CollectiveMismatch] = weakref.WeakKeyDictionary()  # errors of freed engines
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -109,16 +109,17 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """How far ranks may be apart that have stepped alike, relative to the values."""
+    """How much ranks may differ after the same steps, relative to the values."""
     return min(1000 * torch.finfo(dtype).eps, 0.01) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    """An engine is about to be freed: keep what its model is compared by. Local; see [Note: models of the past].
+    """Keep the data to compare the model of an engine that is about to be freed. Local; see [Note: models of the past].
 
     Args:
-        engine: may be one whose construction has failed.
-        is_finalizing: when the interpreter ends, this module's names are gone before the last engines.
+        engine: the engine; its construction may have failed.
+        is_finalizing: a default argument, because at interpreter exit this module's names vanish before the last
+            engines.
     """
     world = None if is_finalizing() else current_world()
     if world is None or not _is_compared(engine) or num_writes(engine) == 0:
@@ -127,20 +128,21 @@ def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is
         return  # a copy to the host would break the capture
     try:
         engine.check_unread()
-    except CollectiveMismatch as error:  # all ranks have it; here nobody could catch it
+    except CollectiveMismatch as error:  # raised on all ranks; here it could not be caught
         _errors[world] = error.with_traceback(None)
     past = _past.setdefault(world, {})
     past[_key_of(engine)] = _describe(engine, is_there=False, projection=_project(engine.tensors_alike()))
 
 
 def comparison_of_engines(world: World) -> Callable[[], None] | None:
-    """What is to be called when the world is left; None for nothing. See [Note: comparison at the end].
+    """The function to call after the world has been left, or None. See [Note: comparison at the end].
 
     Returns:
-        A function that raises ModelError if the ranks hold different models in one of their engines.
+        A function that raises ModelError if ranks hold different models in one of their engines.
 
     Raises:
-        CollectiveMismatch: they averaged gradients of different batches at last, on a GPU that nobody waited for.
+        CollectiveMismatch: in the last steps, whose comparison on a GPU was still unread, ranks averaged different
+            batches.
     """
     there = {_key_of(each): each for each in engines() if _is_compared(each)}
     for engine in there.values():
@@ -154,11 +156,11 @@ def comparison_of_engines(world: World) -> Callable[[], None] | None:
 
 
 def _compare(store: _Meeting, world_size: int, own: Mapping[str, _Model], there: Mapping[str, AveragingModule]) -> None:
-    """Raise if the ranks hold different models in one of their engines; names a tensor that differs. Collective."""
+    """Raise if ranks hold different models in one of their engines; names a tensor that differs. Collective."""
     said = store.exchange(
         "models", {key: [each.is_there, each.num_writes, each.hash] for key, each in own.items()}, _is_said
     )
-    # All of those that have said something come to the same; one that lacks an engine says nothing of it.
+    # All ranks that took part reach the same conclusion; one that lacks an engine has no entry for it.
     differing = {key: teams for key in sorted(set().union(*said)) if (teams := _find_differing(key, said))}
     found: dict[str, list[str]] = {}
     if differing:
@@ -176,17 +178,17 @@ def _compare(store: _Meeting, world_size: int, own: Mapping[str, _Model], there:
 
 
 def _advice_on(engine: AveragingModule | None) -> str:
-    """What to do about a model that differs: for one whose gradients came by another call than the engine's, that."""
+    """Advice for a model that differs; a specific one if its gradients were computed without calling the engine."""
     if engine is None or engine.has_averaged or all(each.grad is None for each in engine.module.parameters()):
         return _ADVICE
     return _ADVICE_ON_CALLS
 
 
 def _is_compared(engine: AveragingModule) -> bool:
-    """Whether other ranks of this world have made the same engine."""
+    """Whether other ranks of this world have created the same engine."""
     if vars(engine).get("number", -1) < 0 or engine.process_group.size() == 1:
         return False
-    return is_registered(engine.process_group)  # else it is of an earlier world
+    return is_registered(engine.process_group)  # otherwise it belongs to an earlier world
 
 
 def _key_of(engine: AveragingModule) -> str:
@@ -199,7 +201,7 @@ def _describe(engine: AveragingModule, is_there: bool, projection: Projection | 
 
 
 def _find_differing(key: str, said: Sequence[Summary]) -> list[list[int]]:
-    """The ranks that are compared with each other, and whose hashes differ. See [Note: models of the past]."""
+    """Groups of ranks that are compared with each other and whose hashes differ. See [Note: models of the past]."""
     teams: dict[object, list[int]] = {}
     are_there = all(one[key][0] for one in said if key in one)
     for rank, one in enumerate(said):
@@ -209,10 +211,10 @@ def _find_differing(key: str, said: Sequence[Summary]) -> list[list[int]]:
 
 
 def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
-    """Of each tensor the sum of its values times random numbers, and how far rounding may take it. Local."""
+    """For each tensor, the sum of its values times random numbers, and the bound on its rounding error. Local."""
     generator = torch.Generator("cpu").manual_seed(0)
     factors = torch.randint(2, (_CHUNK,), generator=generator, device="cpu").double() * 2 - 1
-    # From 1 to 2, or 0.1 more here and as much less there would be nothing.
+    # Random factors, or 0.1 more in one place and 0.1 less in another would cancel.
     factors *= 1 + torch.rand(_CHUNK, generator=generator, device="cpu", dtype=torch.float64)
     found = {}
     for name, tensor in tensors.items():
@@ -220,7 +222,7 @@ def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
         values = (values.coalesce().to_dense() if values.is_sparse else values).reshape(-1)
         values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
         total = square = 0.0
-        for chunk in torch.split(values, _CHUNK):  # so that a large tensor is never there a second time
+        for chunk in torch.split(values, _CHUNK):  # avoids a second copy of a large tensor
             part = chunk.cpu().double()
             sign = int(torch.randint(2, (), generator=generator, device="cpu")) * 2 - 1
             total += sign * float(part @ factors[: len(part)])
@@ -230,20 +232,20 @@ def _project(tensors: Mapping[str, torch.Tensor]) -> Projection:
 
 
 def _find_apart(teams: Sequence[Sequence[int]], by_rank: Sequence[Projection]) -> list[str]:
-    """The tensors that are farther apart than rounding, the farthest first. Those of a name of all ranks count."""
+    """Tensors that differ by more than rounding, the most different first; only names that all ranks have."""
     distances: dict[str, float] = {}
     for team in teams:
         for name in by_rank[team[0]]:
             entries = [by_rank[rank][name] for rank in team if name in by_rank[rank]]
             sums = [total for total, _ in entries]
             distance, bound = max(sums) - min(sums), max(bound for _, bound in entries)
-            if not distance <= bound:  # nor where it is nan
+            if not distance <= bound:  # also true for nan
                 distances[name] = max(distance / bound if bound else float("inf"), distances.get(name, 0.0))
     return sorted(distances, key=lambda name: -distances[name])
 
 
 class _Meeting:
-    """What the ranks of a world tell each other when they leave it. Who does not come is not waited for again."""
+    """Messages that the ranks of a world exchange when they leave it. A missing rank is awaited only once."""
 
     def __init__(self, world: World) -> None:
         self._rank, self._world_size = world.rank, world.world_size
@@ -257,7 +259,7 @@ class _Meeting:
             self._store = store_of(world.process_group, "drift")
 
     def exchange(self, topic: str, own: Summary, is_known: Callable[[Any], bool]) -> list[Summary]:
-        """What each rank says; nothing where one of them says nothing soon, or what no rank says. Collective."""
+        """Each rank's summary; empty if any rank does not answer in time, or sends an invalid one. Collective."""
         if self._store is None:
             return []
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
@@ -267,11 +269,11 @@ class _Meeting:
             said = self._share(self._store, topic, json.dumps(own), _PATIENCE_S)
             if said is not None:
                 return [_read_summary(one, is_known) for one in said]
-        self._store = None  # a rank is not there any more, or has taken the store with it
+        self._store = None  # a rank has gone, or has taken the store with it
         return []
 
     def leave(self) -> None:
-        """Stay until all have read, on rank 0, which may hold the store."""
+        """On rank 0, which may host the store, stay until all ranks have read it."""
         if self._store is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -288,7 +290,7 @@ class _Meeting:
 
 
 def _read_summary(text: str, is_known: Callable[[Any], bool]) -> Summary:
-    """What a rank said, if it has the form that `_compare` gives it; ValueError if it has another."""
+    """A rank's summary, if it has the form that `_compare` gives it; otherwise ValueError."""
     try:
         summary = json.loads(text)
     except RecursionError:

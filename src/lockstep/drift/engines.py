@@ -1,8 +1,8 @@
 """The engines of this process.
 
-[Note: engines that are gone] An engine that is part of a reference cycle lives until the garbage collector comes, which
-is another moment on each rank. So nobody may make a collective because of an engine that is merely still there: only
-its own passes do. What ranks say of it when the world is left is said in `comparison.py`.
+[Note: engines that are gone] An engine that is part of a reference cycle lives until the garbage collector runs, which
+happens at different times on each rank. So no collective may be called merely because an engine still exists: only its
+own passes call collectives. `comparison.py` describes how it is handled when the world is left.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class AveragingModule(Protocol):
-    """What is known of an engine: it averages the gradients of its module's parameters over a group.
+    """The interface of an engine, which averages the gradients of its module's parameters over a group.
 
     Attributes:
         module: the model.
         process_group: the ranks that average.
-        number: of the engines over this group, which all of its ranks have made in the same order; negative for a
-            copy, which a rank may make alone.
+        number: number among the engines over this group, which all of its ranks create in the same order; negative for
+            a copy, which a rank may make alone.
     """
 
     module: torch.nn.Module
@@ -38,31 +38,31 @@ class AveragingModule(Protocol):
     number: int
 
     def pre_step(self, optimizer: Optimizer, arguments: StepArguments) -> StepArguments | None:
-        """An optimizer is about to step. Local.
+        """Called when an optimizer is about to step. Local.
 
         Returns:
-            None if the engine averages nothing that it steps; else what `step` shall be called with.
+            None if the engine averages none of its parameters; else the arguments to call `step` with.
         """
 
     def check_unread(self) -> None:
-        """Raise if the ranks have averaged what does not belong together, and it was not read yet. Local."""
+        """Raise if an unread comparison shows that ranks averaged gradients of different batches. Local."""
 
     @property
     def has_averaged(self) -> bool:
-        """Whether it has averaged anything since it was made. Local."""
+        """Whether it has averaged anything since it was created. Local."""
 
     def tensors_alike(self) -> Mapping[str, torch.Tensor]:
-        """What must be the same on all ranks when training is over, by name. Local."""
+        """The tensors, by name, that must be equal on all ranks when training is over. Local."""
 
 
-_WRITES_BEFORE = "_writes_before"  # to the parameters, before the engine was made: an attribute of it
-# A new list with each engine, in which the dead ones stay until the next: every step reads it, sooner than a WeakSet.
+_WRITES_BEFORE = "_writes_before"  # attribute of an engine: number of writes to the parameters before its creation
+# Replaced with each new engine; dead entries stay until then. Every step reads it, and it is faster than a WeakSet.
 _engines: list[weakref.ref[Any]] = []
 _engines_lock = threading.Lock()  # ranks may be threads
 
 
 def note_engine(engine: AveragingModule) -> None:
-    """This engine averages the gradients of its module's parameters. Local."""
+    """Register an engine. Local."""
     global _engines
     vars(engine)[_WRITES_BEFORE] = 0
     vars(engine)[_WRITES_BEFORE] = num_writes(engine)
@@ -76,11 +76,11 @@ def engines() -> list[Any]:
 
 
 def num_writes(engine: AveragingModule) -> int:
-    """How often parameters of its model were written to in place since the engine was made, summed. Local."""
+    """Total number of in-place writes to the parameters of an engine's model since the engine was created. Local."""
     parameters = (each for each in engine.module.parameters() if not each.is_inference())
     return sum(map(version_of, parameters)) - int(vars(engine).get(_WRITES_BEFORE, 0))
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters that it steps. Local."""
+    """The parameters that an optimizer updates. Local."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])

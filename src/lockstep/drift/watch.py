@@ -1,17 +1,17 @@
-"""The one hook on steps of optimizers, which asks the engines; and warnings where nobody communicates.
+"""The single hook on optimizer steps, which consults the engines, and warnings if nothing is communicated.
 
-[Note: quiet steps] Between two steps of data-parallel training there is at least one collective, whoever averages: this
-engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. So where a `lockstep.DataLoader` gives each
-rank its own part of every batch, and nothing is communicated from the first step on, ranks drift apart: each trains a
-model of its own. Rank 0 says so after `_QUIET_STEPS`, since local SGD averages parameters only now and then, or when
-the world is left. A script that communicates for another reason, such as to show a loss, hears nothing: `lockstep
-verify` tells what it trains.
+[Note: quiet steps] Between two steps of data-parallel training there is at least one collective, no matter what does
+the averaging: this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. So if a
+`lockstep.DataLoader` gives each rank its own part of every batch, and nothing is communicated from the first step on,
+ranks diverge: each trains its own model. Rank 0 warns of this after `_QUIET_STEPS`, since local SGD averages parameters
+only now and then, or when the world is left. A script that communicates for another reason, such as to show a loss,
+gets no warning: `lockstep verify` shows what it trains.
 
-[Note: uncounted evaluations] A loader gives each rank its share of the samples. If the script has walked one with
-`evaluation=True`, or under no_grad, to its end, and this process has communicated nothing until it walks the loader
-again or leaves the world, then whatever it counted is of one rank's samples. Rank 0 says so, once for each loader.
-That is a fact; whether it is a mistake is not: where each rank writes down predictions of its own, nothing is to be
-added up. A loader that is made in the head of the loop is gone before that, so what it ended with is kept here.
+[Note: uncounted evaluations] A loader gives each rank its share of the samples. If the script has iterated over a
+loader with `evaluation=True`, or under no_grad, to its end, and this process communicates nothing until it iterates
+over the loader again or leaves the world, then its counts cover only one rank's samples. Rank 0 says so, once for each
+loader. It need not be a mistake: if each rank writes its own predictions, there is nothing to add up. A loader created
+in the head of a loop is freed before that, so the state at its end is kept here.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _find_line = make_locator()
 
 
 def _communication() -> tuple[object, ...]:
-    """Changes with every collective of this process, and with every message of our groups. Local."""
+    """A value that changes with every collective of this process, and with every message of our groups. Local."""
     counts: list[object] = [clock.total()]
     for group in open_groups():
-        if engine_of(group) is None:  # else what it does is on the clock
+        if engine_of(group) is None:  # otherwise our clock counts its calls
             number = sequence_number_of(group)
-            counts.append(object() if number is None else number)  # else every step may have had one
+            counts.append(object() if number is None else number)  # unknown: every step may have communicated
     return tuple(counts)
 
 
 @dataclass
 class _Watched:
-    """Steps beside a loader that splits its batches.
+    """Optimizer steps in a process with a loader that splits its batches.
 
     Attributes:
-        group: the default group over which it does.
-        communication: at the first step.
-        label: class and line of the first step; "" before.
-        num_steps: that were quiet.
+        group: the default group over which it splits them.
+        communication: value of `_communication` at the first step.
+        label: class and line of the first step; "" before it.
+        num_steps: number of quiet steps.
     """
 
     group: weakref.ref[dist.ProcessGroup]
@@ -76,7 +76,7 @@ class EvaluationWatch:
         self._communication: object = None
 
     def end(self, num_local: int, num_total: int, world_size: int) -> None:
-        """The loader was walked to its end: of `num_total` samples this rank has got `num_local`."""
+        """Note that the loader was iterated to its end, and gave this rank `num_local` of `num_total` samples."""
         group = dist.group.WORLD
         if group is None or group.size() != world_size or world_size == 1 or group.rank() != 0:
             return
@@ -91,7 +91,7 @@ class EvaluationWatch:
         _pending.add(self)
 
     def look(self) -> None:
-        """The loader is walked again, or the world is left: warn if nothing was communicated since `end`."""
+        """Warn if nothing was communicated since `end`; called before the loader is iterated again or the world left."""
         if self._text and self._communication == _communication():
             warn_once(_logger, self._text)
         self._text = ""
@@ -99,8 +99,8 @@ class EvaluationWatch:
 
 
 _watched: _Watched | None = None
-_is_quiet = False  # nothing was communicated since the first step
-_pending: set[EvaluationWatch] = set()  # that ended, and whose counts may not be added up yet
+_is_quiet = False  # whether nothing was communicated since the first step
+_pending: set[EvaluationWatch] = set()  # ended evaluations whose counts may not have been added up yet
 
 
 def describe_step(optimizer: Optimizer) -> str:
@@ -110,18 +110,18 @@ def describe_step(optimizer: Optimizer) -> str:
 
 @functools.cache
 def watch_steps() -> None:
-    """From now on look at optimizers before they step, and at models when a world is left. Local; once."""
+    """Start checking optimizers before each step, and models when a world is left. Local; may be called repeatedly."""
     register_optimizer_step_pre_hook(_before_step)
     watch_shutdown()
 
 
 def watch_shutdown() -> None:
-    """From now on look at models and evaluations when a world is left. Local; once."""
+    """Start checking models and evaluations when a world is left. Local; may be called repeatedly."""
     check_at_shutdown(_at_shutdown)
 
 
 def watch_optimizers(world_size: int) -> None:
-    """A loader splits its batches over this many ranks. Local."""
+    """Watch optimizers, as a loader splits its batches over this many ranks. Local."""
     global _watched, _is_quiet
     group = dist.group.WORLD
     is_known = _watched is not None and _watched.group() is group
@@ -135,7 +135,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     known = engines()
     for engine in known:
         arguments = engine.pre_step(optimizer, arguments or (args, kwargs)) or arguments
-    if _is_quiet and not known:  # else what it averages is compared when the world is left
+    if _is_quiet and not known:  # otherwise models are compared when the world is left
         _look_for_communication(optimizer)
     return arguments
 
@@ -147,7 +147,7 @@ def _look_for_communication(optimizer: Optimizer) -> None:
     assert watched is not None
     if not watched.label:
         watched.label, watched.communication = describe_step(optimizer), current
-    group = watched.group()  # None once it is gone, and so may be the default group
+    group = watched.group()  # None once the group is freed; then the default group may be gone, too
     _is_quiet = group is not None and group is dist.group.WORLD and watched.communication == current
     watched.num_steps += _is_quiet
     if watched.num_steps == _QUIET_STEPS:

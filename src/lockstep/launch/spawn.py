@@ -1,4 +1,4 @@
-"""`lockstep.spawn`: a Python function on N processes, from Python."""
+"""`lockstep.spawn`: runs a Python function on N processes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = ["RankTraceback", "spawn"]
 T = TypeVar("T")
 
 _DRAIN_TIMEOUT_S = 5.0
-# The exit code of `timeout` of coreutils.
+# The exit code of coreutils' `timeout`.
 _TIMEOUT_CODE = 124
 
 
 class RankTraceback(Exception):
-    """Cause of an exception that `spawn` raises: where it was raised, in the rank, as text."""
+    """Cause of an exception that `spawn` raises: the rank's traceback, as text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -60,34 +60,33 @@ def spawn(
 ) -> list[T]:
     """Run `fn(*args)` on `nproc` new processes and return what each returned. Local.
 
-    Inside, `lockstep.init()` and torch's `env://` find the same environment as under `lockstep run`. Each
-    process imports the caller's main module again, as multiprocessing's "spawn" does, so a script calls
-    this under `if __name__ == "__main__":`. From a notebook or an interactive session, functions and classes
-    defined there are sent by value, which needs cloudpickle (`pip install cloudpickle`).
-    When a rank fails the others are stopped; none outlives this call, nor the calling process, even when that is
-    killed.
+    Inside `fn`, `lockstep.init()` and torch's `env://` find the same environment as under `lockstep run`. Each process
+    imports the caller's main module again, as multiprocessing's "spawn" does, so a script must call this under
+    `if __name__ == "__main__":`. From a notebook or an interactive session, functions and classes defined there are
+    sent by value, which requires cloudpickle (`pip install cloudpickle`). If a rank fails, the others are stopped. No
+    rank outlives this call, or the calling process, even if that is killed.
 
     Args:
-        fn: a function of a module's top level, or of an interactive session. Its result must be picklable; tensors come
-            back by value.
-        args: arguments, the same for every rank; anything a spawned `multiprocessing.Process` takes.
+        fn: a function defined at the top level of a module, or in an interactive session. Its result must be picklable;
+            tensors are returned by value.
+        args: arguments, the same for every rank; anything that a spawned `multiprocessing.Process` accepts.
         nproc: number of ranks; "auto" for one per GPU, else one per core.
-        timeout: stop everything after this time (seconds, or a timedelta); None for no limit.
-        env: further environment variables for the ranks.
-        prefix: pass on the ranks' output line by line with `[rank] ` before each, to `sys.stdout` and `sys.stderr`
-            (in a notebook to the cell). False: ranks write to this process's own descriptors.
+        timeout: stop all ranks after this time (seconds, or a timedelta); None for no limit.
+        env: additional environment variables for the ranks.
+        prefix: forward the ranks' output line by line, prefixed with `[rank] `, to `sys.stdout` and `sys.stderr` (in a
+            notebook, to the cell). If False, ranks write directly to this process's descriptors.
 
     Returns:
         The results, by rank.
 
     Raises:
         InputTypeError: `fn` or `args` cannot be sent, or a result cannot be sent back.
-        LaunchError: nproc makes no sense, a process cannot be started, or this system is not Linux.
-        WorkerFailed: a rank was killed, left with an exit code, raised something that cannot be carried
-            over, or was not done within `timeout`.
-        Exception: what the first failing rank raised, of its own type; its `__cause__` holds the traceback.
-        KeyboardInterrupt: after Ctrl-C, which all ranks get. If one could not do then what it had to (save, say),
-            what it raised is the `__cause__`.
+        LaunchError: `nproc` is invalid, a process cannot be started, or this system is not Linux.
+        WorkerFailed: a rank was killed, exited with an exit code, raised an exception that cannot be passed on, or was
+            not done within `timeout`.
+        Exception: the exception of the first failing rank, with its type; its `__cause__` has the traceback.
+        KeyboardInterrupt: after Ctrl-C, which all ranks get. If a rank then failed, while saving for example, its
+            exception is the `__cause__`.
     """
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if timeout_s is not None and not timeout_s > 0:
@@ -128,7 +127,7 @@ def spawn(
 
 
 def _results(attempt: Attempt, folder: Path, statuses: Mapping[int, RankStatus]) -> list[Any]:
-    """What each rank has returned, or else an exception: that of the first failure, or Ctrl-C. See `spawn`."""
+    """The ranks' results; or raise the exception of the first failure, or KeyboardInterrupt. See `spawn`."""
     reports = read_reports(folder, attempt.pids)
     failures = find_first_failure(attempt.exits, reports, attempt.failed_ranks, statuses)
     if attempt.interrupted_by == signal.SIGINT:
@@ -143,7 +142,7 @@ def _target_of(stream: TextIO | None, fd: int) -> int | TextIO:
     """The descriptor if Python's stream writes to it, else the stream, such as a notebook's cell."""
     if stream is None:
         return fd
-    stream.flush()  # what has been printed so far comes first
+    stream.flush()  # earlier output comes first
     try:
         return fd if stream.fileno() == fd else stream
     except (OSError, AttributeError):
@@ -165,7 +164,7 @@ def _run(
     """Start the ranks and wait for their end; returns after Ctrl-C, too.
 
     Raises:
-        WorkerFailed: they were not done in time.
+        WorkerFailed: the ranks were not done in time.
     """
     try:
         attempt.start(commands)
@@ -197,15 +196,15 @@ def _run(
 
 
 def _print_interrupt(grace_s: float, statuses: str) -> None:
-    """To Python's own stderr: that of a notebook's cell, where there is one."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, it is closed, nobody reads it
+    """Write to Python's own stderr, which in a notebook is the cell's."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it does not exist, is closed, or has no reader
         text = describe_interrupt(signal.SIGINT, grace_s, statuses)
         sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text)  # after the terminal's ^C
         sys.stderr.flush()
 
 
 def _error_of(failure: RankFailure, folder: Path) -> BaseException:
-    """What the rank raised, with its traceback as the cause; else a WorkerFailed."""
+    """The rank's exception, with its traceback as the cause; else a WorkerFailed."""
     text = failure.report.traceback if failure.report is not None else ""
     error = load_exception(folder, failure.rank)
     if error is not None:

@@ -2,16 +2,16 @@
 
 General layout. `DistributedDataParallel`, one model on every rank:
 
-* `distributed`: what users see: construction, and what happens around a forward pass.
-* `backward_pass`: what happens from the first gradient to the means, by its moments; a drawing of its phases.
-* `reducer`: the gradients of a backward pass in their buckets.
-* `forward_pass`, `graph`: which backward pass it is, with what weight, and what it reaches.
+* `distributed`: the public class: its construction and forward pass.
+* `backward_pass`: the events of a backward pass, from the first gradient to the means, with a diagram of its phases.
+* `reducer`: sorts the gradients of a backward pass into buckets and averages them.
+* `forward_pass`, `graph`: recognise a backward pass, its weight, and the parameters that it reaches.
 * `feeding`, `rows`: how many samples of the global batch a forward pass holds.
-* `checks`: what an engine can be given.
-* `buckets`, `gradient_memory`: where each gradient lies; `sparse_gradients`: those that lie in no bucket.
-* `transports`, `symmetric`: how a full bucket is averaged; `comm_hooks`: by a hook of the user's.
-* `sharded`: a share of each parameter on each rank; a package with a map of its own.
-* `rank_agreement`: whether all ranks have the same model, understood a step alike, and hold the same parameters.
+* `checks`: validates the arguments of an engine.
+* `buckets`, `gradient_memory`: where each gradient is stored; `sparse_gradients`: gradients outside buckets.
+* `transports`, `symmetric`: average a full bucket; `comm_hooks`: through the user's hook.
+* `sharded`: a share of each parameter on each rank; a package with its own layout.
+* `rank_agreement`: whether all ranks have the same model, interpret a step alike, and hold the same parameters.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `parameter_changes`: parameters that no engine averages.
 * `powersgd`: a communication hook that sends fewer bytes.

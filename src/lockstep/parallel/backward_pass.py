@@ -1,22 +1,21 @@
-"""The backward pass of a model by its moments, from the first gradient to the means over the ranks.
+"""The backward pass of a model as a sequence of events, from the first gradient to the means over ranks.
 
     pre_forward      a forward pass with gradients begins
-    post_forward     its outputs are known, and watched
-    pre_backward     a gradient has come to one of them: is it of a pass that averages, and of which batch?
-    on_param_grad    a gradient has come to a parameter: one of each bucket, or all of them (`watch_all`)
-    post_backward    autograd's task is over: send what is left, and let the ranks meet
+        post_forward     its outputs are known and have hooks
+        pre_backward     a gradient has come to an output: does this pass average, and of which batch is it?
+        on_param_grad    a gradient has come to a parameter: one of each bucket, or all of them (`watch_all`)
+        post_backward    autograd's task is over: send what is left, and let the ranks meet
 
-[Note: backward passes] The engine learns that a backward pass runs from hooks on the outputs of the forward pass
-(`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back when the pass is over. A
-backward pass that reached only some parameters has one of three causes:
+[Note: backward passes] The engine notices a backward pass through hooks on the outputs of the forward pass
+(`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back when the pass is over.
+There are three cases of a backward pass that reached only some parameters:
 
-- Other outputs, which no gradient has come to yet, reach the rest. The engine waits for their backward pass; the next
-  forward pass raises if it never came.
-- The user said that parameters may be unused. The engine sends zeros for them.
-- Otherwise it is a mistake, and raises in that step.
+- Other outputs, which have had no gradient yet, lead to the rest. The engine waits for their backward pass; the next
+  forward pass raises an error if it did not come.
+- The user has declared that parameters may be unused. The engine sends zeros for them.
+- Otherwise it is a mistake, and an error in that step.
 
-The engine ignores a pass that reaches no parameter of the model at all (`torch.autograd.grad`, a model frozen for a
-while).
+The engine ignores a pass that reaches no parameter of the model (`torch.autograd.grad`, a temporarily frozen model).
 
 [Note: phases of a backward pass] Each arrow is a method of `PassState`:
 
@@ -36,25 +35,25 @@ while).
     │ means are there  ▼                                 ▼ what is missing                   │ (to either)
     └────────────── AVERAGING                         WAITING ───────────────────────────────┘
 
-abandon: the pass failed, or what it waits for never came. Back to IDLE from ARMED, DEFERRED and AVERAGING, before the
-next ready, accumulate or begin; from WAITING before the next ready. An accumulate leaves it WAITING.
+abandon: the pass failed, or the pass that it waits for never came. Back to IDLE from ARMED, DEFERRED and AVERAGING,
+before the next ready, accumulate or begin; from WAITING before the next ready. An accumulate leaves it WAITING.
 
-forget: another engine has been made for the parameters. Back to IDLE from READY: from then on only a gradient that
-comes to an output begins a pass. Where the engine of before is part of a reference cycle, some ranks may have freed it
-and others not: one that took a parameter's gradient for its own would average alone.
+forget: another engine has been created for the parameters. Back to IDLE from READY: from then on only a gradient at an
+output begins a pass. If the previous engine is part of a reference cycle, some ranks may have freed it and others not:
+an engine that claimed a parameter's gradient would average alone.
 
 A task may run within another one (re-entrant checkpoints). The inner one abandons what the outer one began, and may
-have averaged when the outer one is over: so a wait comes in all phases but AVERAGING, and an average in all phases. A
-rank that has joined (`joined.py`) averages zeros, wherever it stands.
+have averaged by the end of the outer one: so wait is allowed in all phases but AVERAGING, and average in all phases. A
+rank that has joined (`joined.py`) averages zeros in any phase.
 
-[Note: shared parameters] Engines with parameters in common may average in one backward pass. What one has sent early
-is then a view of its bucket, into which its peers write the mean as soon as they are through; the other engine would
-send that, or keep it as the gradient of this rank. So neither sends anything before the pass is over. One engine
-is then through before the other sends, which averages what is equal on all ranks.
+[Note: shared parameters] Engines with common parameters may average in the same backward pass. A gradient that one has
+sent early is then a view of its bucket, where its peers write the mean as soon as they are done; the other engine would
+send the mean, or keep it as this rank's gradient. So neither sends anything before the pass is over. One engine then
+finishes before the other sends, and the other averages values that are equal on all ranks.
 
-[Note: watched parameters] A backward pass may go by the outputs and by all sentinels: through the graph of a
-gradient, or from a tensor that the model keeps as an attribute. So all parameters have hooks in the first passes,
-and keep them where such a pass is seen, or one that may lead to it.
+[Note: watched parameters] A backward pass may bypass the outputs and all sentinels: through the graph of a gradient, or
+from a tensor that the model keeps as an attribute. So all parameters have hooks in the first passes, and keep them if
+such a pass is seen, or one that may lead to it.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ from lockstep.torch_private.profiling import profiler_range
 
 __all__ = ["AveragingEngine", "BackwardPass", "PassState", "Phase"]
 
-_NO_TASK = -1  # what torch says outside of backward passes
+_NO_TASK = -1  # torch's value outside backward passes
 _WATCHED_PASSES = 3
 _ADVICE = (
     "Use them, freeze them (requires_grad_(False)), or pass find_unused_parameters=True if a step may leave some out. "
@@ -107,23 +106,23 @@ class Phase(Enum):
     ARMED = "armed"  # in that backward pass; buckets may go out early
     DEFERRED = "deferred"  # in that backward pass; all buckets go out at its end
     AVERAGING = "averaging"  # after it; all buckets are out
-    WAITING = "waiting"  # after a backward pass that was not all: another one brings the missing gradients
+    WAITING = "waiting"  # after an incomplete backward pass: another one brings the missing gradients
 
 
-_IDLE, _READY, _ARMED, _DEFERRED, _AVERAGING, _WAITING = Phase  # a name of a module is found sooner than one of a class
+_IDLE, _READY, _ARMED, _DEFERRED, _AVERAGING, _WAITING = Phase  # a module's name is looked up faster than a class's
 
 
 class PassState:
-    """Where the backward pass is that runs, or that ran last. Written by its own methods alone.
+    """The phase of the current or last backward pass. Changed only by its own methods.
 
-    They raise ModelError where the note does not draw an arrow.
+    They raise ModelError for a transition that the note does not show.
 
     Attributes:
         phase: see [Note: phases of a backward pass].
-        is_accumulating: gradients of the last forward pass are not to be averaged.
+        is_accumulating: whether gradients of the last forward pass are accumulated without averaging.
         begun_task: the last of autograd's tasks that averages; -1 for none.
-        num_begun: forward passes with gradients, and backward passes that average, that have begun so far.
-        awaited: indices of parameters that a backward pass left to another one.
+        num_begun: number of forward passes with gradients, and of backward passes that average, begun so far.
+        awaited: indices of parameters whose gradients another backward pass must bring.
     """
 
     def __init__(self) -> None:
@@ -135,7 +134,7 @@ class PassState:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a pass has begun that neither waits for another one nor is finished."""
+        """Whether a pass has begun, and neither waits for another one nor is finished."""
         phase = self.phase
         return phase is _ARMED or phase is _DEFERRED or phase is _AVERAGING
 
@@ -150,11 +149,11 @@ class PassState:
         self.is_accumulating = True
 
     def forget(self) -> None:
-        """Gradients that come by parameters alone are another engine's from now on."""
+        """Leave gradients that bypass the outputs to another engine from now on."""
         self._go("forget", _IDLE if self.phase is _READY else self.phase, True)
 
     def begin(self, task: int, early: bool) -> None:
-        """Gradients begin to come in a task that averages; `early`: buckets go out as they fill."""
+        """Gradients begin to come in a task that averages; if `early`, buckets are sent as they fill."""
         is_new = not self.is_under_way and task != self.begun_task
         self._go("begin", _ARMED if early else _DEFERRED, is_new)
         self.begun_task = task
@@ -166,15 +165,15 @@ class PassState:
         self.awaited = awaited
 
     def average(self) -> None:
-        """The gradients of all parameters go out, and the ranks meet."""
+        """The gradients of all parameters are sent, and the ranks meet."""
         self.phase = _AVERAGING
 
     def finish(self) -> None:
-        """The means are there."""
+        """The means are ready."""
         self._go("finish", _IDLE, self.phase is _AVERAGING)
 
     def abandon(self) -> None:
-        """What the pass left is void."""
+        """The results of the pass are discarded."""
         self._go("abandon", _IDLE, self.is_under_way or self.phase is _WAITING)
 
     def _go(self, name: str, phase: Phase, is_drawn: bool) -> None:
@@ -187,37 +186,36 @@ class PassState:
 
 
 class AveragingEngine(Protocol):
-    """What a backward pass asks of its engine, which it does not keep alive."""
+    """The interface of an engine to its backward pass, which does not keep it alive."""
 
     find_unused_parameters: bool
     static_graph: bool
 
     @property
     def _reducer(self) -> Reducer:
-        """Collective where it has to be made: of a copy, or when parameters were unfrozen."""
+        """Collective if it has to be created: for a copy, or after parameters were unfrozen."""
 
     @property
     def steps_joined(self) -> Steps | None:
-        """Within `Join`, what the ranks agree on in its steps."""
+        """Within `Join`, the object by which ranks agree on its steps."""
 
     def buffers_to_sync(self) -> list[torch.Tensor]:
-        """Buffers that all ranks shall have from the first rank when this step is over."""
+        """Buffers to copy from the first rank to all ranks at the end of this step."""
 
 
 class BackwardPass(PassState):
-    """The moments of one engine's backward passes, see above. Nobody else writes their state.
+    """Handles the events of one engine's backward passes, see above. Only this class changes their state.
 
     Args:
-        engine: its; held weakly, because the graph of a forward pass leads here.
+        engine: the engine; held weakly, because the graph of a forward pass leads here.
         group: the ranks that average.
-        device: where the group takes small tensors from.
-        compares_rows: where no loader says what ranks hold, they must come with equally many rows.
+        device: device of small tensors in the group's collectives.
+        compares_rows: whether, without a loader, ranks must have the same number of rows.
 
     Attributes:
-        is_paused: gradients accumulate for now (Apex's `disable_allreduce`).
-        has_filler: the pass is of a forward pass whose samples count nothing, among others.
-        roots: of the last forward pass that may have a backward pass, the outputs that none has come to yet, by
-            number.
+        is_paused: whether gradients accumulate for now (Apex's `disable_allreduce`).
+        has_filler: whether the pass includes a forward pass of a filler.
+        roots: the outputs, by number, of the last forward pass that have had no backward pass yet.
     """
 
     def __init__(
@@ -230,14 +228,14 @@ class BackwardPass(PassState):
         self._compares_rows = compares_rows
         self.is_paused = self.has_filler = False
         self._reducer: Reducer | None = None
-        self._seen_task = _NO_TASK  # the last one that came to an output
-        self._reaches = False  # that task reaches parameters of the model
-        self._steps_within = False  # an optimizer has stepped in one, and may have taken the gradients away
-        self._passes_to_watch = 0  # after which the parameters are not watched any more
-        # Nothing in the graph may hold this object: it would never be freed.
+        self._seen_task = _NO_TASK  # the last task that came to an output
+        self._reaches = False  # whether that task reaches parameters of the model
+        self._steps_within = False  # an optimizer has stepped within a pass, and may have removed the gradients
+        self._passes_to_watch = 0  # number of passes in which parameters are still watched
+        # Nothing in the graph may refer to this object strongly: it would never be freed.
         self.roots: dict[int, Node] = {}
-        self._static_unused: frozenset[int] | None = None  # with a static graph, what its first step left out
-        self._static_any_unused = False  # on any rank; the same on all
+        self._static_unused: frozenset[int] | None = None  # with a static graph, unused in its first step
+        self._static_any_unused = False  # whether any rank left one out; the same on all
 
     def set_parameters(
         self,
@@ -246,13 +244,13 @@ class BackwardPass(PassState):
         changes: ParameterChanges,
         agreement: RankAgreement,
     ) -> None:
-        """These are averaged from now on. Local; the reducer is then made anew.
+        """Set the parameters to average from now on. Local; the reducer must then be recreated.
 
         Args:
-            parameters: those that require a gradient.
-            names: of the parameters, for errors.
-            changes: looks for others.
-            agreement: what is compared with each averaging.
+            parameters: the parameters that require a gradient.
+            names: the parameters' names, for errors.
+            changes: looks for other parameters.
+            agreement: compares the ranks with each averaging.
         """
         self._parameters, self._names = parameters, names
         self._changes, self._agreement = changes, agreement
@@ -261,7 +259,7 @@ class BackwardPass(PassState):
         self._static_unused, self._static_any_unused = None, False
 
     def set_reducer(self, reducer: Reducer) -> None:
-        """It averages the gradients from now on. Local."""
+        """Set the reducer that averages gradients from now on. Local."""
         self._reducer = reducer
         self._passes_to_watch = 0
         if self._world_size > 1:
@@ -269,14 +267,14 @@ class BackwardPass(PassState):
             reducer.watch_all()
 
     def pause(self, is_paused: bool) -> None:
-        """Whether gradients accumulate from now on, whatever the forward pass said. Local."""
+        """Set whether gradients accumulate from now on, which overrides the forward pass. Local."""
         self.is_paused = is_paused
 
     # ---- forward -------------------------------------------------------------------------------
 
     def pre_forward(self, syncs: bool) -> None:
-        """A forward pass with gradients begins; `syncs`: its backward pass averages. Local."""
-        self.roots.clear()  # the outputs of the last one do not matter any more
+        """A forward pass with gradients begins; if `syncs`, its backward pass averages. Local."""
+        self.roots.clear()  # the outputs of the last one no longer matter
         self.num_begun += 1
         if self._reducer is None:
             return
@@ -294,15 +292,15 @@ class BackwardPass(PassState):
                 self._reducer.watch_no_more()
 
     def post_forward(self, forward: ForwardPass, roots: dict[int, Node]) -> None:
-        """It has these outputs, by number: backward passes may come to them. Local."""
+        """The forward pass has these outputs, by number, which backward passes may come to. Local."""
         if forward.syncs:
             self.roots.update(roots)
-        # The output shows no tensor that a gradient could come through: if one comes, parameters will tell.
+        # No tensor in the output can carry a gradient: if one comes, hooks on parameters will notice.
         if not roots and forward.trains and any(parameter.requires_grad for parameter in self._parameters):
             self._watch_all()
 
     def _watch_all(self) -> None:
-        """From now on notice a backward pass by any parameter. See [Note: watched parameters]."""
+        """Notice backward passes through any parameter from now on. See [Note: watched parameters]."""
         self._passes_to_watch = 0
         self._made_reducer().watch_all()
 
@@ -316,7 +314,7 @@ class BackwardPass(PassState):
     # ---- backward ------------------------------------------------------------------------------
 
     def pre_backward(self, output: int, forward: ForwardPass) -> bool:
-        """A gradient has come to an output, by number. Collective where ranks must ask each other what they hold.
+        """A gradient has come to the output with this number. Collective if ranks must exchange their sample counts.
 
         Returns:
             Whether it reaches parameters of the model.
@@ -340,7 +338,7 @@ class BackwardPass(PassState):
         return True
 
     def _see(self, task: int, forward: ForwardPass) -> None:
-        """A task has come to an output for the first time; whether it reaches parameters of the model."""
+        """A task comes to an output for the first time; find out whether it reaches parameters of the model."""
         reducer = self._reducer
         self._seen_task, self.has_filler = task, False
         self._reaches = reducer is not None and runs_backward_by(reducer.watched_nodes)
@@ -349,18 +347,18 @@ class BackwardPass(PassState):
         elif forward.syncs and torch.is_grad_enabled():
             if forward.trains:
                 forward.check_penalty()
-            self._watch_all()  # a loss may come that contains these gradients, and none of the outputs
+            self._watch_all()  # a loss may follow that contains these gradients, and none of the outputs
         elif forward.syncs:
-            self._changes.suspect()  # they may be others by now
+            self._changes.suspect()  # parameters may have been replaced
 
     def _claim(self, forward: ForwardPass, task: int) -> None:
-        """Note, once for each task, what the gradients that come are of."""
+        """Note, once for each task, which batch its gradients come from."""
         if forward.claimed_task == task:
             return
         forward.claimed_task = task
         agreement, feed = self._agreement, forward.feed
         if agreement.has_claims and all(parameter.grad is None for parameter in self._parameters):
-            agreement.forget_claims()  # what came before was thrown away
+            agreement.forget_claims()  # the earlier gradients were discarded
         share = feed.share
         if share is not None and share.world_size == self._world_size:
             agreement.claim(feed.claim, share.name, share.fingerprint)
@@ -368,7 +366,7 @@ class BackwardPass(PassState):
             agreement.claim(feed.claim, "")
 
     def _begin(self, task: int) -> None:
-        """A backward pass begins that averages: this task. Local."""
+        """Begin a backward pass that averages, as this task. Local."""
         if self.is_paused:
             self._agreement.gradient_accumulates()
             return
@@ -384,15 +382,15 @@ class BackwardPass(PassState):
             is_alone = len(known) < 2 or not any(e is not engine and e.may_average(self._own) for e in known)
             may_go_early = reducer.begin(is_new=self.phase is not _WAITING)
             self.begin(task, early=may_go_early and is_alone)
-        # The engine lives as long as its backward pass runs.
+        # Keeps the engine alive while its backward pass runs.
         queue_callback(functools.partial(self.post_backward, engine))
 
     def _averages_alone(self, reducer: Reducer) -> bool:
-        """Whether there is nobody to average with, and no hook that wants to see the gradients."""
+        """Whether there is no other rank to average with, and no communication hook."""
         return self._world_size == 1 and not reducer.has_hook
 
     def came_by(self, task: int) -> bool:
-        """Whether this task came to parameters by the outputs, or averages. Local."""
+        """Whether this task came to parameters through the outputs, or averages. Local."""
         return task != _NO_TASK and task in (self._seen_task if self._reaches else _NO_TASK, self.begun_task)
 
     @left_out(with_what_it_calls=True)
@@ -400,8 +398,8 @@ class BackwardPass(PassState):
         """A gradient has come to a parameter. Local.
 
         Args:
-            index: of the parameter.
-            bucket: of which it is the sentinel; None if it is merely watched.
+            index: index of the parameter.
+            bucket: the bucket whose sentinel it is; None if it is merely watched.
         """
         phase, reducer = self.phase, self._reducer
         if phase is _ARMED:
@@ -410,7 +408,7 @@ class BackwardPass(PassState):
         elif phase is _READY:
             self._notice(index)
             if bucket is None and self.phase is not _READY:
-                self._passes_to_watch = 0  # there is cause to keep watching
+                self._passes_to_watch = 0  # a reason to keep watching
         elif phase is _IDLE and bucket is not None and self._world_size > 1:
             if self.is_accumulating:
                 self._agreement.gradient_accumulates()
@@ -418,7 +416,7 @@ class BackwardPass(PassState):
                 self._agreement.gradient_strays()
 
     def _notice(self, index: int) -> None:
-        """It came not by the outputs: the business of another engine whose pass it is, or of this one."""
+        """Handle a gradient that bypassed the outputs: the pass belongs to another engine, or to this one."""
         engine, parameter = self._engine(), self._parameters[index]
         if not any(other is not engine and other.brings_now(parameter) for other in engines()):
             task = current_graph_task_id()
@@ -426,17 +424,17 @@ class BackwardPass(PassState):
                 self._begin(task)
 
     def step_comes_within(self) -> None:
-        """An optimizer steps within the backward pass, which is this rank's alone. Local."""
+        """An optimizer steps within the backward pass, with this rank's own gradients. Local."""
         self._steps_within = True
 
     # ---- after it ------------------------------------------------------------------------------
 
     @left_out(with_what_it_calls=True)
     def post_backward(self, engine: AveragingEngine | None) -> None:
-        """Autograd's task is over. Collective, unless another task brings what is missing.
+        """Autograd's task is over. Collective, unless another task will bring missing gradients.
 
         Raises:
-            UnusedParameters: a parameter has got no gradient, and nobody said that this may be.
+            UnusedParameters: a parameter got no gradient, and unused parameters were not allowed.
         """
         assert engine is not None
         reducer = self._made_reducer()
@@ -444,7 +442,7 @@ class BackwardPass(PassState):
         none: list[int] = []
         if any(map(is_, gradients, repeat(None))):
             none = [index for index, gradient in enumerate(gradients) if gradient is None]
-        frozen = {index for index in none if not self._parameters[index].requires_grad}  # since wrapped
+        frozen = {index for index in none if not self._parameters[index].requires_grad}  # frozen after wrapping
         missing = [] if self._steps_within else [index for index in none if index not in frozen]
         may_be_unused = engine.find_unused_parameters
         if self._come_later(missing, may_be_unused):
@@ -478,7 +476,7 @@ class BackwardPass(PassState):
         unused: frozenset[int],
         trains: bool = True,
     ) -> None:
-        """The ranks meet: gradients become means, and what each says of its step is compared."""
+        """Average gradients over ranks, and compare the ranks' claims about the step."""
         words = self._agreement.take_words() if trains else NO_WORDS
         steps, buffers = engine.steps_joined, engine.buffers_to_sync()
         if steps is not None:  # ranks may differ
@@ -491,7 +489,7 @@ class BackwardPass(PassState):
             steps.rescale(self._parameters)
 
     def answer_step(self, engine: AveragingEngine) -> None:
-        """Take part in the averaging of the ranks that still train, having joined. Collective."""
+        """On a rank that has joined, take part in the averaging of those that still train. Collective."""
         reducer = self._made_reducer()
         if engine.static_graph and self._static_unused is None:
             self._settle_unused([])
@@ -503,7 +501,7 @@ class BackwardPass(PassState):
         self._meet(engine, reducer, every, unused, trains=False)
 
     def _abandon(self) -> None:
-        """The last backward pass failed, or never brought all gradients: what it left is void."""
+        """Discard the state of the last backward pass, which failed or never brought all gradients."""
         if self._reducer is not None:
             self._reducer.restart()
         self.abandon()
@@ -511,31 +509,31 @@ class BackwardPass(PassState):
     # ---- parameters without a gradient ---------------------------------------------------------
 
     def check_awaited(self, when: str = "in the step before this one") -> None:
-        """Another step begins, or an optimizer's. Local.
+        """Check that no gradients are awaited when another step, or an optimizer's, begins. Local.
 
         Args:
-            when: the awaited gradients are missing, for the error.
+            when: when the awaited gradients were missed, for the error.
 
         Raises:
-            UnusedParameters: a backward pass left gradients to another one, which did not come.
+            UnusedParameters: a backward pass left gradients to another one, which was not run.
         """
         if self.awaited:
             awaited, self.awaited = self.awaited, []
             self._raise(awaited, when, _ADVICE_FOR_OUTPUTS)
 
     def _come_later(self, missing: list[int], may_be_unused: bool) -> bool:
-        """Wait for another backward pass, if one can bring what is missing over the outputs left."""
+        """Wait for another backward pass, if one through the remaining outputs can bring the missing gradients."""
         if missing and not may_be_unused and self.roots:
             reachable = reachable_leaves(self.roots.values())
             if any(id(self._parameters[index]) in reachable for index in missing):
                 self.wait(missing)
                 return True
         self.awaited = []
-        self.roots.clear()  # none of the outputs left matters
+        self.roots.clear()  # the remaining outputs do not matter
         return False
 
     def _check_missing(self, missing: list[int], may_be_unused: bool, is_static: bool) -> None:
-        """Whether these may be missing at the end of a step. Collective in the first step of a static graph."""
+        """Check that these may be missing at the end of a step. Collective in the first step of a static graph."""
         if is_static and self._static_unused is None:
             self._settle_unused(missing)
         if not missing or may_be_unused:
@@ -546,18 +544,18 @@ class BackwardPass(PassState):
             self._raise(missing, "in this step", _ADVICE_FOR_STATIC_GRAPH)
 
     def _settle_unused(self, missing: Sequence[int]) -> None:
-        """What a static graph does not use here, and whether some rank leaves anything out. Collective."""
+        """Note which parameters a static graph does not use here, and whether any rank leaves some out. Collective."""
         self._static_unused = frozenset(missing)
         any_missing = all_reduce_number(bool(missing), dist.ReduceOp.MAX, self._group, self._device)
         self._static_any_unused = bool(any_missing)
 
     def used_nowhere(self, missing: Sequence[int]) -> frozenset[int]:
-        """Parameters that no rank has a gradient for; `missing` are those of this rank. Collective."""
+        """Parameters for which no rank has a gradient; `missing` are those without one on this rank. Collective."""
         used = torch.ones(len(self._names), dtype=torch.uint8, device=self._device)
         if missing:
             used[list(missing)] = 0
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
-        # Who has used all of them knows, and does not have to wait for a GPU.
+        # A rank that has used all of them knows the answer without waiting for a GPU.
         return frozenset((used == 0).nonzero().flatten().tolist()) if missing else frozenset()
 
     def _raise(self, indices: list[int], when: str, advice: str) -> NoReturn:

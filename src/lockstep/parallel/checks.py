@@ -42,8 +42,8 @@ __all__ = [
 
 _DEFAULT_BUCKET_MIB = 25.0
 
-# What Megatron-LM and DeepSpeed (experts), Tutel, and Megatron-LM (tensor parallelism) set on parameters of which each
-# rank has other ones.
+# Attributes that Megatron-LM and DeepSpeed (experts), Tutel, and Megatron-LM (tensor parallelism) set on parameters
+# that differ between ranks.
 _MARKS_OF_PARTS = {"allreduce": False, "skip_allreduce": True, "tensor_model_parallel": True}
 _NORMS = (
     *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm, SyncBatchNorm),
@@ -57,12 +57,12 @@ SPARSE_ADVICE = (
 
 
 def check_group(process_group: object, device_mesh: Any = None) -> dist.ProcessGroup:
-    """The group that was given, by itself or as a mesh of one dimension; or the default group.
+    """The group given directly or as a mesh of one dimension; else the default group.
 
     Raises:
-        NotInitialized: there is none.
-        InputError: both were given, a mesh of several dimensions, or a group that this rank is not in.
-        InputTypeError: no group.
+        NotInitialized: there is no group.
+        InputError: both were given, or the mesh has several dimensions, or this rank is not in the group.
+        InputTypeError: not a group.
     """
     group = process_group
     if device_mesh is not None:
@@ -89,7 +89,7 @@ def check_group(process_group: object, device_mesh: Any = None) -> dist.ProcessG
 
 
 def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
-    """Whether the group takes what lies where the model does."""
+    """Check that the group accepts tensors on the model's device."""
     kinds = device_types_of(group)
     if device.type == "cpu" and "cpu" not in kinds:
         raise ModelError(
@@ -99,7 +99,7 @@ def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
 
 
 def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
-    """Names and parameters that require a gradient: are there any, and can all of them be averaged?"""
+    """Check that there are parameters that require a gradient, and that all of them can be averaged."""
     if not named:
         raise ModelError(
             "no parameter of the model requires a gradient: there is nothing to average. Use it without "
@@ -113,7 +113,7 @@ def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
 
 
 def find_sparse(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -> frozenset[int]:
-    """Parameters of layers whose gradients are sparse, by their positions in `named`. As torch's engine finds them."""
+    """Positions in `named` of the parameters of layers with sparse gradients. Found as in torch's engine."""
     positions = {id(parameter): position for position, parameter in enumerate(named.values())}
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     layers = [each for each in module.modules() if isinstance(each, kinds) and each.sparse]
@@ -121,7 +121,7 @@ def find_sparse(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -
 
 
 def check_renormalised(module: torch.nn.Module, world_size: int) -> None:
-    """Refuse embeddings whose forward pass scales the rows that this rank looks up: ranks would come apart."""
+    """Refuse embeddings whose forward pass rescales the rows that this rank looks up: ranks would diverge."""
     for name, submodule in module.named_modules() if world_size > 1 else ():
         if isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.max_norm is not None:
             raise ModelError(
@@ -133,7 +133,7 @@ def check_renormalised(module: torch.nn.Module, world_size: int) -> None:
 
 
 def check_bucket_cap(bucket_cap_mb: float | None) -> float:
-    """MiB of gradients that go out together."""
+    """Validate the number of MiB of gradients in a bucket, and apply the default."""
     if bucket_cap_mb is None:
         return _DEFAULT_BUCKET_MIB
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
@@ -146,17 +146,17 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> float:
 def named_tensors(
     module: torch.nn.Module, ignored: frozenset[str], with_buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Parameters of a module, and its buffers, by name: what ranks hold alike. Local."""
+    """Parameters of a module, and its buffers, by name. Local."""
     buffers: Iterable[tuple[str, torch.Tensor]] = module.named_buffers() if with_buffers else ()
     tensors = itertools.chain(module.named_parameters(), buffers)
     return {name: tensor for name, tensor in tensors if name not in ignored}
 
 
 def find_alike(module: torch.nn.Module, ignored: frozenset[str], with_buffers: bool) -> dict[str, torch.Tensor]:
-    """What ranks end with alike, by name: parameters, and buffers that a checkpoint holds. Local.
+    """Tensors that must be equal on all ranks at the end, by name: parameters and persistent buffers. Local.
 
-    Not parameters that are marked as a rank's own, or sharded; nor statistics of normalization, which forward passes
-    without a backward pass write, too.
+    Excludes parameters that are marked as local to a rank, or sharded, and normalization statistics, which forward
+    passes without a backward pass also update.
     """
     saved = module.state_dict().keys() if with_buffers else ()
     norms = [each for each in module.modules() if isinstance(each, _NORMS)]
@@ -177,10 +177,10 @@ def find_alike(module: torch.nn.Module, ignored: frozenset[str], with_buffers: b
 
 
 def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-    """The entries of dicts that hold the buffers of a module: dicts of its submodules, and the names in them.
+    """Where the buffers of a module are stored: for each buffer, its submodule's dict and the name in it.
 
     Raises:
-        ModelError: several values of a buffer lie in one place, so that it cannot be overwritten.
+        ModelError: several elements of a buffer share memory, so that it cannot be overwritten.
     """
     entries, seen = [], set()
     for prefix, submodule in module.named_modules():
@@ -199,9 +199,9 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
 
 
 def has_sync_batchnorm(module: torch.nn.Module) -> bool:
-    """Whether the backward pass of this model makes collectives of its own. Local.
+    """Whether the backward pass of this model itself calls collectives. Local.
 
-    Where ranks leave out other parameters, one may send a bucket before such a collective, and another after it.
+    If ranks leave out different parameters, one may send a bucket before such a collective, and another after it.
     """
     return any(isinstance(each, (SyncBatchNorm, torch.nn.SyncBatchNorm)) for each in module.modules())
 
@@ -225,14 +225,14 @@ _REFUSED = {
 
 
 def check_refused(**given: object) -> None:
-    """Refuse what cannot be had, with what to write instead, by an InputError that names the argument."""
+    """Refuse unsupported arguments, by an InputError that names the argument and says what to write instead."""
     for name, value in given.items():
         if value is not None:
             raise InputError(f"DistributedDataParallel: {name} is not supported: {_REFUSED[name]}")
 
 
 def choose_broadcast_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Whether all ranks get the buffers of the first rank, by the old or the new name; InputError if these differ."""
+    """Whether to broadcast buffers, from the argument's old or new name; InputError if these differ."""
     if None not in (broadcast_buffers, forward_sync_buffers) and broadcast_buffers != forward_sync_buffers:
         raise InputError(
             f"broadcast_buffers={broadcast_buffers} and forward_sync_buffers={forward_sync_buffers} are two names for "
@@ -247,10 +247,10 @@ def choose_devices(
     output_device: int | torch.device | None,
     parameters: Sequence[torch.Tensor],
 ) -> list[torch.device] | None:
-    """The one device that was named, in a list, as torch keeps it; None where none was.
+    """The single device given, in a list, as torch stores it; None if none was given.
 
     Raises:
-        InputError: several were named, or another than that of the parameters.
+        InputError: several were given, or another than the parameters' device.
     """
     if not device_ids:
         return None
@@ -276,11 +276,11 @@ _TORCHS = "torch.nn.parallel.DistributedDataParallel"
 
 
 def check_module(module: object) -> None:
-    """Refuse what is no module, and a module that contains an engine. Local.
+    """Refuse an argument that is not a module, or contains an engine. Local.
 
     Raises:
-        InputTypeError: no module.
-        ModelError: it is one, or one of its submodules is; names both.
+        InputTypeError: not a module.
+        ModelError: it is an engine, or one of its submodules is; names both.
     """
     if not isinstance(module, nn.Module):
         raise InputTypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
@@ -295,13 +295,13 @@ def check_module(module: object) -> None:
 
 
 class _Reducer:
-    """In the place of the C++ object that torch's engine has."""
+    """Stands in for the C++ reducer of torch's engine."""
 
     def prepare_for_backward(self, outputs: object) -> NoReturn:
-        """Refuses to average what was left out by `no_sync()`.
+        """Refuses to average gradients that were accumulated under `no_sync()`.
 
         Raises:
-            ModelError: says what to write.
+            ModelError: always; says what to write instead.
         """
         raise ModelError(
             f"{_OURS} averages in the backward pass of a forward pass that was made outside of no_sync(), and cannot "
@@ -312,17 +312,17 @@ class _Reducer:
 
 @TorchEngine.register
 class PassesForTorchs(nn.Module):
-    """A module that passes for torch's engine.
+    """A module that is accepted as torch's engine.
 
-    `isinstance` takes it for torch's engine: by that scripts and libraries tell whether they must take `model.module`.
-    Some then use what torch's engine has inside, to let a backward pass average of which the forward pass was made in
-    `no_sync()`: torch's pipelines, and Accelerate's `trigger_sync_in_backward`. Here the forward pass decides.
+    It passes `isinstance` for torch's engine, by which scripts and libraries decide whether to unwrap `model.module`.
+    Some also use internals of torch's engine to average a backward pass whose forward pass ran in `no_sync()`: torch's
+    pipelines, and Accelerate's `trigger_sync_in_backward`. Here the forward pass decides.
 
     Attributes:
-        require_forward_param_sync: for them; means nothing here.
-        reducer: refuses what they ask of it.
+        require_forward_param_sync: for these libraries; has no effect here.
+        reducer: refuses their requests.
     """
 
-    __del__ = note_end  # an engine's model is compared with those of other ranks
+    __del__ = note_end  # an engine's model is compared with that of other ranks
     require_forward_param_sync = True
     reducer = _Reducer()

@@ -1,6 +1,6 @@
-"""`lockstep.DistributedDataParallel`: a model on every rank, one gradient.
+"""`lockstep.DistributedDataParallel`: a model on every rank, trained with one averaged gradient.
 
-Its forward pass is here; what happens from the first gradient to the means is in `backward_pass.py`, by moments.
+The forward pass is here; `backward_pass.py` has the backward pass, from the first gradient to the means.
 """
 
 from __future__ import annotations
@@ -63,71 +63,71 @@ __all__ = ["DistributedDataParallel"]
 
 _FIRST_BUCKET_BYTES = _MIB = 1 << 20
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-_NO_TASK = -1  # of autograd
+_NO_TASK = -1  # autograd's task id outside a backward pass
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class DistributedDataParallel(PassesForTorchs, Joinable):
-    """Trains one model on all ranks of a group: their gradients are averaged during the backward pass.
+    """Trains one model on all ranks of a group by averaging gradients during the backward pass.
 
-    A drop-in for `torch.nn.parallel.DistributedDataParallel`. On a lockstep group gradients meet in shared
-    memory; on any other group (gloo, nccl, …) each bucket is one asynchronous all_reduce.
-    The gradient is that of the mean over the global batch, with `lockstep.DataLoader` also when ranks hold different
-    numbers of samples, whatever the loop; with other data `samples` tells that they do. How the engine knows what a
-    forward pass holds is said in `feeding.py`. A loss that is no mean over samples is written with `lockstep.mean`,
-    `lockstep.sum`, `lockstep.all_gather` or `lockstep.global_loss`.
+    A drop-in replacement for `torch.nn.parallel.DistributedDataParallel`. On a lockstep group gradients are averaged in
+    shared memory; on any other group (gloo, nccl, …) each bucket is one asynchronous all_reduce. The gradient is that
+    of the mean over the global batch, with `lockstep.DataLoader` also if ranks hold different numbers of samples; with
+    other data, declare these with `samples`. `feeding.py` describes how the engine determines the samples of a forward
+    pass. Write a loss that is not a mean over samples with `lockstep.mean`, `lockstep.sum`, `lockstep.all_gather` or
+    `lockstep.global_loss`.
 
-    Collective: every rank constructs it, with the same model. Parameters and buffers become those of rank 0.
+    Collective: every rank constructs it, with the same model. Rank 0's parameters and buffers are copied to all ranks.
 
     Args:
         module: the model, already on its device.
-        device_ids: None, or a list with this rank's one device, to which inputs are then moved.
-        output_device: must agree with `device_ids`; there for torch's signature.
-        dim: must be 0; there for torch's signature.
-        broadcast_buffers: with the gradients of each training step, give all ranks the buffers of the first; None
-            means True. The step ends with them equal; torch gives them out before the next forward pass, so what a
-            script writes to them between two steps is each rank's own in the next.
-        init_sync: check that the models agree, and give all ranks the parameters of the first.
-        process_group: who trains together; default the default group.
-        bucket_cap_mb: MiB of gradients that go out together; default 25. 0 makes a bucket for each.
-        find_unused_parameters: parameters may take no part in a step's loss, others on each rank. One that
-            no rank uses keeps its `.grad`, None where it was None.
+        device_ids: None, or a list with this rank's single device, to which inputs are then moved.
+        output_device: must agree with `device_ids`; for compatibility with torch.
+        dim: must be 0; for compatibility with torch.
+        broadcast_buffers: copy the first rank's buffers to all ranks along with the gradients of each training step;
+            None means True. Buffers are equal when a step ends. torch copies them before the next forward pass instead,
+            so here values that a script writes to them between two steps stay local in the next.
+        init_sync: check that the models agree, and copy the first rank's parameters to all ranks.
+        process_group: the ranks that train together; by default the default group.
+        bucket_cap_mb: MiB of gradients that are averaged together; default 25. With 0 each has its own bucket.
+        find_unused_parameters: parameters may be unused in a step's loss, and different ones on each rank. A parameter
+            that no rank uses keeps its `.grad`, which may be None.
         check_reduction: ignored, as in torch.
-        gradient_as_bucket_view: gradients may be overwritten by the next backward pass although somebody still holds
-            them. False keeps what is held, and copies only then; see `gradient_memory.py`.
-        static_graph: the set of used parameters never changes. Allows re-entrant checkpointing, several
-            backward passes over shared layers, and parameters that are never used; gradients are averaged at the
-            end of the backward pass.
-        delay_all_reduce_named_params: refused; here so that the refusal can say what to do.
+        gradient_as_bucket_view: let the next backward pass overwrite gradients that are still referenced. False
+            preserves them, and copies only if there are such references; see `gradient_memory.py`.
+        static_graph: the set of used parameters never changes. Allows re-entrant checkpointing, several backward passes
+            over shared layers, and parameters that are never used; gradients are averaged at the end of the backward
+            pass.
+        delay_all_reduce_named_params: refused, with advice on what to do instead.
         param_to_hook_all_reduce: refused.
         mixed_precision: refused.
         device_mesh: a mesh of one dimension, instead of `process_group`.
-        skip_all_reduce_unused_params: accepted for torch's signature; what is unused everywhere keeps its `.grad`.
+        skip_all_reduce_unused_params: ignored; parameters that are unused on all ranks always keep their `.grad`.
         bucket_cap_mb_list: refused.
-        batched_grad_copy: always so here; accepted for torch's signature.
+        batched_grad_copy: ignored; always done here.
         forward_sync_buffers: torch's newer name for `broadcast_buffers`.
-        lazy_bucket_allocation: accepted for torch's signature; buckets are made here.
+        lazy_bucket_allocation: ignored; buckets are allocated on construction.
 
     Attributes:
-        module: the model. Take `state_dict` from it for names without `module.`.
+        module: the model. Its `state_dict` has names without `module.`.
 
     Raises:
         NotInitialized: no process group.
-        ModelMismatch: on every rank, if models differ; names the first parameter that does.
-        ModelError: nothing to train, or parameters that cannot be; a module that is or contains an engine already;
-            from an optimizer's step, that it comes within the backward pass.
-        UnusedParameters: from `backward`, or where several backward passes were possible from the next
-            forward pass: parameters got no gradient.
+        ModelMismatch: on every rank, if models differ; names the first parameter that differs.
+        ModelError: there are no parameters to train, or some cannot be trained; `module` is or contains an engine; or,
+            raised by an optimizer's step, it runs within the backward pass.
+        UnusedParameters: parameters got no gradient. Raised by `backward`, or by the next forward pass if another
+            backward pass could still have followed.
 
-    Gradients of `Embedding(sparse=True)` and `EmbeddingBag(sparse=True)` are averaged by their entries, after the
-    others, and stay sparse (`sparse_gradients.py`).
+    Gradients of `Embedding(sparse=True)` and `EmbeddingBag(sparse=True)` are averaged entry by entry, after the others,
+    and stay sparse (`sparse_gradients.py`).
 
-    Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as torch's engine does. For parameters on the
-    CPU, glibc is told to keep the memory of gradients between steps, unless MALLOC_TRIM_THRESHOLD_ or the like is
-    set (`gradient_memory.py`).
+    Names in `module._ddp_params_and_buffers_to_ignore` are ignored, as in torch. For parameters on the CPU, glibc is
+    set to keep the memory of gradients between steps, unless MALLOC_TRIM_THRESHOLD_ or a similar variable is set
+    (`gradient_memory.py`).
     """
 
-    # Where no loader says what ranks hold, they must come with equally many rows. Engines of others average plainly.
+    # Without a loader, ranks must have the same number of rows; Apex's engine averages plainly instead.
     _compares_rows = True
     _averages_at_once = True
     number: int
@@ -187,10 +187,10 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self._orders_differ = find_unused_parameters and has_sync_batchnorm(module)
         self._feeding = Feeding(group, collective_device(group, self.device), module)
         self._joined = Steps(group, self.device)
-        self.number = -1  # of a copy
+        self.number = -1  # for a copy
         if self._averages_at_once:
             self.number = next(_numbers.setdefault(group, itertools.count()))
-            self._reducer  # noqa: B018  made now, while all ranks are here
+            self._reducer  # noqa: B018  created now, while all ranks are here
         for other in engines():
             other.give_way(self._own)
         note_engine(self)
@@ -198,11 +198,11 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         watch_steps()
 
     def _register(self) -> None:
-        """What requires a gradient is averaged from now on, in the dtype that it has. Local.
+        """Average the parameters that now require a gradient, in their current dtype. Local.
 
-        At first, and when a frozen part was unfrozen, or the model was converted (`model.double()`).
+        Called on construction, and after a part was unfrozen or the model was converted (`model.double()`).
 
-        The reducer is then made anew in the next backward pass, which every rank makes.
+        The reducer is then recreated in the next backward pass, which every rank runs.
         """
         vars(self).pop("_reducer", None)
         module, group, ignored = self.module, self.process_group, self._ignored
@@ -226,7 +226,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     @functools.cached_property
     def _reducer(self) -> Reducer:
-        """Collective when it is made: with the engine; of a copy, or when it is made anew, in a backward pass."""
+        """Collective when it is created: with the engine; for a copy, or when recreated, in a backward pass."""
         parameters, cap_bytes = self._parameters_to_reduce, max(int(self._cap_mib * _MIB), 1)
         stand_ins = find_stand_ins(parameters, self._sharded)
         plans = plan_buckets(parameters, cap_bytes, min(cap_bytes, _FIRST_BUCKET_BYTES), self._sparse, stand_ins)
@@ -261,14 +261,14 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A copy of the model with an engine of its own, as AveragedModel makes one. Local, until it trains.
+        """A copy of the model with its own engine, as made by AveragedModel. Local, until the copy trains.
 
-        With what users have put on it: attributes, hooks, modules, buffers. The constructor of a subclass is not run;
-        what it has made is copied.
+        Includes attributes, hooks, modules and buffers that users have added. The constructor of a subclass is not run;
+        what it created is copied.
         """
         kind = type(self)
         twin = memo[id(self)] = kind.__new__(kind)
-        # Groups are of the process, and cannot be copied.
+        # Groups belong to the process, and cannot be copied.
         memo.update((id(each), each) for each in vars(self).values() if isinstance(each, dist.ProcessGroup))
         twin._averages_at_once = False
         DistributedDataParallel.__init__(
@@ -286,7 +286,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         twin._hook = self._hook
         twin._backward.pause(self._backward.is_paused)
         of_modules = vars(torch.nn.Module()).keys()  # with submodules, parameters, buffers and hooks, in dicts
-        made = {*vars(twin), "_reducer"} - of_modules  # that is made when the copy trains
+        made = {*vars(twin), "_reducer"} - of_modules  # created when the copy trains
         for name, value in torch.nn.Module.__getstate__(self).items():  # type: ignore[no-untyped-call]
             if name not in made:
                 vars(twin)[name] = copy.deepcopy(value, memo)
@@ -299,14 +299,14 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         )
 
     def _set_static_graph(self) -> None:
-        """Torch's name for `static_graph=True` of an engine that is there. Before the first step, on all ranks."""
+        """torch's way to set `static_graph=True` on an existing engine. Call it before the first step, on all ranks."""
         self.static_graph = True
         if "_reducer" in vars(self):
             self._reducer.may_go_early = False
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: Iterable[str]) -> None:
-        """Torch's name for `module._ddp_params_and_buffers_to_ignore = names`, before the module is wrapped. Local."""
+        """torch's way to set `module._ddp_params_and_buffers_to_ignore` before the module is wrapped. Local."""
         setattr(module, _IGNORED, names)
 
     # ---- forward -------------------------------------------------------------------------------
@@ -315,11 +315,11 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward pass will average gradients.
 
-        In evaluation mode, or without gradients, this is the module alone and no rank waits for another.
+        In evaluation mode, or without gradients, this just runs the module, and no rank waits for another.
 
         Raises:
-            UnusedParameters: an earlier backward pass left gradients to another one, which did not come.
-            InputError: how many samples it holds cannot be told from its inputs.
+            UnusedParameters: an earlier backward pass left gradients to another one, which was not run.
+            InputError: the number of samples cannot be determined from the inputs.
         """
         forward, inputs, kwargs = self._pre_forward(inputs, kwargs)
         with profiler_range("lockstep.DistributedDataParallel.forward"), batch.hand.active(forward.feed.share, forward):
@@ -332,7 +332,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     @left_out(with_what_it_calls=True)
     def _pre_forward(self, inputs: Any, kwargs: Any) -> tuple[ForwardPass, Any, Any]:
-        """Who watches the forward pass, and what the module is called with. Local, but in `join`."""
+        """Prepare a forward pass; returns it with the module's inputs. Local, except in `join`."""
         with_gradients = torch.is_grad_enabled()
         seeding.begin_torch_stream(with_gradients)
         joins = join_config_of(self).enable
@@ -342,7 +342,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         if with_gradients:
             if joins:
                 syncs = self._agree_on_step(inputs, kwargs, syncs)
-            if current_graph_task_id() == _NO_TASK:  # else a checkpoint repeats it inside a backward pass
+            if current_graph_task_id() == _NO_TASK:  # otherwise a checkpoint repeats it inside a backward pass
                 if self.changes.were_unfrozen() or self._parameters_to_reduce[0].dtype is not self._dtype:
                     self._register()
                 self._backward.pre_forward(syncs)
@@ -357,7 +357,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     @left_out(with_what_it_calls=True)
     def _post_forward(self, forward: ForwardPass, output: Any) -> Any:
-        """What the module has returned, watched. Local."""
+        """The module's output, with hooks that notice its backward pass. Local."""
         if not forward.syncs and forward.is_plain and not forward.feed.claim:
             return output
         output, roots = forward.leave(output)
@@ -366,7 +366,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     @untraced
     def _feed(self, inputs: Any, kwargs: Any, with_gradients: bool, syncs: bool, joins: bool) -> Feed:
-        """What goes through the model; see `feeding.py`. Local."""
+        """The samples that the forward pass holds; see `feeding.py`. Local."""
         if with_gradients and joins:
             feed = Feed(self._joined.share.weight, self._joined.share)
         elif with_gradients and self._world_size > 1:
@@ -386,17 +386,17 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     @contextmanager
     def samples(self, count: int) -> Iterator[None]:
-        """Say how many samples this rank's loss is the mean over, for forward passes inside. Collective, but in `join`.
+        """Declare how many samples this rank's loss averages, for forward passes inside. Collective, but in `join`.
 
-        For inputs that do not tell: sequence first, lists of unequal tensors, data that is no batch of a loader. All
-        ranks together hold the sum of their counts, and each weighs as much as it has of it.
+        For inputs that do not show it: sequence first, lists of unequal tensors, data that is no batch of a loader.
+        Each rank is weighted by its fraction of the sum of all counts.
 
         Args:
-            count: of samples of this rank, any integer; 0 for a filler (`lockstep.is_filler`).
+            count: number of samples of this rank, any integer type; 0 for a filler (`lockstep.is_filler`).
 
         Raises:
             InputError: negative, or 0 on all ranks.
-            InputTypeError: no integer.
+            InputTypeError: not an integer.
         """
         joins = join_config_of(self).enable
         share = share_said(count, self.process_group, collective_device(self.process_group, self.device), joins)
@@ -407,11 +407,11 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     @property
     def steps_joined(self) -> Steps | None:
-        """Within `join`, what the ranks agree on in its steps. Local."""
+        """Within `join`, the object by which ranks agree on its steps. Local."""
         return self._joined if join_config_of(self).enable else None
 
     def buffers_to_sync(self) -> list[torch.Tensor]:
-        """Buffers that all ranks shall have from the first rank when this step is over. Local."""
+        """Buffers to copy from the first rank to all ranks at the end of this step. Local."""
         if not (self._buffers_of_ranks and self.broadcast_buffers and self.training and self._world_size > 1):
             return []
         # A module may have replaced or removed one; TorchScript's mapping has no `get`.
@@ -419,21 +419,21 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         return [buffer for buffer in found if buffer is not None]
 
     def brings_now(self, parameter: torch.Tensor) -> bool:
-        """Whether the backward pass under way came by this engine, which averages the parameter. Local."""
+        """Whether the current backward pass came through this engine, and it averages the parameter. Local."""
         return self._backward.came_by(current_graph_task_id()) and id(parameter) in self._own
 
     def may_average(self, parameters: frozenset[int]) -> bool:
-        """Whether a backward pass of this engine has begun or may begin, in which it averages any of them. Local."""
+        """Whether a backward pass in which this engine averages any of these has begun or may begin. Local."""
         return self._backward.phase is not Phase.IDLE and not self._own.isdisjoint(parameters)
 
     def give_way(self, parameters: frozenset[int]) -> None:
-        """Another engine is made for these parameters, and takes the gradients that come past all outputs. Local."""
+        """Cede to a new engine for these parameters the gradients that bypass all outputs. Local."""
         if not self._own.isdisjoint(parameters):
             self._backward.forget()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without averaging, for forward passes inside. Local, on all ranks alike."""
+        """Accumulate gradients without averaging, for forward passes inside. Local, but use it on all ranks alike."""
         previous = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -444,8 +444,8 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let `hook(state, bucket)` reduce each bucket; it returns a future of the reduced flat tensor.
 
-        Hooks of `torch.distributed.algorithms.ddp_comm_hooks` work unchanged. A hook gets gradients
-        as they are: it divides by the world size itself. Local, the same on all ranks.
+        Hooks from `torch.distributed.algorithms.ddp_comm_hooks` work unchanged. A hook gets unscaled gradients and
+        divides by the world size itself. Local; register the same hook on all ranks.
         """
         if not callable(hook):
             raise InputTypeError(f"a communication hook must be callable, got {type(hook).__name__}")
@@ -455,12 +455,12 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     # ---- what others ask -----------------------------------------------------------------------
 
     def pre_step(self, optimizer: torch.optim.Optimizer, arguments: StepArguments) -> StepArguments | None:
-        """An optimizer is about to step; see `AveragingModule`. Local.
+        """Called when an optimizer is about to step; see `AveragingModule`. Local.
 
         Raises:
-            ModelError: it steps within the backward pass, by this rank's own gradients; or there are parameters that
+            ModelError: it steps within the backward pass, with this rank's own gradients; or there are parameters that
                 no engine averages.
-            UnusedParameters: a backward pass has left gradients to another one, which did not come.
+            UnusedParameters: a backward pass left gradients to another one, which was not run.
         """
         self.changes.check(optimizer)
         if self._own.isdisjoint(map(id, parameters_of(optimizer))):
@@ -486,21 +486,21 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         self._backward.step_comes_within()
 
     def check_unread(self) -> None:
-        """Look at what the ranks have compared on a GPU, and nobody has read yet. Local.
+        """Check results of comparisons between ranks that are still unread on a GPU. Local.
 
         Raises:
-            CollectiveMismatch: they averaged gradients of different batches.
+            CollectiveMismatch: the ranks averaged gradients of different batches.
         """
         if "_agreement" in vars(self):
             self._agreement.read_claims(0)
 
     @property
     def has_averaged(self) -> bool:
-        """Whether a backward pass has been averaged since the engine was made. Local."""
+        """Whether any backward pass of this engine has been averaged. Local."""
         return self._agreement.num_averagings > 0
 
     def tensors_alike(self) -> dict[str, torch.Tensor]:
-        """What is the same on all ranks when training is over; none with a communication hook, which decides. Local."""
+        """Tensors that should end up equal on all ranks; none with a communication hook, which decides. Local."""
         return {} if self._hook is not None else find_alike(self.module, self._ignored, self.broadcast_buffers)
 
     # ---- join: ranks with fewer batches --------------------------------------------------------
@@ -513,13 +513,14 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     ) -> Join:
         """A context in which ranks may run out of batches at different times.
 
-        A rank that leaves early keeps answering the collectives of the others with zeros. With
-        `lockstep.DataLoader` nobody needs it: every rank has the same number of batches there. Of ranks with other
-        numbers of rows (by tag, `samples`, or first size of the first input) the mean is that over all rows.
+        A rank that finishes early keeps contributing zeros to the collectives of the others. With `lockstep.DataLoader`
+        this is not needed: it gives every rank the same number of batches. If ranks have different numbers of rows
+        (from the tag, `samples`, or the first input's first dimension), the mean is taken over all rows.
 
         Args:
-            divide_by_initial_world_size: keep dividing by all ranks, as torch does; False: by those still training.
-            enable: False turns the context off.
+            divide_by_initial_world_size: keep dividing by the number of all ranks, as torch does; if False, by the
+                number of those still training.
+            enable: False disables the context.
             throw_on_early_termination: raise on all ranks as soon as one has no more batches.
         """
         return RepeatableJoin(
@@ -530,7 +531,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank does that has joined; called by torch's `Join`."""
+        """The actions of a rank that has joined; called by torch's `Join`."""
         if self._sharded:
             raise ModelError(f"Join: {JOIN_ADVICE}")
         self._joined.divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))

@@ -1,32 +1,32 @@
-"""Finds out from its inputs how many samples of the global batch a forward pass holds.
+"""Determines from its inputs how many samples of the global batch a forward pass holds.
 
-[Note: what a forward pass holds] In this order:
+[Note: what a forward pass holds] It is determined from, in this order:
 
-1. What the user says: `with model.samples(n)`.
-2. The tag of the batch that a tensor came with (`lockstep.batch`): of the tensor, and of views of it.
-3. Where a `lockstep.DataLoader` is in use that splits over these ranks: the size of the inputs, see below. Where on
-   some rank batches of different numbers of samples have one size, the ranks tell each other theirs, and all sizes
-   together say which batch it is.
-4. Without such a loader all ranks count the same, and must have come with inputs of one size.
+1. The user's declaration: `with model.samples(n)`.
+2. The tag (`lockstep.batch`) of a tensor that a loader yielded, or of a view of it.
+3. If a `lockstep.DataLoader` that splits over these ranks is in use: the size of the inputs, see below. If on any rank
+   batches with different numbers of samples have the same size, the ranks exchange their sizes, which together identify
+   the batch.
+4. Without such a loader, all ranks have the same weight, and their inputs must have the same size.
 
-[Note: one size] A forward pass without a tag is of a batch that a loader has yielded before, for training, and of which
-this rank's rows are those of its arguments ([Note: rows] in `rows.py`). What is
-of no such batch is an error, which asks the script, unless all batches divide evenly: then every forward pass weighs
-the same, and as without a loader all ranks must have come with inputs of one size. So one row beside the batches, such
-as the code of a hypernetwork, is not taken for a last batch of one sample that is still to come.
+[Note: one size] A forward pass without a tag belongs to a training batch that a loader has already yielded, and of
+which this rank has as many rows as the arguments ([Note: rows] in `rows.py`). If there is no such batch, it is an error
+that asks for `samples`, unless all batches divide evenly: then every forward pass has the same weight, and as without a
+loader, the inputs of all ranks must have the same size. So a single row that is no batch, such as the code of a
+hypernetwork, is not taken for a last batch of one sample that is still to come.
 
-Where a rank went by a size, a claim travels with the gradients and is compared (`rank_agreement.py`), so that ranks
-that understood different things stop. What ranks tell each other they tell in the backward pass, which all of
-them make; a forward pass waits for nobody.
+If a rank relied on a size, a claim is sent with the gradients and compared (`rank_agreement.py`), so that ranks that
+came to different results stop. Ranks exchange sizes in the backward pass, which all of them run; a forward pass never
+waits for another rank.
 
-[Note: gradients of an evaluation] In evaluation mode a script may want gradients of inputs, of a few samples and on one
-rank only (saliency maps, attacks). What does not fit together then is an error only if gradients reach parameters.
+[Note: gradients of an evaluation] In evaluation mode a script may compute gradients of inputs, for a few samples and on
+one rank only (saliency maps, attacks). Inconsistent inputs are then an error only if gradients reach parameters.
 
-[Note: parts of a batch] A slice of a batch (micro-batches cut from it) is weighted as the whole batch is: with a loss
-divided by the number of slices that gives the mean over the batch, provided that all slices have one size and
-that together they are the batch. The first is checked at once, the second when other batches come. Slices of each
-tensor of a batch count for themselves (chosen and rejected answers), and each may come several times, all equally
-often.
+[Note: parts of a batch] A slice of a batch (micro-batches cut from it) has the weight of the whole batch: with a loss
+divided by the number of slices, that gives the mean over the batch, provided that all slices have the same size and
+together make up the batch. The first condition is checked at once, the second when other batches come. Slices of
+different tensors of a batch are counted separately (chosen and rejected answers), and each slice may come several
+times, all equally often.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Feed:
-    """What one forward pass holds.
+    """The samples that one forward pass holds.
 
     Attributes:
-        weight: of its gradients, relative to an even share.
-        share: of the global batch; None where it is of none.
-        claim: what all ranks must have understood alike; "" where there is nothing to compare.
-        question: finds out the weight where it is not known yet; collective, if it asks the other ranks. Asked in the
-            backward pass, which all ranks make: a forward pass waits for nobody, and one rank may make it alone.
+        weight: weight of its gradients, relative to an even share.
+        share: its share of the global batch; None if it belongs to none.
+        claim: the interpretation that must be the same on all ranks; "" if there is nothing to compare.
+        question: determines the weight if it is not known yet; collective if it asks the other ranks. Called in the
+            backward pass, which all ranks run: a forward pass waits for no rank, and may run on one rank alone.
     """
 
     weight: float = 1.0
@@ -81,7 +81,7 @@ class Feed:
     question: Callable[[], Feed] | None = None
 
     def settled(self) -> Feed:
-        """The same with its weight. Collective where there is a question."""
+        """The same with a known weight. Collective if there is a question."""
         return self if self.question is None else self.question().settled()
 
 
@@ -89,20 +89,20 @@ PLAIN = Feed()
 
 
 def share_said(count: Any, group: dist.ProcessGroup, device: torch.device, joins: bool) -> BatchShare:
-    """What a script has said that this rank holds. Collective, but within `join`.
+    """This rank's share as declared by the script. Collective, except within `join`.
 
     Args:
-        count: Python's, NumPy's, or a tensor of one integer.
-        group: the ranks.
-        device: where it takes small tensors from.
-        joins: within `join`, whose steps add up: ranks that have joined are not here.
+        count: an integer of Python or NumPy, or a tensor of one integer.
+        group: the ranks that share the batch.
+        device: device of small tensors in the group's collectives.
+        joins: whether within `join`, whose steps add up the counts, because ranks that have joined are not here.
 
     Raises:
         InputError: negative, or 0 on all ranks.
-        InputTypeError: no integer.
+        InputTypeError: not an integer.
     """
     try:
-        # NumPy before 2.3 has its own truth values pass as integers.
+        # NumPy before 2.3 accepts its own bools as integers.
         is_truth = isinstance(count, bool) or str(getattr(count, "dtype", None)) in ("bool", "torch.bool")
         number = None if is_truth else operator.index(count)
     except TypeError:
@@ -120,12 +120,12 @@ _since_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKe
 
 
 class Feeding:
-    """Tells for one engine what each of its forward passes holds.
+    """Determines the samples of each forward pass of one engine.
 
     Args:
         group: the ranks over which the engine averages.
-        device: where the group takes small tensors from.
-        module: the model. An engine that wraps it again keeps to the loaders that the first one went by.
+        device: device of small tensors in the group's collectives.
+        module: the model. Another engine for the same model uses the same loaders as the first one.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, module: torch.nn.Module) -> None:
@@ -135,11 +135,11 @@ class Feeding:
         self._rank = group.rank()
         self._parts = Parts()
         self._since = _since_wrapped.setdefault(module, batch.hand.since_now())
-        self._plain_shape: torch.Size | None = None  # of the last input while no loader was known, and what it was
+        self._plain_shape: torch.Size | None = None  # of the last input while no loader was known, and its feed
         self._plain_feed = PLAIN
 
     def look(self, inputs: Any, trains: bool) -> BatchShare | None:
-        """The share of a forward pass that needs no weight, if it can be told without asking others. Local.
+        """The share of a forward pass that needs no weight, if it is known without asking other ranks. Local.
 
         Args:
             inputs: positional and keyword arguments of the model.
@@ -154,7 +154,7 @@ class Feeding:
         return self._share_of(self._matches(rows_in(inputs), trains), trains)
 
     def count_rows(self, inputs: Any) -> int:
-        """How many rows a forward pass within `join` holds on this rank; 1 where inputs have none. Local."""
+        """Number of rows of a forward pass within `join` on this rank; 1 if the inputs have none. Local."""
         held = batch.hand.held()
         if held is not None:
             return held.local_samples
@@ -167,24 +167,24 @@ class Feeding:
         return tag.share.local_samples if piece is None or not tag.share.local_samples else piece.rows
 
     def resolve(self, inputs: Any, trains: bool, syncs: bool) -> Feed:
-        """What a forward pass with gradients holds. Local; where a size does not say it, with a question.
+        """The samples of a forward pass with gradients. Local; if the size is ambiguous, with a question.
 
         Args:
             inputs: positional and keyword arguments of the model.
             trains: the model is in training mode.
-            syncs: its backward pass averages gradients. One that does not may be made by some ranks only, unless
-                they walk a loader that splits over them.
+            syncs: whether its backward pass averages gradients. If not, only some ranks may run it, unless they iterate
+                over a loader that splits over them.
 
         Raises:
-            InputError: it cannot be told, or the inputs are of several batches. In evaluation mode it is raised when
-                gradients reach parameters.
+            InputError: the samples cannot be determined, or the inputs are from several batches. In evaluation mode it
+                is raised when gradients reach parameters.
         """
         try:
             return self._resolve(inputs, trains, syncs)
         except InputError as error:
             if trains:
                 raise
-            refusal = error.with_traceback(None)  # which would keep the inputs
+            refusal = error.with_traceback(None)  # a traceback would keep the inputs alive
 
         def refuse() -> NoReturn:
             raise refusal
@@ -211,7 +211,7 @@ class Feeding:
         if not batch.plans.must_ask(self._rank, self._world_size, self._since):
             feed = self._by_size(rows, trains, lambda: show_inputs(inputs))
             return feed if _is_sure(feed.share, trains) else Feed(question=lambda: feed)
-        shown = show_inputs(inputs)  # now: the question must not keep the inputs
+        shown = show_inputs(inputs)  # now, because the question must not keep the inputs alive
         matches = self._matches(rows, trains)
         known = self._share_of(matches, trains)
 
@@ -221,7 +221,7 @@ class Feeding:
         return self._ask(rows if matches and rows else 0, follow, known)
 
     def _ask(self, rows: int, follow: Callable[[torch.Tensor], Feed], share: BatchShare | None = None) -> Feed:
-        """What follows from the rows that each rank holds, once they are asked for."""
+        """A feed whose question asks all ranks for their rows, and passes them to `follow`."""
 
         def ask() -> Feed:
             of_ranks = torch.zeros(self._world_size, dtype=torch.int64, device="cpu")
@@ -239,16 +239,16 @@ class Feeding:
         show: Callable[[], str],
         rows_of_ranks: tuple[int, ...] | None = None,
     ) -> Feed:
-        """What inputs of so many rows are. Local.
+        """The samples of inputs with this number of rows. Local.
 
         Args:
-            rows: that may stand for a batch.
-            trains: the model is in training mode.
-            show: says the inputs in words, for an error.
-            rows_of_ranks: how many rows each rank holds; None where nobody has asked.
+            rows: number of rows that may identify a batch.
+            trains: whether the model is in training mode.
+            show: describes the inputs, for an error.
+            rows_of_ranks: number of rows on each rank; None if the ranks were not asked.
 
         Raises:
-            InputError: nothing, or several things, as far as ranks weigh them differently.
+            InputError: they match no batch, or several with different weights.
         """
         for is_last in (False, True):
             divisions = batch.plans.divisions(self._rank, self._world_size, self._since)
@@ -262,15 +262,15 @@ class Feeding:
                 break
             if is_last:
                 raise InputError(self._explain(rows, show(), divisions))
-            gc.collect()  # no step comes here: an error would be next. Loaders in a reference cycle may be gone
+            gc.collect()  # rare: an error would be next. Loaders in a reference cycle may be freed
             batch.tags.purge()
-        # Nothing says how many samples: right if all ranks have the same.
+        # The number of samples is unknown, which is right if all ranks have the same.
         return Feed(claim=f"{'no' if rows is None else rows} rows on each rank")
 
     def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
         if share.world_size == self._world_size:
             return Feed(share.weight, share, f"{share.global_samples} samples")
-        # A loader splits over other ranks than the engine averages over: the batch of these is what they hold.
+        # The loader splits over other ranks than the engine averages over: add up the samples of the engine's ranks.
         if not may_ask:
             return Feed(share=share)
 
@@ -314,7 +314,7 @@ class Feeding:
         return feed if num_parts == 1 else replace(feed, claim=f"{feed.claim} in {num_parts} parts")
 
     def _matches(self, rows: int | None, trains: bool) -> list[Division]:
-        """The divisions with so many rows on this rank, one of each number of samples. See [Note: one size]."""
+        """The divisions with this number of rows on this rank, one per number of samples. See [Note: one size]."""
         divisions = batch.plans.divisions(self._rank, self._world_size, self._since)
         found = [
             each
@@ -324,7 +324,7 @@ class Feeding:
         return list({each.num_samples: each for each in found}.values())
 
     def _share_of(self, divisions: Sequence[Division], trains: bool) -> BatchShare | None:
-        """What this rank holds, where all of these say the same. Local."""
+        """This rank's share, if it is the same in all of these divisions. Local."""
         shares = [each.share(self._rank) for each in divisions]
         are_one = len({share.local_samples for share in shares}) == 1
         return shares[0] if are_one and _is_sure(shares[0], trains) else None
@@ -343,7 +343,7 @@ class Feeding:
 
 
 def _what_to_write(rows: int | None) -> str:
-    """The cure, as far as it shows in the batches that the loop has taken last. Local."""
+    """Advice for an error, as far as the latest batches allow it. Local."""
     latest = [each.rows or each.local_samples for each in batch.hand.latest_of_each()]
     if rows and len(latest) > 1 and sum(latest) == rows:
         return (
@@ -365,16 +365,16 @@ def _what_to_write(rows: int | None) -> str:
 
 
 def _is_sure(share: BatchShare | None, trains: bool) -> bool:
-    """Whether inputs that have the size of this share may be taken for it.
+    """Whether inputs of this share's size may be taken for it.
 
-    In evaluation mode one row, which is the size of a filler, may be data of any other loader. The loop tells then
-    which batch is in hand.
+    In evaluation mode a single row, the size of a filler, may come from any other loader. Then the loop decides which
+    batch is in hand.
     """
     return trains or share is None or share.local_samples > 0
 
 
 def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
-    """Tensors of the inputs that came with a batch."""
+    """The tagged tensors among the inputs, with their tags."""
     args, kwargs = inputs
     tensors = tensors_in(inputs if kwargs else args)
     return [(tensor, tag) for tensor in tensors if (tag := batch.tags.find_tag(tensor)) is not None]
@@ -386,14 +386,14 @@ def describe_share(share: BatchShare) -> str:
 
 
 class Slice(NamedTuple):
-    """Some of the samples of a batch, as a tensor shows them.
+    """A slice of a batch, as seen from one tensor.
 
     Attributes:
-        of: the batch, in words.
-        rows: how many samples.
-        of_rows: how many samples of the batch this rank holds.
-        memory: of the batch, its address.
-        offset: of the slice's first element in that memory.
+        of: description of the batch.
+        rows: number of samples in the slice.
+        of_rows: number of samples of the batch on this rank.
+        memory: address of the batch's memory.
+        offset: offset of the slice's first element in that memory.
     """
 
     of: str
@@ -404,7 +404,7 @@ class Slice(NamedTuple):
 
 
 def slice_of(tensor: torch.Tensor, tag: Tag) -> Slice | None:
-    """What this view of a tensor that came with a batch takes of it; None where it takes all. Local."""
+    """The slice of a batch that this view of a tagged tensor is; None if it is all of it. Local."""
     rows = _rows_of(tensor, tag)
     if rows is None or rows == tag.rows:
         return None
@@ -413,19 +413,19 @@ def slice_of(tensor: torch.Tensor, tag: Tag) -> Slice | None:
 
 
 class Parts:
-    """Batches of which slices went through the model. See [Note: parts of a batch]."""
+    """Batches that went through the model in slices. See [Note: parts of a batch]."""
 
-    # Two loaders may take turns; a third batch shows that the slices of the first were all there will be.
+    # Two loaders may alternate; with a third batch, the slices of the first are complete.
     _MAX_OPEN = 2
 
     def __init__(self) -> None:
         self._open: dict[str, dict[int, _Part]] = {}  # by batch, and by memory
 
     def add(self, piece: Slice) -> int:
-        """A forward pass takes that slice. Returns into how many parts its batch is cut.
+        """Note that a forward pass uses that slice. Returns the number of parts of its batch.
 
         Raises:
-            InputError: the parts cannot add up to the mean over the batch.
+            InputError: the parts do not add up to the mean over the batch.
         """
         rows, of_rows = piece.rows, piece.of_rows
         parts = self._open.setdefault(piece.of, {})
@@ -448,7 +448,7 @@ class Parts:
 
     def _refuse_first(self) -> NoReturn:
         what, parts = next(iter(self._open.items()))
-        part = next(iter(parts.values()))  # not whole, or not level
+        part = next(iter(parts.values()))  # incomplete, or not equally often
         self._open.clear()
         if part.is_whole:
             raise InputError(
@@ -466,10 +466,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Part:
-    """The slices that came of one tensor of a batch.
+    """The slices of one tensor of a batch that have come so far.
 
     Attributes:
-        passes: how often each came, by its offset.
+        passes: how often each slice came, by offset.
     """
 
     rows: int
@@ -486,12 +486,12 @@ class _Part:
 
     @property
     def is_level(self) -> bool:
-        """Whether all came equally often."""
+        """Whether all slices came equally often."""
         return len(set(self.passes.values())) == 1
 
 
 def _rows_of(tensor: torch.Tensor, tag: Tag) -> int | None:
-    """How many rows of the tensor that was yielded this view of it has; None where that cannot be told, or is all."""
+    """Number of rows of the yielded tensor in this view of it; None if unknown, or all of them."""
     if tensor.numel() == tag.numel or tag.rows < 2 or tag.rows != (tag.share.local_samples or tag.rows):
         return None
     strides = list(zip(tensor.stride(), tensor.shape, strict=True))

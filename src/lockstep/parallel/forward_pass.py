@@ -1,24 +1,23 @@
-"""Hooks on what enters and leaves one forward pass, so that its backward pass is noticed and weighted exactly.
+"""Hooks on the inputs and outputs of one forward pass, which notice its backward pass and weight it exactly.
 
 [Note: exact weighting] Rank r holds n_r of the n samples of a global batch and computes the mean over its n_r. The
 gradient of the mean over all n is the mean over ranks of the local gradients times the weight n_r * W / n. The weight
-goes onto the gradient that enters the model at its outputs: so it is exact for every micro-batch of an
-accumulation, does not touch terms of the loss that do not depend on the batch, and costs nothing when it
-is 1, as with all batches that divide evenly.
+is applied to the gradient that enters the model at its outputs: so it is exact for every micro-batch of an
+accumulation, does not affect terms of the loss that do not depend on the batch, and costs nothing if it is 1, as for
+all batches that divide evenly.
 
-[Note: weighted once] A path from the loss to a parameter may pass several such places: outputs computed
-from each other, a tensor returned twice, or two engines in a row (a decoder behind an encoder). So where there are
-several outputs each gets a copy of its own, and inputs that require a gradient take the weight off again. Only a pass
-that accumulates into parameters of the model is weighted: `torch.autograd.grad` gives what it gives without an engine.
+[Note: weighted once] A path from the loss to a parameter may pass several such places: outputs computed from each
+other, a tensor returned twice, or two engines in a row (an encoder and a decoder). So if there are several outputs,
+each becomes a separate copy, and hooks on inputs that require a gradient remove the weight again. Only a pass that
+accumulates into parameters of the model is weighted: `torch.autograd.grad` gives the same result as without an engine.
 
-[Note: found by a loss] `lockstep.mean` and the like (`losses.py`) take the weight off again for their part of a loss.
-They find the forward passes that a loss comes from by marks on the outputs' nodes in the graph
-(`lockstep/batch/graph.py`).
+[Note: found by a loss] `lockstep.mean` and similar functions (`losses.py`) undo the weight for their part of a loss.
+They find the forward passes that a loss comes from by marks on the outputs' graph nodes (`lockstep/batch/graph.py`).
 
-These hooks do not see a gradient that reaches the parameters by another way, such as from a tensor that the model keeps
-as an attribute. It gets no weight, as outside a loader. A gradient through the graph of a gradient
-(`create_graph=True`) would get none either; it raises ModelError where the ranks do not divide the batch: when it is
-computed, in evaluation mode when a loss goes back through that graph to parameters.
+These hooks do not see a gradient that reaches the parameters by another path, such as from a tensor that the model
+keeps as an attribute. It gets no weight, as outside a loader. Neither would a gradient through the graph of a gradient
+(`create_graph=True`), so that raises ModelError if the batch is not evenly divided: when the gradient is computed, or
+in evaluation mode, when a loss goes back through that graph to parameters.
 """
 
 from __future__ import annotations
@@ -46,29 +45,28 @@ _next_number = itertools.count().__next__
 
 class _Passes(Protocol):
     def pre_backward(self, output: int, forward: ForwardPass) -> bool:
-        """A gradient has come to an output; whether it reaches parameters of the model."""
+        """Called when a gradient has come to an output; returns whether it reaches parameters of the model."""
 
 
 class ForwardPass:
     """One forward pass of an engine.
 
     Args:
-        feed: what goes through, and so the weight for the gradients that enter at its outputs; see [Note: exact
-            weighting].
+        feed: its samples, and so the weight for the gradients that enter at its outputs; see [Note: exact weighting].
         syncs: whether its backward pass averages gradients.
-        group: whose ranks average.
-        backward: a weak reference to what is asked where a gradient has come to an output. Weak, because the engine
+        group: the ranks that average.
+        backward: a weak reference to the object that is notified of gradients at outputs. Weak, because the engine
             keeps the graph's roots, and a cycle through the graph is never freed.
-        own: `id` of the parameters that the engine averages.
-        is_functional: it runs inside of `torch.func.grad` or the like, with other parameters than the model's.
-        trains: the model is in training mode.
+        own: `id` of each parameter that the engine averages.
+        is_functional: whether it runs inside `torch.func.grad` or similar, with other parameters than the model's.
+        trains: whether the model is in training mode.
 
     Attributes:
-        feed: what goes through; with a weight from `settle` on.
-        is_plain: nothing is to be weighted.
-        is_filler: nothing that this rank computes counts.
-        trains: the model is in training mode.
-        claimed_task: the last backward pass for which it was noted what the gradients are of.
+        feed: its samples; its weight is known after `settle`.
+        is_plain: whether gradients need no weight.
+        is_filler: whether this rank's samples do not count.
+        trains: whether the model is in training mode.
+        claimed_task: the last backward pass for which the batch of its gradients was noted.
     """
 
     def __init__(
@@ -89,18 +87,18 @@ class ForwardPass:
         self._backward = backward
         self._own = own
         self._is_functional = is_functional
-        self._weighted_task = -1  # the last backward pass in which the weight was put on
+        self._weighted_task = -1  # the last backward pass in which the weight was applied
 
     @property
     def has_weighted(self) -> bool:
-        """Whether the backward pass under way has come by the outputs, where gradients get their weight."""
+        """Whether the current backward pass has come through the outputs, where gradients get their weight."""
         return self._weighted_task == current_graph_task_id()
 
     def settle(self) -> float:
-        """The weight; asks the other ranks for what it depends on, if that was not done. Collective then.
+        """The weight. Collective if it depends on other ranks and they have not been asked yet.
 
         Raises:
-            InputError: how many samples the forward pass holds cannot be told.
+            InputError: the number of samples in the forward pass cannot be determined.
         """
         self._set_feed(self.feed.settled())
         return self.feed.weight
@@ -111,10 +109,10 @@ class ForwardPass:
         self.is_plain, self.is_filler = is_known and feed.weight == 1.0, is_known and feed.weight == 0.0
 
     def check_penalty(self) -> None:
-        """A gradient is computed with a graph of its own, and does not reach parameters. Collective, as `settle`.
+        """Check a gradient that is computed with a graph and does not reach parameters. Collective, as `settle`.
 
         Raises:
-            ModelError: the ranks do not divide the batch, and what a loss makes of the gradient would count plainly.
+            ModelError: the batch is not evenly divided, and a loss computed from the gradient would not be weighted.
         """
         if self._is_functional:  # `torch.func.grad` computes all its gradients with a graph
             return
@@ -128,26 +126,26 @@ class ForwardPass:
             )
 
     def enter(self, inputs: Any) -> Any:
-        """The inputs of the forward pass, with hooks where they need some."""
+        """The inputs of the forward pass, with hooks on those that need them."""
         return map_tensors(self._enter_one, inputs)
 
     def _enter_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad or id(tensor) in self._own:  # a parameter takes the weight as in the model
+        if not tensor.requires_grad or id(tensor) in self._own:  # a parameter gets the weight as in the model
             return tensor
-        # Neither a leaf, which would keep the hook, nor a view, which loses it when written to.
+        # Not a leaf, which would keep the hook, nor a view, which loses it when written to.
         entered = tensor.clone()
         entered.register_hook(self._take_weight_off)  # type: ignore[no-untyped-call]
         return entered
 
     def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        # To the inputs of a filler come zeros, which would be divided by zero.
+        # The inputs of a filler get zeros, which would be divided by zero.
         return gradient / self.feed.weight if self.has_weighted and not self.is_filler else None
 
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
-        """The output with hooks on its tensors that require a gradient, and the graph nodes of those by number.
+        """The output, with hooks on its tensors that require a gradient, and the graph nodes of these by number.
 
-        A leaf that is no parameter of the model stays as it is: no parameter is reached through it, and a script may
-        differentiate by it.
+        A leaf that is not a parameter of the model is left unchanged: no parameter is reached through it, and a script
+        may differentiate with respect to it.
         """
         roots: dict[int, Node] = {}
         separate = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
@@ -189,11 +187,11 @@ class ForwardPass:
         self._weighted_task = current_graph_task_id()
         if self.is_plain:
             return None
-        # Not multiplied by zero: what a filler sample gives may be infinite.
+        # Not multiplied by zero: a filler's gradient may be infinite.
         return torch.zeros_like(gradient) if self.is_filler else gradient * self.feed.weight
 
     def _with_way_back(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """In evaluation mode, where a graph of gradients begins: notices whether a loss goes back by it to parameters.
+        """In evaluation mode, at the start of a gradient's graph: notice if a loss goes back through it to parameters.
 
         See [Note: gradients of an evaluation] in `feeding.py`.
         """

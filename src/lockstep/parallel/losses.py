@@ -1,21 +1,21 @@
-"""Losses that are not a mean over samples: what one process would divide by, at any number of ranks.
+"""Losses that are not a mean over samples, with the divisor of a single process at any number of ranks.
 
-An engine weights what goes through it by the samples of each rank, which is right for a loss that is a mean over
-samples. For any other there is a function here. It gives the value that one process would have computed, on every rank,
-and gradients that are those of one process, once the engine has averaged them:
+An engine weights gradients by the number of samples of each rank, which is right for a loss that is a mean over
+samples. For any other loss there is a function here. On every rank it returns the value that one process would have
+computed, and after averaging, the gradients are those of one process:
 
-    loss = lockstep.mean(loss_sum, count)     a mean over something else: tokens, pixels, boxes, weighted classes
-    loss = lockstep.sum(loss_sum)             a sum
-    features = lockstep.all_gather(features)  what a loss over the samples of all ranks is computed from
-    loss = lockstep.global_loss(loss)         a loss that is right for torch's engine: divided by a global count by hand
+        loss = lockstep.mean(loss_sum, count)     a mean over something else: tokens, pixels, boxes, weighted classes
+        loss = lockstep.sum(loss_sum)             a sum
+        features = lockstep.all_gather(features)  inputs of a loss over the samples of all ranks
+        loss = lockstep.global_loss(loss)         a loss written for torch's engine, divided by a global count by hand
 
-Terms may be added up: each has its own divisor, and what is handed to none of these stays a mean over samples::
+Terms may be added: each has its own divisor, and a term without any of these functions stays a mean over samples::
 
     words = lockstep.mean(cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), (labels != -100).sum())
     loss = words + cross_entropy(order, is_next)
 
-With accumulation every micro-batch is divided by the count of its own. To divide all of a window by the count of the
-window, add that up first; leave fillers out of it (`lockstep.is_filler`)::
+With accumulation every micro-batch is divided by its own count. To divide all of a window by the window's count, add
+that up first, without fillers (`lockstep.is_filler`)::
 
     words = lockstep.sum(torch.tensor(float(count_of_the_window)))
     loss = lockstep.sum(loss_sum) / words
@@ -23,19 +23,19 @@ window, add that up first; leave fillers out of it (`lockstep.is_filler`)::
 [Note: divisors] An engine multiplies gradients by a rank's weight w = n_r·W/n and takes the mean over its W ranks. A
 loss that is the sum of l_r over ranks, divided by d, has the gradient sum(l_r')/d; so l_r' is multiplied by W/(d·w)
 here. The engine's forward passes that a loss comes from, and so w and W, are found in its graph
-(`lockstep/batch/graph.py`). Where there is none, as with torch's engine or inside of a `forward()`, w is 1 and W the
-size of the default group.
+(`lockstep/batch/graph.py`). If there are none, as with torch's engine or inside a `forward()`, w is 1 and W the size of
+the default group.
 
-[Note: what becomes of the value] Every rank holds the value, and may compute with it: a mean that is taken off
-each sample, a loss that a model returns and its engine weights. The gradient that comes back to it is this rank's g_r
-then, and that of one process the mean over ranks of w·g_r, by which l_r' is multiplied. It is asked for in the backward
-pass, by an all_reduce of two numbers. So where one rank's total has a graph, the value has one on every rank.
+[Note: what becomes of the value] Every rank gets the value and may compute with it: subtract a mean from each sample,
+or return a loss from a model, whose engine weights it. The gradient that comes back to the value is then this rank's
+g_r, and the gradient of one process is the mean over ranks of w·g_r, by which l_r' is multiplied. An all_reduce of two
+numbers in the backward pass computes it. So if one rank's total has a graph, the value has one on every rank.
 
 [Note: gradients of what was gathered] Rank r holds n_r of n samples, and computes a loss from the gathered features:
 the same on every rank, or the mean over its own samples against those of all. Either way the loss of one process is the
-sum of n_r/n times the losses of the ranks. So the gradient of the gathered features is the sum over ranks of theirs,
-each times the rank's weight w_r = n_r·W/n, divided by W; and since an engine multiplies what comes to its outputs by
-its own weight and takes the mean over W ranks, a rank hands the sum, divided by its own weight, to its own features.
+sum of n_r/n times the losses of the ranks. So the gradient of the gathered features is the sum over ranks of their
+gradients, each times the rank's weight w_r = n_r·W/n, divided by W. Since an engine multiplies gradients at its outputs
+by its weight and takes the mean over W ranks, each rank returns this sum, divided by its own weight, for its features.
 """
 
 from __future__ import annotations
@@ -60,30 +60,31 @@ __all__ = ["Origin", "all_gather", "find_origin", "global_loss", "mean", "sum"]
 def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """The mean over the items of all ranks: the sum of `total` over ranks, divided by the sum of `count`.
 
-    For a loss that is divided by something else than the number of samples: valid tokens (`ignore_index`, padding),
-    the weights of classes, pixels under a mask, boxes, positives. A rank may have none: its total counts all the same,
-    such as what the negatives of a focal loss add up to beside no positive. Only a total of nan with a count of 0
-    counts as 0: a model that returns the mean over its items gives that, `lockstep.mean(out.loss * n, n)`.
+    For a loss that is divided by something other than the number of samples: valid tokens (`ignore_index`, padding),
+    class weights, pixels under a mask, boxes, positives. The total of a rank with a count of 0 still counts, such as
+    that of a focal loss with negatives only. Only a total of nan with a count of 0 counts as 0, as results from a model
+    that
+    returns the mean over its items: `lockstep.mean(out.loss * n, n)`.
 
-    Collective: one all_reduce of three numbers, and of two in the backward pass; every rank calls it, and its backward
-    pass, at the same places.
+    Collective: one all_reduce of three numbers, and one of two in the backward pass; every rank calls it, and runs its
+    backward pass, at the same places.
 
     Args:
         total: 0-dim; the sum over this rank's items, with a graph while training.
-        count: how many items that is (or the sum of their weights), a number or a 0-dim tensor. Under a filler
-            nothing counts.
-        process_group: who has the items; default the group of the engine that `total` comes from, else the default
+        count: the number of these items (or the sum of their weights), as a number or 0-dim tensor. For a filler
+            neither counts.
+        process_group: the ranks to add up; by default the group of the engine that `total` comes from, else the default
             group.
 
     Returns:
-        0-dim, of `total`'s dtype and device: the same value on every rank. Where the count of all ranks is 0, what one
-        process gets, nan or infinite, and a gradient of 0. To divide by at least 1 write
-        `lockstep.sum(total) / lockstep.sum(count).clamp(min=1)`: a count that each rank clamps adds up to too much.
+        0-dim, of `total`'s dtype and device: the same value on every rank. If the count of all ranks is 0, it is nan or
+        infinite as in one process, with a gradient of 0. To divide by at least 1 write
+        `lockstep.sum(total) / lockstep.sum(count).clamp(min=1)`: counts clamped on each rank would add up to too much.
 
     Raises:
-        InputTypeError: `total` is no floating 0-dim tensor.
+        InputTypeError: `total` is not a floating 0-dim tensor.
         InputError: `total` comes from forward passes in which this rank holds different shares; or `count` requires a
-            gradient, which nobody computes.
+            gradient, which is not computed.
 
         >>> logits, labels = torch.zeros(3, 2), torch.tensor([0, 1, -100])
         >>> loss_sum = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
@@ -114,8 +115,8 @@ def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor
     Collective, as `mean`.
 
     Args:
-        total: 0-dim, floating; the sum over this rank's samples, with a graph while training. Under a filler that does
-            not count; a number without a graph counts as it is.
+        total: 0-dim, floating; the sum over this rank's samples, with a graph while training. A filler's total does not
+            count; one without a graph counts unchanged.
         process_group: as in `mean`.
 
     Returns:
@@ -134,11 +135,11 @@ def sum(total: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor
 
 
 def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """A loss of which the plain mean over ranks is right already: this rank's share of the samples is left out of it.
+    """A loss whose plain mean over ranks is already right: it is not weighted by this rank's share of the samples.
 
-    For losses that were divided by a global count and multiplied by the number of ranks by hand, as many programs do
-    for torch's engine. Not for losses over features that were gathered with gradients: for these there is
-    `lockstep.all_gather`. Every rank calls it, at the same places.
+    For losses that the script divides by a global count and multiplies by the number of ranks, as many programs do for
+    torch's engine. Not for losses over features gathered with gradients, for which there is `lockstep.all_gather`.
+    Every rank calls it, at the same places.
 
     Args:
         loss: 0-dim, with a graph.
@@ -148,7 +149,7 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
         The same value.
 
     Raises:
-        InputTypeError, InputError: as in `mean`; and for a loss over gathered features.
+        InputTypeError, InputError: as in `mean`; also for a loss over gathered features.
     """
     _check_scalar("global_loss", loss)
     origin = find_origin("global_loss", loss, process_group)
@@ -170,9 +171,9 @@ class Origin:
     """The forward passes that a loss comes from.
 
     Attributes:
-        group: of their engine; None for one process.
-        weight: that the engine gives their gradients on this rank.
-        is_filler: nothing that this rank computes counts.
+        group: their engine's group; None for one process.
+        weight: the weight that the engine gives their gradients on this rank.
+        is_filler: whether this rank's samples do not count.
     """
 
     group: dist.ProcessGroup | None
@@ -185,11 +186,11 @@ class Origin:
 
     @property
     def factor(self) -> float:
-        """For the gradient of a term of which one process would take the sum; see [Note: divisors]."""
+        """Factor that turns this rank's gradient into its part of a global sum; see [Note: divisors]."""
         return 0.0 if self.is_filler or not self.weight else self.world_size / self.weight
 
     def add_up(self, total: Tensor, count: Tensor) -> Tensor:
-        """The sums over ranks of both, and how many totals have a graph, float64 [3]. Collective."""
+        """The sums of both over ranks, and the number of totals with a graph, float64 [3]. Collective."""
         device = self.device(total)
         has_graph = torch.is_grad_enabled() and total.requires_grad
         own = torch.stack([total.detach().to(device, torch.float64), count.to(device, torch.float64)])
@@ -200,7 +201,7 @@ class Origin:
         return own
 
     def mean_over_ranks(self, gradient: Tensor) -> Tensor:
-        """The mean of what comes back on each rank, weighted. Collective. See [Note: what becomes of the value]."""
+        """The weighted mean of the gradients on all ranks. Collective. See [Note: what becomes of the value]."""
         if self.world_size == 1:
             return gradient
         own = gradient.detach().to(self.device(gradient), torch.float64)
@@ -210,12 +211,12 @@ class Origin:
         return (own[0] / own[1]).to(gradient.device, gradient.dtype)
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Where the group takes what is added up or gathered: that of the tensor, or nccl's. Local."""
+        """The device for collectives of the group: the tensor's, or nccl's. Local."""
         return tensor.device if self.group is None else collective_device(self.group, tensor.device)
 
 
 def _is_nothing(total: Tensor, count: Tensor) -> Tensor:
-    """Whether a total is 0 times the mean of nothing: a bool []; nobody waits for a GPU to know it. Local."""
+    """Whether a total is 0 times the mean of nothing: a bool [], computed without waiting for a GPU. Local."""
     return (count == 0) & total.detach().isnan()
 
 
@@ -229,19 +230,19 @@ def _check_scalar(name: str, loss: object) -> None:
 
 
 def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None, asks_the_loop: bool = True) -> Origin:
-    """Where a tensor comes from. Collective where a forward pass does not know its weight yet.
+    """The forward passes that a tensor comes from. Collective if one of them does not know its weight yet.
 
     Args:
-        name: of the function that asks, for errors.
-        loss: with or without a graph.
-        process_group: instead of the engine's.
-        asks_the_loop: without a graph, a filler may be in hand.
+        name: name of the calling function, for errors.
+        loss: a tensor with or without a graph.
+        process_group: replaces the engine's.
+        asks_the_loop: whether, without a graph, the loop decides if the batch is a filler.
     """
     forwards = cast("list[ForwardPass]", batch.graph.find_marks(loss))
     if not forwards:
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         is_filler = asks_the_loop and _is_filler(name, loss)
-        share = None if loss.requires_grad else batch.hand.latest_forward()  # the others' totals may come from it
+        share = None if loss.requires_grad else batch.hand.latest_forward()  # other ranks' totals may come from it
         if share is None or group is None or share.world_size != group.size():
             return Origin(group, 1.0, is_filler)
         return Origin(group, share.weight, is_filler)
@@ -255,7 +256,7 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
 
 
 def _is_filler(name: str, loss: Tensor) -> bool:
-    """Whether a tensor counts nothing that comes from no forward pass of ours. Local."""
+    """Whether a tensor that comes from none of our forward passes belongs to a filler. Local."""
     tag = batch.tags.find_tag(loss)
     share = tag.share if tag is not None else batch.hand.active_share(in_backward=False)
     if share is not None:
@@ -271,14 +272,14 @@ def _is_filler(name: str, loss: Tensor) -> bool:
 
 
 def _with_graph(total: Tensor, num_graphs: Tensor) -> Tensor:
-    """A total that takes part in the backward pass if that of any rank does."""
+    """A total that takes part in the backward pass if any rank's total does."""
     if total.requires_grad or not torch.is_grad_enabled() or not num_graphs.item():
         return total
     return total.detach().requires_grad_()
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """Of a gradient. Where that has a graph of its own (create_graph=True), it goes back in the same way."""
+    """The mean of a gradient over ranks; differentiable in the same way, for `create_graph=True`."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, origin: Origin) -> Tensor:
@@ -291,13 +292,13 @@ class _MeanOverRanks(torch.autograd.Function):
 
 
 class _Rescale(torch.autograd.Function):
-    """Another value, and the gradient, of all ranks if they share the value, times a factor."""
+    """Replaces the value, and multiplies the gradient by a factor; if ranks share the value, theirs are averaged."""
 
     @staticmethod
     def of(
         loss: Tensor, value: Tensor, origin: Origin | None, factor: float | Tensor, is_void: bool | Tensor
     ) -> Tensor:
-        """`is_void`: for a loss without gradient, whatever its value is."""
+        """Apply the function; `is_void` means that the gradient is 0, for any value of the loss."""
         value = value.to(loss.device, loss.dtype)
         return cast(Tensor, _Rescale.apply(loss, value, origin, factor, is_void))  # type: ignore[no-untyped-call]
 
@@ -314,7 +315,7 @@ class _Rescale(torch.autograd.Function):
             gradient = _MeanOverRanks.apply(gradient, ctx.origin)  # type: ignore[no-untyped-call]
         factor = ctx.factor.to(gradient.device) if isinstance(ctx.factor, Tensor) else ctx.factor
         scaled = gradient * factor
-        if isinstance(ctx.is_void, Tensor):  # where only the device knows
+        if isinstance(ctx.is_void, Tensor):  # if only the device knows
             scaled = torch.where(ctx.is_void.to(gradient.device), 0.0, scaled)
         elif ctx.is_void:
             scaled = torch.zeros_like(gradient)
@@ -322,13 +323,13 @@ class _Rescale(torch.autograd.Function):
 
 
 def all_gather(features: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """The rows of all ranks in rank order, with gradients: those of one process.
+    """The rows of all ranks in rank order, with the gradients of one process.
 
-    For contrastive losses and the like. The rest of the loss may be written as for one process, over all rows, or as a
-    mean over this rank's rows against all: both give one process's gradients, also when ranks hold different numbers
-    of samples. A filler's rows are left out.
+    For losses across samples, such as contrastive ones. The rest of the loss may be written as for one process, over
+    all rows, or as a mean over this rank's rows against all: both give one process's gradients, also if ranks hold
+    different numbers of samples. A filler's rows are left out.
 
-    Labels, indices and masks are gathered as they are. Which rows are this rank's says a gathered column of ranks::
+    Labels, indices and masks are gathered unchanged. To find this rank's rows, gather a column of ranks::
 
         owners = lockstep.all_gather(torch.full((len(x),), rank))
         own = (owners < rank).sum() + torch.arange(len(x))
@@ -337,14 +338,15 @@ def all_gather(features: Tensor, process_group: dist.ProcessGroup | None = None)
     Collective: every rank calls it, and its backward pass, at the same places.
 
     Args:
-        features: [rows, …], floating, integer or bool; the number of rows may differ between ranks, the rest not.
-        process_group: whose rows; default the group of the engine that `features` come from, else the default group.
+        features: [rows, …], floating, integer or bool; only the number of rows may differ between ranks.
+        process_group: the ranks to gather from; by default the group of the engine that `features` come from, else the
+            default group.
 
     Returns:
         [rows of all ranks, …]; the same values on every rank.
 
     Raises:
-        InputTypeError: no tensor with rows, or complex numbers.
+        InputTypeError: not a tensor with rows, or complex numbers.
         InputError: `features` come from forward passes in which this rank holds different shares.
 
         >>> all_gather(torch.ones(2, 3)).shape

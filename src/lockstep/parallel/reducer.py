@@ -1,19 +1,17 @@
-"""The reducer: replaces the gradients in `.grad` by their mean over all ranks, once for each backward pass.
+"""The reducer: replaces the gradients in `.grad` by their mean over all ranks, once per backward pass.
 
-[Note: when gradients move] Autograd gives a parameter whose `.grad` is None the gradient tensor it
-has just computed, without a copy. The reducer copies it into the parameter's view of a bucket
-while it is in cache, makes that view the new `.grad`, and frees the original (or, where the transport
-leaves it in place, once the mean is there). Accumulating into a
-zeroed bucket instead would read and write every line once more. Where somebody else holds a gradient, it has memory
-of its own, and the mean is copied there: [Note: kept gradients] in `gradient_memory.py`.
+[Note: when gradients move] If a parameter's `.grad` is None, autograd stores the gradient tensor it has just computed
+there, without a copy. The reducer copies it into the parameter's view of a bucket while it is in cache, makes that view
+the new `.grad`, and frees the original (at once, or if the transport leaves it in place, when the mean is ready).
+Accumulating into a zeroed bucket would read and write every cache line once more. A gradient with other references
+keeps its own memory, and the mean is copied there: [Note: kept gradients] in `gradient_memory.py`.
 
-[Note: sentinels] A Python hook for each parameter costs more than the reduction of a thin layer.
-So only one parameter of each bucket has one, its sentinel: the one whose gradient came last. When
-it fires and all gradients of the bucket are there, the bucket goes out. If one is missing, the
-bucket waits for the end of the backward pass, and the missing parameter becomes the sentinel. This
-needs every `.grad` to have been None when the backward pass began: then a gradient that is there
-belongs to this pass. Otherwise (gradients accumulated under `no_sync`, or not
-set to None) everything goes out at the end. `begin` looks, once per backward pass.
+[Note: sentinels] A Python hook on each parameter costs more than the reduction of a thin layer. So only one parameter
+of each bucket has one, its sentinel: the one whose gradient came last. When the sentinel's hook fires and all gradients
+of the bucket are there, the bucket is sent. If one is missing, the bucket waits for the end of the backward pass, and
+the missing parameter becomes the sentinel. This requires every `.grad` to have been None when the backward pass began,
+so that an existing gradient belongs to this pass. Otherwise (gradients accumulated under `no_sync`, or not set to None)
+all buckets are sent at the end. `begin` checks this once per backward pass.
 """
 
 from __future__ import annotations
@@ -47,15 +45,15 @@ class Reducer:
     """Averages the gradients of a fixed list of parameters.
 
     Args:
-        parameters: those that require gradients.
-        names: of the parameters, for errors.
-        plans: which parameters lie in each bucket, and where. Parameters in none of them have sparse gradients.
+        parameters: the parameters that require gradients.
+        names: the parameters' names, for errors.
+        plans: the parameters in each bucket, and their positions. Parameters in none of them have sparse gradients.
         transport: moves and averages the buckets.
         group: the ranks that average.
-        backward: is told of the gradients that come; held weakly.
-        agreement: what is compared with each averaging.
-        may_go_early: whether buckets may go out before the backward pass ends; an attribute.
-        always_views: gradients are views of buckets, even where other references to them exist.
+        backward: notified of incoming gradients; held weakly.
+        agreement: compares the ranks with each averaging.
+        may_go_early: whether buckets may be sent before the backward pass ends; an attribute.
+        always_views: whether gradients are always views of buckets, even if there are other references to them.
     """
 
     def __init__(
@@ -84,34 +82,34 @@ class Reducer:
         self._dense = frozenset(index for members in self._members for index in members)
         self._sparse = sorted(set(range(len(self._parameters))) - self._dense)
         self._always_views = always_views
-        # Parameters whose gradients have memory of their own: for good, and in this backward pass.
+        # Parameters whose gradients have their own memory: permanently, and in this backward pass.
         keeps_own = not always_views and not can_renew(transport)
         self._own_memory = set(range(len(self._parameters))) if keeps_own else set()
-        self._given: dict[int, torch.Tensor] = {}  # `.grad` of before this pass that others hold, too
-        self._copied_back: set[int] = set()  # of those in `_left`
-        self._keeps_graph = False  # the backward pass was asked for a graph of its own (create_graph)
-        self._with_graph: set[int] = set()  # whose gradients came with one
+        self._given: dict[int, torch.Tensor] = {}  # `.grad` from before this pass that has other references
+        self._copied_back: set[int] = set()  # indices of gradients in `_left`
+        self._keeps_graph = False  # the backward pass runs with create_graph=True
+        self._with_graph: set[int] = set()  # parameters whose gradients have a graph
         self._out: set[int] = set()
-        # Of buckets that went out early: views, and gradients that were left where they were, with their versions.
+        # For buckets sent early: views, and gradients left in place, with their versions.
         self._sent: list[tuple[int, torch.Tensor, int]] = []
         self._left: dict[int, torch.Tensor] = {}  # gradients that are not in their view
         self._hooked: HookedBuckets | None = None
         self._sparse_gradients = SparseGradients([self._parameters[index] for index in self._sparse], group, backward)
-        # The sentinels', by bucket; after them each parameter without a bucket is its own.
+        # Hooks of the sentinels, by bucket; then those of parameters without a bucket, each its own sentinel.
         sentinels = [*(members[-1] for members in self._members), *self._sparse]
         self._handles = [self._hook(index, bucket) for bucket, index in enumerate(sentinels)]
-        self._watchers: list[AccumulationHook] = []  # by parameter
+        self._watchers: list[AccumulationHook] = []  # hooks by parameter
         for handles in (self._handles, self._watchers):  # the parameters may outlive the engine
             weakref.finalize(self, remove_all, handles).atexit = False
 
     @functools.cached_property
     def _gradient_views(self) -> GradientViews:
-        """Made when the first bucket is filled: where there is one rank, none is."""
+        """Created when the first bucket is filled, which never happens with one rank."""
         return GradientViews(self._transport, self._plans, self._parameters)
 
     @property
     def _views(self) -> list[torch.Tensor]:
-        """Of the buckets, by parameter."""
+        """Views of the buckets, by parameter."""
         return self._gradient_views.tensors
 
     # ---- who is told of gradients --------------------------------------------------------------
@@ -131,30 +129,30 @@ class Reducer:
         self._handles[bucket] = self._hook(index, bucket)
 
     def watch_all(self) -> None:
-        """From now on tell of a gradient of any parameter. Local."""
+        """Start reporting the gradient of every parameter. Local."""
         if not self._watchers:
             self._watchers += [self._hook(index, None) for index in range(len(self._parameters))]
 
     def watch_no_more(self) -> None:
-        """Tell of sentinels alone again. Local."""
+        """Report only the sentinels' gradients again. Local."""
         remove_all(self._watchers)
         self._watchers.clear()
 
     @property
     def watched_nodes(self) -> Iterator[Node]:
-        """Of autograd's graph, those that accumulate into the sentinels."""
+        """Autograd's nodes that accumulate into the sentinels."""
         return (handle.node for handle in self._handles)
 
     # ---- during a backward pass ----------------------------------------------------------------
 
     def begin(self, is_new: bool) -> bool:
-        """A backward pass begins that will average. Local.
+        """Begin a backward pass that will average. Local.
 
         Args:
-            is_new: it does not bring what another one has left.
+            is_new: whether it is not the continuation of another one.
 
         Returns:
-            Whether buckets may go out as they fill.
+            Whether buckets may be sent as they fill.
         """
         are_none = all(map(is_, [parameter.grad for parameter in self._parameters], repeat(None)))
         self._keeps_graph = torch.is_grad_enabled()
@@ -173,9 +171,9 @@ class Reducer:
         self._given = {index: gradient for index, gradient, is_held in held if is_held}
 
     def try_bucket(self, bucket: int) -> None:
-        """The sentinel of a bucket has its gradient: send it out if all others are there. Local."""
+        """Send a bucket whose sentinel has its gradient, if all others are there. Local."""
         if bucket >= len(self._plans) - 1 or bucket in self._out:
-            return  # the last one goes out at the end anyway
+            return  # the last bucket is sent at the end anyway
         for index, parameter in zip(self._members[bucket], self._bucket_parameters[bucket], strict=True):
             if parameter.grad is None:
                 self._set_sentinel(bucket, index)
@@ -183,7 +181,7 @@ class Reducer:
         self._send(bucket, is_early=True)
 
     def _send(self, bucket: int, is_early: bool = False) -> None:
-        """Copy the gradients of a bucket to their views of its memory and publish it."""
+        """Copy the gradients of a bucket to their views of its memory, and publish it."""
         self._let_go(bucket)
         indices, offsets, views, gradients = self._gather_gradients(bucket)
         if self._keeps_graph:
@@ -191,7 +189,7 @@ class Reducer:
         left = self._fill(bucket, offsets, views, gradients, indices)
         if self._own_memory or self._given:
             left = sorted({*left, *self._keep_own_memory(indices, gradients)})
-        # What is left where it was stays `.grad` until the mean is there: hooks, and a second engine, may look at it.
+        # A gradient left in place stays `.grad` until the mean is ready: hooks, and a second engine, may read it.
         if len(left) < len(indices):
             kept = set(left)
             for position, (index, view) in enumerate(zip(indices, views, strict=True)):
@@ -219,7 +217,7 @@ class Reducer:
         gradients: Sequence[torch.Tensor],
         indices: Sequence[int],
     ) -> Sequence[int]:
-        """Copy gradients to their views, without a graph; returns the positions of those that stay where they are."""
+        """Copy gradients to their views, without a graph; returns the positions of those left in place."""
         try:
             if self._hooked is None:
                 return self._transport.fill(bucket, offsets, views, gradients)
@@ -232,7 +230,7 @@ class Reducer:
     def _gather_gradients(
         self, bucket: int
     ) -> tuple[Sequence[int], Sequence[int], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Indices, offsets, views and gradients of what is to be copied to the bucket; zeros where there is none."""
+        """Indices, offsets, views and gradients to copy to the bucket; zeroes the views of missing gradients."""
         gradients: list[Any] = [parameter.grad for parameter in self._bucket_parameters[bucket]]
         views = self._gradient_views.of_bucket[bucket]
         members, offsets = self._members[bucket], self._offsets[bucket]
@@ -249,7 +247,7 @@ class Reducer:
         return indices, offsets, views, gradients
 
     def _let_go(self, bucket: int) -> None:
-        """Give the bucket new memory if references to gradients of an earlier pass exist.
+        """Give the bucket new memory if there are references to gradients of an earlier pass.
 
         See `gradient_memory.py`.
         """
@@ -261,11 +259,11 @@ class Reducer:
         self._own_memory.update(held)
         for index in self._members[bucket]:
             if self._parameters[index].grad is self._views[index]:
-                self._given[index] = self._views[index]  # it accumulated there, and stays there
+                self._given[index] = self._views[index]  # it was accumulated there, and stays there
         self._gradient_views.renew(bucket)
 
     def _keep_own_memory(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[int]:
-        """Positions of gradients that have memory of their own: `.grad` stays there, and the mean is copied back."""
+        """Positions of gradients that keep their own memory as `.grad`, to which the mean is copied back."""
         kept = [
             position
             for position, (index, gradient) in enumerate(zip(indices, gradients, strict=True))
@@ -286,7 +284,7 @@ class Reducer:
     # ---- after it ------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """The last backward pass failed, or never brought all gradients: what it left is void. Local."""
+        """Discard the state of the last backward pass, which failed or never brought all gradients. Local."""
         self._out.clear()
         self._sent.clear()
         self._left.clear()
@@ -297,26 +295,26 @@ class Reducer:
         self._transport.restart()
 
     def send_rest(self) -> None:
-        """The backward pass is over: send what has not gone out. Local; `finish` comes next.
+        """Send the remaining buckets at the end of the backward pass. Local; `finish` comes next.
 
-        Apart from `finish`, because a rank may have sent more than another by now: a collective on the
-        same group in between is at the same position of the order on all ranks only once all has been sent.
+        Separate from `finish`, because ranks may have sent different numbers of buckets so far: another collective on
+        the same group has the same position in the order on all ranks only once everything has been sent.
 
         Raises:
-            ModelError: a gradient changed after its bucket had gone out.
+            ModelError: a gradient changed after its bucket was sent.
         """
         if self._sent:
             self._check_versions()
         for bucket in range(len(self._plans)):
             if bucket not in self._out:
                 self._send(bucket)
-        if self._hooked is not None:  # each sparse gradient is a bucket of its own, after the others
+        if self._hooked is not None:  # each sparse gradient is a separate bucket, after the others
             for position, index in enumerate(self._sparse):
                 gradient = self._sparse_gradients.gradient(position)
                 self._hooked.begin(len(self._plans) + position, gradient, [gradient], [self._parameters[index]])
 
     def send_zeros(self) -> None:
-        """Take part in the averaging of a step with zeros. Local; `finish` comes next."""
+        """Contribute zeros to the averaging of a step. Local; `finish` comes next."""
         for parameter in self._parameters:
             parameter.grad = None
         for bucket in range(len(self._plans)):
@@ -335,19 +333,19 @@ class Reducer:
         buffers: Sequence[torch.Tensor] = (),
         words: Words = NO_WORDS,
     ) -> list[Words] | None:
-        """Average everything. Collective; all has been sent.
+        """Average all gradients, once all buckets have been sent. Collective.
 
         Args:
             none: parameters that had no gradient when the rest was sent.
-            keep_none: parameters that no rank used; their `.grad` is left as it is.
-            buffers: to be overwritten by those of the group's first rank on the way.
-            words: what this rank says of this step.
+            keep_none: parameters that no rank used; their `.grad` is left unchanged.
+            buffers: buffers to overwrite with those of the group's first rank.
+            words: this rank's words about the step, to be compared.
 
         Returns:
             The words of all ranks; None if they are not sent.
 
         Raises:
-            CollectiveMismatch: the ranks claim different things.
+            CollectiveMismatch: the ranks' claims differ.
         """
         by_rank = None
         if self._hooked is not None:
@@ -375,7 +373,7 @@ class Reducer:
         return by_rank
 
     def _copy_back(self) -> None:
-        """The means of gradients that have memory of their own."""
+        """Copy the means to gradients that have their own memory."""
         pairs = [(self._left.pop(index), self._views[index]) for index in self._copied_back]
         with torch.no_grad():
             copy_all(*map(list, zip(*pairs, strict=True)))
@@ -401,7 +399,7 @@ class Reducer:
         return self._hooked is not None
 
     def register_hook(self, state: Any, hook: CommHook) -> None:
-        """Have `hook(state, bucket)` reduce the buckets instead. Local, the same on all ranks."""
+        """Let `hook(state, bucket)` reduce the buckets instead. Local; register the same hook on all ranks."""
         if self._hooked is not None:
             raise ModelError("a communication hook is registered already; there can be only one")
         if self._transport.stand_ins:
@@ -424,7 +422,7 @@ class Reducer:
             if result.data_ptr() != buffer.data_ptr():
                 with torch.no_grad():
                     buffer.copy_(result.view(-1))
-        # Not before: hooks make collectives of their own as results come.
+        # Not earlier: hooks call collectives themselves as results arrive.
         compare = self._agreement.begin_comparing_claims(words)
         if compare is not None:
             compare()

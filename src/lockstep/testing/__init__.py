@@ -1,6 +1,6 @@
 """Run functions on real ranks, and the conformance suite that every backend passes.
 
-`run_ranks` is all that a test needs::
+Most tests need only `run_ranks`::
 
     from lockstep.testing import run_ranks
 
@@ -17,18 +17,18 @@
     def test_training():
         assert_one_answer("train.py", "--epochs", "1", nproc=(1, 2, 3))
 
-A test that waits, or must be quick, has limits in seconds; `limit_s` makes them longer on a slow or busy machine.
+Tests with time limits in seconds should scale them by `limit_s`, which extends them on a slow or busy machine.
 
-`lockstep.testing.conformance` checks every collective of a c10d backend; the author of
-a backend calls `run_conformance("mine", world_size=3)`.
+`lockstep.testing.conformance` checks every collective of a c10d backend; authors of backends call
+`run_conformance("mine", world_size=3)`.
 
 General layout:
 
-* `pool`: `run_ranks`, and the workers that it uses again.
-* `fork_server`: the process that workers are forked from; `worker`: what one worker does.
+* `pool`: `run_ranks`, and the workers that it reuses.
+* `fork_server`: the process that workers are forked from; `worker`: the main loop of a worker.
 * `one_answer`: `assert_one_answer`, which runs a training script on N processes and on one.
 * `limits`: `limit_s`.
-* `conformance`: the suite, which has a map of its own.
+* `conformance`: the suite, a package with its own layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`lockstep.ZeroRedundancyOptimizer`: any optimizer, of which each rank has a share."""
+"""`lockstep.ZeroRedundancyOptimizer`: any optimizer, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -30,49 +30,50 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """Any optimizer, of which each rank steps a share, and keeps the state of that alone.
+    """Shards any optimizer: each rank updates a share of the parameters, and stores only that share's state.
 
-    The training is that of the optimizer itself. Where the ranks share a host, and `DistributedDataParallel` averages
-    over a lockstep group, the parameters are in memory once per host, a gradient is summed by the rank that steps it,
-    and a step costs little more than computing. On several hosts, and over MPI, the ranks of each host share so, and
-    gradients are averaged whole, over all. Over gloo and nccl gradients are summed by that rank, too; after the
-    step each rank gets what the others have stepped. Over other groups, with other engines, and without one, gradients
-    are whole and averaged when `step` comes, as with torch's optimizer of this name.
+    Training is the same as with the optimizer itself. If the ranks share a host, and `DistributedDataParallel` averages
+    over a lockstep group, the parameters are stored once per host, a gradient is summed by the rank that owns it, and a
+    step costs little more than its computation. On several hosts, and over MPI, the ranks of each host share parameters
+    in this way, and whole gradients are averaged over all ranks. Over gloo and nccl gradients are also summed by their
+    owner; after the step each rank receives the parameters that others have updated. Over other groups, with other
+    engines, and without one, `step` gets whole, averaged gradients, as with torch's optimizer of this name.
 
         model = lockstep.DistributedDataParallel(model)
         optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
     Schedulers, parameter groups, `clip_grad_norm_`, `clip_grad_value_`, GradScaler and accumulation under `no_sync()`
-    work as with a plain optimizer. After `backward()` each rank has the mean of its own share alone, and `p.grad` is a
-    tensor that stands for all of it: `full_gradients` returns what it stands for. Parameters are written by `step`,
-    by `load_state_dict` of the model on all ranks, and inside of `changing_parameters`, and nowhere else.
+    work as with a plain optimizer. After `backward()` each rank has only the mean of its own share, and `p.grad` is a
+    tensor that represents the whole gradient, which `full_gradients` returns. Parameters may only be written by `step`,
+    by the model's `load_state_dict` on all ranks, and inside `changing_parameters`.
 
     Collective: every rank constructs it, with the same arguments, after the model was wrapped.
 
     Args:
-        params: parameters, or groups of them, on all ranks the same.
-        optimizer_class: such as `torch.optim.AdamW`. Those of torch.optim that step each element by itself step any
-            share of a parameter; others, and classes of users, whole parameters, each on one rank.
-        process_group: the ranks that share; default that of the engine, else the default group.
-        parameters_as_bucket_view: accepted for torch's signature.
-        overlap_with_ddp: refused where it is True: there, torch's steps within a communication hook.
-        elementwise: whether a class of the user's steps each element by itself, and knows no shapes; None means no.
-        **defaults: for `optimizer_class`.
+        params: parameters, or groups of them, the same on all ranks.
+        optimizer_class: such as `torch.optim.AdamW`. Classes of torch.optim that update each element independently can
+            split parameters between ranks; others, and user-defined classes, update whole parameters, each on one rank.
+        process_group: the ranks that share; by default the engine's group, else the default group.
+        parameters_as_bucket_view: ignored; for compatibility with torch.
+        overlap_with_ddp: True is refused; in torch it runs the step within a communication hook.
+        elementwise: whether a user-defined class updates each element independently of shapes; None means no.
+        **defaults: arguments for `optimizer_class`.
 
     Attributes:
-        optim: the optimizer of this rank's share, as torch calls it.
-        process_group: the ranks that share; None without any.
+        optim: the optimizer of this rank's share; torch's name for it.
+        process_group: the ranks that share; None without a group.
 
     Raises:
-        InputError: no parameters, or the class cannot be sharded (`LBFGS`, `SparseAdam`), or a gradient is sparse.
+        InputError: there are no parameters, the class cannot be sharded (`LBFGS`, `SparseAdam`), or a gradient is
+            sparse.
         ModelMismatch: on every rank; classes, groups, options or parameters differ between ranks.
-        ModelError: from `step`, if a parameter has a gradient that was not averaged, was written to elsewhere, lies
-            otherwise in memory than when this was made, or was put into a group by hand.
-        CollectiveMismatch: from `step`, if ranks step by other options or states, or come without a gradient that
+        ModelError: from `step`, if a parameter has a gradient that was not averaged, was written to elsewhere, has
+            another memory layout than on construction, or was put into a group by hand.
+        CollectiveMismatch: from `step`, if options or states differ between ranks, or a rank lacks a gradient that
             others have.
     """
 
-    _backing: Backing  # made after torch's constructor
+    _backing: Backing  # created after torch's constructor
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """That of this rank's pieces, see [Note: the state that a script sees]."""
+        """The state of this rank's pieces, see [Note: the state that a script sees]."""
         if self._whole_state is not None:
             return self._whole_state
         return PieceStates(self._inner, self.optim.state, self._note_news)
@@ -147,7 +148,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             if engine.team.shares_memory:
                 return HostBacking(engine, self, group, models, is_cut, models)
             near = group_of_host(group, engine)
-            # The engines average whole gradients over all hosts, so that no host needs what another one steps.
+            # The engines average whole gradients over all hosts, so no host needs parameters updated by another one.
             if near is not None and near.size() == 1:
                 return Backing(self, near, [], is_cut)
             if near is not None and (near_engine := engine_of(near)) is not None:
@@ -155,7 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return Backing(self, group, models if all(find_way(group, each) for each in devices) else [], is_cut)
 
     def _take_in(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Share the parameters of these groups. Collective."""
+        """Shard the parameters of these groups. Collective."""
         parameters = [each for group in groups for each in group["params"]]
         first = len(self._parameters) - len(parameters)
         known = _names_in_engines()
@@ -183,7 +184,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         check_same_model({}, settings, group, collective_device(group, parameters[0].device))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters. Collective, once the optimizer is made.
+        """Add a group of parameters. Collective, except during construction.
 
         Args:
             param_group: `params` and options, as for a plain optimizer.
@@ -196,13 +197,13 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's share; all ranks have the new parameters when it returns. Collective.
+        """Update this rank's share; when it returns, all ranks have the new parameters. Collective.
 
         Args:
-            closure: called once before it, as plain optimizers do.
+            closure: called once before the step, as in plain optimizers.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         result = None
         if closure is not None:
@@ -237,17 +238,17 @@ class ZeroRedundancyOptimizer(Optimizer):
         return f"ZeroRedundancyOptimizer({self._class.__name__}).step({said})"
 
     def full_gradients(self) -> list[torch.Tensor | None]:
-        """The mean gradients, whole, of all parameters in the order of the groups; None where there is none.
+        """The whole mean gradients of all parameters, in the order of the groups; None if a parameter has none.
 
-        Collective, between `backward` and the next. They are copies: to change gradients, change `p.grad` in place.
+        Collective; valid until the next `backward`. They are copies: to change gradients, modify `p.grad` in place.
         """
         return self._backing.full_gradients()
 
     @contextlib.contextmanager
     def changing_parameters(self) -> Iterator[None]:
-        """Parameters may be written to inside, on all ranks alike: clipped, averaged, drawn anew. Collective.
+        """A context in which parameters may be written to, on all ranks alike: clipped, averaged, redrawn. Collective.
 
-        Where a host's ranks share them, what the first rank writes counts.
+        If a host's ranks share the parameters, the first rank's writes count.
         """
         with self._backing.changing():
             yield
@@ -255,10 +256,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     # ---- state ---------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state to one rank, for `state_dict` on that rank alone. Collective.
+        """Gather the whole state on one rank, for `state_dict` on that rank only. Collective.
 
         Args:
-            to: rank in the group.
+            to: the rank in the group.
         """
         group, sharing = self.process_group, self._backing.group
         only = to
@@ -270,12 +271,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._collected = (to, states)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the form of the plain optimizer, whole, which it can load; so can this one, at any world size.
+        """The whole state in the plain optimizer's form, which can be loaded by either, at any world size.
 
         Collective; after `consolidate_state_dict`, until the next step, local on the rank that has it.
 
         Raises:
-            CheckpointError: `consolidate_state_dict` brought it to another rank.
+            CheckpointError: `consolidate_state_dict` gathered it on another rank.
         """
         if self._collected is None:
             states = collect_states(self._inner, self.optim.state, self._parameters, self._backing.group)
@@ -294,9 +295,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._whole_state = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the whole state, of this optimizer or of a plain one.
+        """Load the whole state of this optimizer or of a plain one.
 
-        Local; on all ranks the same, or the next step is an error.
+        Local; load the same state on all ranks, or the next step is an error.
         """
         try:
             super().load_state_dict(state_dict)  # hands it to `__setstate__`
@@ -313,11 +314,11 @@ class ZeroRedundancyOptimizer(Optimizer):
                 self.optim.state[piece.parameter] = cut_state(piece, state)
 
     def join_hook(self, **_: Any) -> NoReturn:
-        """Not with torch's `Join`, which calls this."""
+        """Refuses torch's `Join`, which calls this."""
         raise ModelError(f"Join: {JOIN_ADVICE}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by `load_state_dict` of torch, with `state` and `param_groups`."""
+        """Called by torch's `load_state_dict`, with `state` and `param_groups`."""
         self._whole_state = state["state"]
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
 
@@ -331,7 +332,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @property
     def world_size(self) -> int:
-        """How many ranks share."""
+        """Number of ranks that share."""
         return 1 if self.process_group is None else self.process_group.size()
 
     @property
@@ -352,7 +353,7 @@ def _text(value: Any) -> str:
 
 
 def _names_in_engines() -> dict[int, str]:
-    """Of parameters, by `id`, as their models call them."""
+    """Names of parameters in their models, by `id`."""
     return {id(each): name for engine in engines() for name, each in engine.module.named_parameters()}
 
 
