@@ -91,7 +91,7 @@ class EvaluationWatch:
         _pending.add(self)
 
     def look(self) -> None:
-        """Warn if nothing was communicated since `end`; called before the loader is iterated again or the world left."""
+        """Warn if nothing was communicated since `end`; called before the next iteration and on leaving the world."""
         if self._text and self._communication == _communication():
             warn_once(_logger, self._text)
         self._text = ""

@@ -1,21 +1,21 @@
 """`lockstep.SyncBatchNorm`: batch normalization over the batches of all ranks, on CPU and CUDA.
 
-[Note: statistics] Each rank computes mean and variance of what it holds and sends them with its count, one
-all_gather in float64. Everybody combines them in rank order (Chan, Golub and LeVeque 1979: the squared deviations of a
-union are those of its parts plus what the means of the parts deviate), which neither cancels nor depends on who
-computes it. So all ranks have the same bits, a rank may hold any number of samples, none included, and the result is
-that of one process with all samples. The backward pass adds up two sums per channel, one all_reduce.
+[Note: statistics] Each rank computes mean and variance of its samples and sends them with its count, in one all_gather
+in float64. All ranks combine them in rank order (Chan, Golub and LeVeque 1979: the squared deviations of a union are
+those of its parts plus those of the parts' means), which avoids cancellation and gives the same bits on all ranks. A
+rank may hold any number of samples, including none, and the result is that of one process with all samples. The
+backward pass adds up two sums per channel, in one all_reduce.
 
-[Note: fillers] On a rank for which a global batch has no sample `lockstep.DataLoader` yields a filler. It is
-normalized like the samples of the others, so that the script continues, but it does not count. A group may have nothing
-but fillers, if it is a part of the ranks: each is then normalized by itself. By nothing at all it could grow from layer
-to layer until it is infinite, and a gradient of zero times that is nan.
+[Note: fillers] On a rank for which a global batch has no sample, `lockstep.DataLoader` yields a filler. It is
+normalized like the samples of the others, so that the script can continue, but it is not counted. A group of only some
+ranks may have only fillers: each is then normalized by itself. Without normalization it could grow from layer to layer
+until it is infinite, and a gradient of zero times that is nan.
 
-[Note: gradients of a rank] What comes back to a rank is the gradient of its own loss, a mean over its n_r rows, until
-an engine multiplies it by the rank's weight w_r = n_r·W/n: that of the network around the layer, at its outputs; or,
-where that network is frozen or wrapped by nobody, the engine that its inputs come from, only later. What the layer adds
-up over ranks must be weighted either way. So in the second case it multiplies its two sums by w_r, and divides what
-they take off this rank's gradient by w_r again.
+[Note: gradients of a rank] The gradient that comes back to a rank is that of its own loss, a mean over its n_r rows,
+until an engine multiplies it by the rank's weight w_r = n_r·W/n. This is the engine of the network around the layer, at
+its outputs; or, if that network is frozen or not wrapped, the engine that its inputs come from, which comes later. The
+layer's sums over ranks must be weighted in both cases. So in the second case it multiplies its two sums by w_r, and
+divides their contribution to this rank's gradient by w_r again.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ _logger = get_logger(__name__)
 class SyncBatchNorm(BatchNorm):
     """Batch normalization with the mean and variance of the batches of all ranks.
 
-    A drop-in for `torch.nn.SyncBatchNorm`, with its state_dict, that also runs on the CPU. In evaluation mode, on one
-    rank and without a process group it is ordinary batch normalization. Works inside
-    `lockstep.DistributedDataParallel` and torch's. No double backward, as in torch.
+    A drop-in replacement for `torch.nn.SyncBatchNorm`, with the same state_dict, that also runs on the CPU. In
+    evaluation mode, on one rank and without a process group it is ordinary batch normalization. Works inside
+    `lockstep.DistributedDataParallel` and torch's. Does not support double backward, as in torch.
 
     Collective: in training mode every rank of the group runs the forward pass and, if the input requires a gradient,
     the backward pass.
 
     Args:
-        num_features: channels: size of dimension 1 of the input.
+        num_features: number of channels, the size of dimension 1 of the input.
         eps: added to the variance.
-        momentum: share of the new batch in the running statistics; None averages over all batches.
+        momentum: weight of the new batch in the running statistics; None averages over all batches.
         affine: whether to learn a scale and a shift per channel.
         track_running_stats: whether to keep running statistics, which evaluation mode then uses.
-        process_group: who shares batches; default all ranks.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers.
+        process_group: the ranks that share batches; by default all ranks.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and buffers.
         bias: with `affine`, whether to learn a shift.
 
     Shapes:
         Input and output: (N, C), (N, C, L), (N, C, H, W), (N, C, D, H, W); N may differ between ranks and be 0. Any
-        floating dtype, which the output has too; statistics of 16-bit inputs are computed in float32.
+        floating dtype, which is also that of the output; statistics of 16-bit inputs are computed in float32.
 
     Raises:
-        InputError: from the forward pass, on every rank if all together hold one value per channel; on this one if
-            the input has other dimensions.
+        InputError: from the forward pass, on every rank if all ranks together have one value per channel; on this one
+            if the input has other dimensions.
     """
 
     process_group: dist.ProcessGroup | None
@@ -90,14 +90,14 @@ class SyncBatchNorm(BatchNorm):
         bias: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        if affine and not bias:  # which older releases of torch cannot be asked for
+        if affine and not bias:  # older releases of torch have no such argument
             self.register_parameter("bias", None)
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`. Collective in training mode."""
         given: object = input
-        if isinstance(given, Proxy):  # torch.fx traces the model: one call, as of torch's layers. It looks into others
+        if isinstance(given, Proxy):  # traced by torch.fx: one call, as for torch's own layers. It looks into others
             tracer: Any = given.tracer
             traced: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(self), (given,), {})
             return traced
@@ -123,7 +123,7 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _count_batch(self) -> float:
-        """Note that a batch has come; its share in the running statistics."""
+        """Count a batch; returns its weight in the running statistics."""
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
@@ -131,7 +131,7 @@ class SyncBatchNorm(BatchNorm):
         return 0.0 if self.momentum is None else self.momentum
 
     def _group_to_sync(self) -> dist.ProcessGroup | None:
-        """The group whose batches make up the statistics, or None if this rank's alone do."""
+        """The group whose batches make up the statistics, or None for this rank only."""
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return None
         group: object = dist.group.WORLD if self.process_group is None else self.process_group
@@ -159,16 +159,16 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """`lockstep.convert_sync_batchnorm`, at the place where torch's class has it."""
+        """`lockstep.convert_sync_batchnorm`, as a method for compatibility with torch."""
         return convert_sync_batchnorm(module, process_group)
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """Replace every BatchNorm layer by a `SyncBatchNorm` with the same parameters and buffers.
 
-    The parameters stay the same objects, so that an optimizer made before still works. A layer that stands at
-    several places is converted once; one that is a `SyncBatchNorm` gets the group. Mirrors
-    `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Local.
+    The parameters remain the same objects, so that an existing optimizer still works. A layer used in several places is
+    converted once; an existing `SyncBatchNorm` gets the group. Mirrors `torch.nn.SyncBatchNorm.convert_sync_batchnorm`.
+    Local.
 
     Args:
         module: a model, changed in place, or one BatchNorm layer.
@@ -178,11 +178,11 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
         The module; a new one if it is a BatchNorm layer itself.
 
     Raises:
-        ModelError: a layer derived from BatchNorm has a forward pass of its own, which a conversion would lose, or
-            is lazy and has no shape yet. Names it.
+        ModelError: a layer derived from BatchNorm has its own forward pass, which a conversion would lose, or is lazy
+            and has no shape yet. Names it.
     """
     done: dict[nn.Module, nn.Module] = {}
-    # All before any: a model that cannot be converted stays as it was.
+    # All before any: a model that cannot be converted is left unchanged.
     for name, layer in module.named_modules():
         if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm):
             done[layer] = _convert_layer(name, layer, process_group)
@@ -197,13 +197,13 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
 
 
 def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
-    """A model is wrapped: say, once, that its BatchNorm layers see the samples of one rank each. Local.
+    """Warn once, when a model is wrapped, that its BatchNorm layers only see the samples of one rank. Local.
 
-    That is no guess: in training mode such a layer is another function of a part of a batch than of the whole.
-    Converted layers, and those in evaluation mode, are the same on any number of ranks.
+    This is not a guess: in training mode the results of such a layer depend on how a batch is split. Those of converted
+    layers, and in evaluation mode, do not.
 
     Args:
-        is_told: several ranks train it, and this one speaks for all.
+        is_told: whether several ranks train it, and this one warns for all.
     """
     are_converted = (SyncBatchNorm, nn.SyncBatchNorm)
     norms = [(name, each) for name, each in module.named_modules() if isinstance(each, BatchNorm) and each.training]
@@ -235,7 +235,7 @@ def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup
         layer.affine,
         layer.track_running_stats,
         process_group,
-        device="meta",  # What it holds is replaced at once.
+        device="meta",  # Its parameters and buffers are replaced at once.
     )
     parameters_of(converted).update(parameters_of(layer))
     buffers_of(converted).update(buffers_of(layer))
@@ -248,12 +248,12 @@ def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup
 
 @dataclass(frozen=True)
 class _Rows:
-    """How what this rank has handed to a layer counts.
+    """How the rows that this rank has passed to a layer count.
 
     Attributes:
-        count: no filler: they are part of the statistics.
-        forward: the engine's forward pass that the layer is in, or else that its input comes from; None for neither.
-        is_inside: the layer is in that forward pass.
+        count: whether they are part of the statistics, as they are not of a filler.
+        forward: the engine's forward pass that the layer is in, else the one that its input comes from, or None.
+        is_inside: whether the layer is in that forward pass.
     """
 
     count: bool
@@ -261,9 +261,9 @@ class _Rows:
     is_inside: bool = False
 
     def weight_to_come(self) -> float:
-        """What the gradient that comes now has yet to be multiplied by; see [Note: gradients of a rank].
+        """The weight that has yet to be applied to the incoming gradient; see [Note: gradients of a rank].
 
-        Collective where the forward pass does not know its weight yet.
+        Collective if the forward pass does not know its weight yet.
         """
         if self.forward is None or (self.is_inside and self.forward.has_weighted):
             return 1.0
@@ -271,11 +271,11 @@ class _Rows:
 
 
 def _rows_of(values: Tensor) -> _Rows:
-    """How the rows of a layer's input count. Collective where a forward pass that they come from has to ask.
+    """How the rows of a layer's input count. Collective if a forward pass that they come from must ask other ranks.
 
     Raises:
         InputError: they come from forward passes of which this rank holds different shares; or the layer is in no
-            engine, and the loop may be at a filler or not.
+            engine, and it is unknown whether the loop's batch is a filler.
     """
     share = batch.hand.active_share(in_backward=current_graph_task_id() != -1)
     around = cast("ForwardPass | None", batch.hand.active_forward())
@@ -302,13 +302,13 @@ def _rows_of(values: Tensor) -> _Rows:
 
 @dataclass(frozen=True)
 class _Moments:
-    """Of the values of all ranks, each channel's.
+    """Moments of the values of all ranks, per channel.
 
     Attributes:
         mean: (C), float64.
         variance: (C), float64, biased.
-        count: 0-dimensional, float64: number of values; on the input's device, so that a GPU is not waited for.
-        is_empty: no rank has any value that counts. Known on all ranks; mean and variance are then each rank's own.
+        count: 0-dimensional, float64: number of values; on the input's device, to avoid waiting for a GPU.
+        is_empty: whether no rank has any value that counts. Known on all ranks; mean and variance are then local.
     """
 
     mean: Tensor
@@ -330,7 +330,7 @@ def _gather_moments(values: Tensor, counts: bool, group: dist.ProcessGroup) -> _
     means, variances, each_count = gathered[:, :num_channels], gathered[:, num_channels:-1], gathered[:, -1:]
     total = each_count.sum()
     is_empty = False
-    if count <= 1:  # Only then can all together be so few, and then every rank looks.
+    if count <= 1:  # Only then can the total be so small, and then every rank checks.
         num_values = int(total.item())
         is_empty = num_values == 0
         if num_values == 1:
@@ -348,7 +348,7 @@ def _gather_moments(values: Tensor, counts: bool, group: dist.ProcessGroup) -> _
 
 
 def _moments_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel, of values that are there. Local."""
+    """Mean and biased variance of each channel, for a non-empty tensor. Local."""
     moments: tuple[Tensor, Tensor]
     moments = torch.ops.aten.batch_norm_update_stats(values.to(_statistics_dtype(values)), None, None, 0.0)
     return moments
@@ -359,7 +359,7 @@ def _statistics_dtype(values: Tensor) -> torch.dtype:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization by the moments of all ranks, and the gradient through them."""
+    """Normalization by the moments of all ranks, with the gradient through them."""
 
     @staticmethod
     def forward(
@@ -386,7 +386,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Collective where the input requires a gradient. Gradients of weight and bias are this rank's own."""
+        """Collective if the input requires a gradient. Gradients of weight and bias are local."""
         values, weight, mean, variance, count = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
@@ -401,7 +401,7 @@ class _Normalize(torch.autograd.Function):
             dist.all_reduce(sums, group=ctx.group)
             factor = scale * variance.rsqrt()
             of_input = _like_channels(factor, values) * gradient
-            if ctx.rows.count and weight_to_come:  # It moved mean and variance as well.
+            if ctx.rows.count and weight_to_come:  # The rows influenced mean and variance as well.
                 means = (sums / (count.clamp(min=1) * weight_to_come)).to(mean.dtype)
                 centred = values - _like_channels(mean, values)
                 through_variance = _like_channels(factor * variance.rsqrt() * means[1], values)
@@ -416,11 +416,11 @@ def _like_channels(per_channel: Tensor, values: Tensor) -> Tensor:
 
 
 def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Sums over this rank, (2, C): of the gradient, and of the gradient times the normalized values."""
+    """Sums over this rank's values, (2, C): of the gradient, and of the gradient times the normalized values."""
     if not values.numel():
         return mean.new_zeros(2, len(mean))
-    # As if mean and variance were constants: one pass of the kernel that evaluation mode uses. CPUs take them as the
-    # running statistics of that mode, CUDA as saved ones, which it asserts to be there.
+    # As if mean and variance were constants: one pass of the kernel for evaluation mode. On CPUs they are passed as that
+    # mode's running statistics, on CUDA as saved statistics, which it requires.
     _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
         gradient, values, scale, mean, variance, mean, variance.rsqrt(), False, 0.0, [False, True, True]
     )
@@ -428,11 +428,11 @@ def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, varianc
 
 
 def explain_forward_error(error: Exception, world_size: int, share: BatchShare | None) -> None:
-    """Raise an error with a remedy in place of what the model raised, where that is torch's for too few values. Local.
+    """Replace torch's error for too few values, raised by the model, by one with a remedy. Local.
 
     Args:
-        error: what the forward pass raised.
-        share: what this rank holds of the batch; None where nobody knows.
+        error: the exception of the forward pass.
+        share: this rank's share of the batch; None if unknown.
     """
     if world_size == 1 or "Expected more than 1 value per channel when training" not in str(error):  # torch's words
         return

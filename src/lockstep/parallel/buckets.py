@@ -1,4 +1,4 @@
-"""Which parameter's gradient lies where: planning and layout, no communication.
+"""Layout of gradients in buckets; no communication.
 
 Gradients arrive in about the reverse of the order in which parameters were registered, so
 buckets are filled in that order: the first bucket is complete first and can be reduced while the rest
@@ -20,16 +20,16 @@ __all__ = ["BucketPlan", "Placement", "copy_all", "plan_buckets", "view_like"]
 
 # Gradients start at whole cache lines, so that no two ranks ever write one line.
 _ALIGNMENT_BYTES = 64
-_Kind = tuple[torch.dtype, torch.device, bool]  # of parameters that may share a bucket
+_Kind = tuple[torch.dtype, torch.device, bool]  # parameters of one kind may share a bucket
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the gradient of one parameter lies in its bucket.
+    """Position of one parameter's gradient in its bucket.
 
     Attributes:
-        index: of the parameter in the list that was planned for.
-        offset: first element in the bucket.
+        index: index of the parameter in the planned list.
+        offset: position of its first element in the bucket.
         numel: number of elements.
     """
 
@@ -43,10 +43,10 @@ class BucketPlan:
     """One bucket.
 
     Attributes:
-        placements: its parameters in the order in which their gradients are expected.
-        numel: elements of the whole bucket, padding included.
-        dtype: of all its gradients.
-        device: of all its gradients.
+        placements: its parameters in the expected order of their gradients.
+        numel: number of elements in the bucket, including padding.
+        dtype: dtype of its gradients.
+        device: device of its gradients.
     """
 
     placements: tuple[Placement, ...]
@@ -67,17 +67,17 @@ def plan_buckets(
     left_out: Collection[int] = (),
     apart: Collection[int] = (),
 ) -> list[BucketPlan]:
-    """Share out parameters to buckets.
+    """Assign parameters to buckets.
 
     Args:
         parameters: in order of registration.
-        cap_bytes: a bucket is closed when it holds at least this much; one larger gradient has a bucket alone.
+        cap_bytes: a bucket is closed once it holds at least this much; a larger gradient gets its own bucket.
         first_cap_bytes: the same for the first bucket of each dtype, smaller so that the first reduction starts early.
-        left_out: indices of parameters that go into none.
-        apart: indices of parameters that share no bucket with the others.
+        left_out: indices of parameters that go into no bucket.
+        apart: indices of parameters that do not share a bucket with others.
 
     Returns:
-        Buckets in the order in which they are expected to be complete.
+        Buckets in the expected order of completion.
 
     >>> plans = plan_buckets([torch.empty(4), torch.empty(100)], cap_bytes=1 << 20, first_cap_bytes=256)
     >>> [[placement.index for placement in plan.placements] for plan in plans]
@@ -113,13 +113,13 @@ def plan_buckets(
 
 
 def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`flat`, shape (numel,), in the shape of `like` and, where it is dense, its strides.
+    """`flat`, of shape (numel,), in the shape of `like` and, if that is dense, with its strides.
 
-    With a storage of its own, as large as the view: `torch.save` and `copy.deepcopy` take no more than that, and the
-    references to it can be counted. With a version counter of its own, too.
+    It has its own storage, as large as the view, so that `torch.save` and `copy.deepcopy` copy no more than that, and
+    references to it can be counted; and its own version counter.
     """
     memory = from_dlpack(flat.view(torch.uint8))
-    if memory.device == flat.device:  # not so in a rehearsal, where only tensors made by operations look like a GPU's
+    if memory.device == flat.device:  # not in a rehearsal, where only tensors made by operations appear to be on a GPU
         flat = memory.view(flat.dtype)
     dense = torch.empty_like(like, device="meta")
     return flat.as_strided(like.shape, dense.stride(), flat.storage_offset()).data

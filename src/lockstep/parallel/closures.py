@@ -1,4 +1,4 @@
-"""`torch.optim.LBFGS` on several ranks: its closure gives all of them the loss of the global batch.
+"""`torch.optim.LBFGS` on several ranks: its closure returns the loss of the global batch on all of them.
 
 LBFGS decides by the loss how far to step and when to stop. The engine averages the gradients that the closure
 computes, but the loss that it returns is each rank's own: left at that, ranks take different branches. So where an

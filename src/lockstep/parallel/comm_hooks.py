@@ -1,4 +1,4 @@
-"""Communication hooks: what one gets to see of a bucket, and the buckets that it is at work on."""
+"""Communication hooks: their view of a bucket, and the buckets being reduced by one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GradBucket:
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
-        """Those whose gradients these are, in the same order."""
+        """The parameters of these gradients, in the same order."""
         return self._owners
 
     def is_last(self) -> bool:
@@ -49,7 +49,7 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put another flat tensor of the same shape in the place of the buffer."""
+        """Replace the buffer by another flat tensor of the same shape."""
         self._buffer = tensor
 
 
@@ -58,7 +58,7 @@ CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 @dataclass(eq=False)
 class HookedBuckets:
-    """The buckets that one hook, with its state, reduces in a backward pass. Local."""
+    """The buckets that a hook, with its state, reduces in a backward pass. Local."""
 
     state: Any
     hook: CommHook
@@ -72,7 +72,7 @@ class HookedBuckets:
         gradients: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
     ) -> None:
-        """Hand the hook a bucket, see `GradBucket`; ModelError if it returns no future."""
+        """Pass the hook a bucket, see `GradBucket`; ModelError if it does not return a future."""
         is_last = bucket == self.num_buckets - 1
         future = self.hook(self.state, GradBucket(bucket, buffer, list(gradients), list(parameters), is_last))
         if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
@@ -83,7 +83,7 @@ class HookedBuckets:
         self._futures.append((bucket, future))
 
     def results(self) -> list[tuple[int, torch.Tensor]]:
-        """The buckets that were handed over, reduced; waits for them."""
+        """The reduced buckets; waits for them."""
         found = []
         for bucket, future in self._futures:
             result: Any = future.wait()
@@ -94,7 +94,7 @@ class HookedBuckets:
         return found
 
     def abandon(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for running reductions, and discard them."""
         for _, future in self._futures:
             with contextlib.suppress(RuntimeError):
                 future.wait()

@@ -1,21 +1,21 @@
-"""Where gradients lie from one step to the next: in views of buckets, in memory that glibc keeps.
+"""Memory of gradients between steps: views of buckets, and memory that glibc keeps.
 
-[Note: kept gradients] What the engine gives out as `.grad` is a view of a bucket, which the next backward pass
-overwrites. Copying every gradient out costs time, and nearly nobody needs it: the loop sets `.grad` to None, and the
-view is free. Code that has kept the tensor, or a view, an array or a graph made from it, keeps its content: before a
-bucket is filled, references to its views are counted. If there are more than the engine's own, the old memory stays
-with that code, and the bucket moves to new memory. Gradients of a parameter that this has happened to have
-memory of their own from then on, so it happens once, and costs one copy in each later step, for that parameter on that
-rank. `gradient_as_bucket_view=True` asks for views in any case, as in torch.
+[Note: kept gradients] The engine sets `.grad` to a view of a bucket, which the next backward pass overwrites. Copying
+every gradient out would cost time, and is rarely needed: most loops set `.grad` to None, which releases the view. Code
+that has kept the tensor, or a view, an array or a graph made from it, keeps its content: before a bucket is filled,
+references to its views are counted. If there are more than the engine's own, the old memory stays with that code, and
+the bucket moves to new memory. From then on, gradients of such a parameter have their own memory, so this happens once,
+and then costs one copy per step, for that parameter on that rank. With `gradient_as_bucket_view=True` gradients are
+always views, as in torch.
 
-A `.grad` that was there before the backward pass, and that somebody else holds (a flat buffer, a tensor that the
-user has put there), gets the mean written into it.
+If a `.grad` existed before the backward pass and has other references (a flat buffer, a tensor set by the user), the
+mean is written into it.
 
-[Note: gradients on the heap] Autograd allocates the gradients of a step, and `zero_grad` frees them. glibc has large
-pieces mapped by the kernel anew each time, or trims its heap when there is much to trim, and every page that comes
-back costs a fault: for a model of 10M parameters four thousand in a step, a tenth of its time. So glibc is told to keep
-what two steps' gradients take. That much more may stay with the process when the model is gone. An older glibc refuses
-a threshold of more than 32 MiB, and gets that; larger pieces are then mapped anew in every step, as by default.
+[Note: gradients on the heap] Autograd allocates the gradients of a step, and `zero_grad` frees them. glibc lets the
+kernel map large blocks anew each time, or trims its heap, and every page that is mapped again costs a fault: for a
+model of 10M parameters four thousand per step, a tenth of its time. So glibc is set to keep the memory of two steps'
+gradients. That much more may stay with the process after the model is freed. An older glibc refuses a threshold above
+32 MiB, and is set to that; larger blocks are then mapped anew in every step, as by default.
 
 Settings of the user win: MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, or glibc.malloc in GLIBC_TUNABLES. Other
 allocators are left alone.
@@ -61,7 +61,7 @@ class GradientViews:
         self.tensors: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(parameters)
         self.of_bucket: list[list[torch.Tensor]] = [[] for _ in plans]
         self._storages: list[list[int]] = [[] for _ in plans]
-        # References to the views and their memory, with nobody's but the engine's own: all, and of each.
+        # Number of references to the views and their memory if only the engine has any: in total, and for each.
         self._num_references = [0] * len(plans)
         self._counts: list[_Counts] = [([], [], [])] * len(plans)
         for bucket in range(len(plans)):
@@ -80,11 +80,11 @@ class GradientViews:
             self._num_references[bucket] = sum(map(sum, self._counts[bucket]))
 
     def held(self, bucket: int) -> list[int]:
-        """Parameters whose view somebody holds although it is not their `.grad` any more."""
+        """Parameters whose view has other references although it is no longer their `.grad`."""
         if not self._can_renew:
             return []
         views, storages = self.of_bucket[bucket], self._storages[bucket]
-        # There are never fewer than the engine's own: if the sum is the same, all are.
+        # There are never fewer than the engine's own: if the sum is equal, all are.
         num_references = sum(map(sys.getrefcount, views))
         num_references += sum(map(use_count, views)) + sum(map(storage_use_count, storages))
         if num_references == self._num_references[bucket]:
@@ -96,7 +96,7 @@ class GradientViews:
         return [index for index, view in suspects if self._parameters[index].grad is not view]
 
     def renew(self, bucket: int) -> None:
-        """Leave the bucket's memory to those who hold views of it, and take other memory."""
+        """Leave the bucket's memory to the holders of its views, and use new memory."""
         self._transport.renew(bucket)
         self._make(bucket)
 
@@ -107,7 +107,7 @@ def can_renew(transport: Transport) -> bool:
 
 
 def find_held(gradients: list[torch.Tensor]) -> list[bool]:
-    """Which tensors somebody holds besides the parameter whose `.grad` it is, and this list. Local."""
+    """Which tensors have references besides the parameter's `.grad` and this list. Local."""
     if not can_count_references:
         return [True] * len(gradients)
     return [references != _UNHELD for references in zip(*_count(gradients, map(storage_key, gradients)), strict=True)]
@@ -128,9 +128,9 @@ _UNHELD = _count_unheld() if can_count_references else ()
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# What glibc itself goes up to; and where a piece is so large that its faults do not matter.
+# glibc's own maximum; and a size from which on page faults do not matter.
 _SMALLEST_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = 32 << 20, 1 << 30
-# What glibc of some years ago accepts: half of one of its heaps.
+# The maximum that older releases of glibc accept: half of one of its heaps.
 _OLD_LARGEST_MMAP_THRESHOLD = 32 << 20
 _SLACK_BYTES = 1 << 20
 _LARGEST_INT = 2**31 - 1
@@ -140,10 +140,10 @@ _told = (0, 0)
 
 
 def keep_memory_of_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Have the memory of these parameters' gradients stay with the process between steps. Local.
+    """Keep the memory of these parameters' gradients in the process between steps. Local.
 
     Args:
-        parameters: of a model to be trained; those not on the CPU do not count.
+        parameters: a model's parameters; those not on the CPU are ignored.
     """
     global _told
     sizes = [one.numel() * one.element_size() for one in parameters if one.device.type == "cpu"]
@@ -155,7 +155,7 @@ def keep_memory_of_gradients(parameters: Iterable[torch.Tensor]) -> None:
     if wanted != _told:
         _told = wanted
         is_accepted = any(_mallopt(_M_MMAP_THRESHOLD, one) for one in (wanted[0], _OLD_LARGEST_MMAP_THRESHOLD))
-        # A trim threshold alone would freeze the other one where it stands, at 128 KiB: worse than saying nothing.
+        # Only a trim threshold would freeze the other one at 128 KiB, which is worse than setting neither.
         if is_accepted:
             _mallopt(_M_TRIM_THRESHOLD, wanted[1])
 

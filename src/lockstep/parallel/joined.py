@@ -1,6 +1,6 @@
 """Training while ranks run out of batches at different times: the engine's side of torch's `Join`.
 
-A rank still training and one that has joined make the same collectives in the same order, once per step:
+A rank that still trains and one that has joined call the same collectives in the same order, once per step:
 
 ====================================  =====================================
 training: `DistributedDataParallel`   joined: `JoinedRank.main_hook`
@@ -12,13 +12,13 @@ backward: who uses which parameter    the same, using none
 backward: `sync_buffers`              `sync_buffers`, having none to give
 ====================================  =====================================
 
-[Note: rows of a step] Ranks that train come with any numbers of rows, which they add up before each forward pass. If T
-ranks train, and rank r has n_r of their n rows, its weight is n_r·T/n: so the mean over the ranks that train is that
-over all rows. Divided by all W ranks, as torch's `Join` has it by default, that is T/W of it.
+[Note: rows of a step] Ranks that train may have any numbers of rows, which they add up before each forward pass. If T
+ranks train, and rank r has n_r of their n rows, its weight is n_r·T/n: so the mean over the training ranks is the mean
+over all rows. Divided by all W ranks, as torch's `Join` does by default, it is T/W of that.
 
-What a rank answers with goes through `.grad`, where an optimizer that has joined, too, finds the means that it steps by
-(`ZeroRedundancyOptimizer`). In the end each parameter has the gradient again that it had when the rank left: the next
-backward pass may come before anybody sets it to zero.
+A joined rank's answers go through `.grad`, where an optimizer that has also joined (`ZeroRedundancyOptimizer`) finds
+the means for its step. In the end each parameter gets back the gradient that it had when the rank joined: the next
+backward pass may run before gradients are set to zero.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["JoinableEngine", "JoinedRank", "RepeatableJoin", "Steps"]
 
 
 class JoinableEngine(Protocol):
-    """What `Join` needs of the engine."""
+    """The interface of an engine to `Join`."""
 
     module: torch.nn.Module
     process_group: dist.ProcessGroup
@@ -52,11 +52,11 @@ class JoinableEngine(Protocol):
 
 
 class Steps:
-    """Steps of an engine within `Join`, beside the gradients themselves.
+    """An engine's steps within `Join`, apart from the gradients themselves.
 
     Attributes:
-        divides_by_all: divide gradients by all ranks, and not by those that still train.
-        share: what this rank holds of the rows of the step that ranks agreed on last.
+        divides_by_all: whether to divide gradients by all ranks, and not by those that still train.
+        share: this rank's share of the rows in the step that ranks agreed on last.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -69,12 +69,12 @@ class Steps:
         """Whether this step averages gradients on any rank. Collective.
 
         Args:
-            trains: this rank has not joined.
-            averages: it averages in the backward pass.
-            rows: that this rank holds; see [Note: rows of a step].
+            trains: whether this rank still trains.
+            averages: whether it averages in the backward pass.
+            rows: this rank's number of rows; see [Note: rows of a step].
 
         Raises:
-            InputError: on all ranks, if none holds any.
+            InputError: on all ranks, if none has any rows.
         """
         state = torch.tensor([int(trains), int(averages), rows], dtype=torch.int64, device=self._device)
         dist.all_reduce(state, group=self._group)
@@ -85,7 +85,7 @@ class Steps:
         return bool(num_averaging > 0)
 
     def rescale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide gradients that were divided by all ranks by those that train, if that is asked for. Local."""
+        """Convert gradients divided by all ranks to be divided by those that train, if requested. Local."""
         if self.divides_by_all:
             return
         for parameter in parameters:
@@ -93,7 +93,7 @@ class Steps:
                 parameter.grad.mul_(self._group.size() / self._num_training)
 
     def sync_buffers(self, buffers: Sequence[torch.Tensor], trains: bool) -> None:
-        """Give all ranks the buffers of the last rank that still trains. Collective, unless there are none."""
+        """Copy the buffers of the last rank that still trains to all ranks. Collective, unless there are none."""
         if buffers:
             own = self._group.rank() if trains else -1
             last = all_reduce_number(own, dist.ReduceOp.MAX, self._group, self._device)
@@ -101,7 +101,7 @@ class Steps:
 
 
 class JoinedRank(JoinHook):
-    """Stands in for a rank that has run out of batches, and answers the collectives of its engine."""
+    """Answers an engine's collectives on a rank that has run out of batches."""
 
     def __init__(self, engine: JoinableEngine, ignored: frozenset[str]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class JoinedRank(JoinHook):
         self._engine.answer_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined: give everybody what the engine keeps alike of the model of the last that trained."""
+        """When all have joined, copy the state that the engine keeps equal from the last rank that trained to all."""
         for parameter, gradient in self._own:
             parameter.grad = gradient
         self._own.clear()
@@ -124,12 +124,12 @@ class JoinedRank(JoinHook):
         last = all_reduce_number(group.rank() if is_last_joiner else -1, dist.ReduceOp.MAX, group, engine.device)
         tensors = named_tensors(engine.module, self._ignored, engine.broadcast_buffers)
         broadcast_tensors([tensor.detach() for tensor in tensors.values()], group, last)
-        # `Join` leaves it enabled: later steps would be made as within it, without the checks that it cannot have.
+        # `Join` leaves it enabled: later steps would run as if within it, without the checks that it excludes.
         tell_join_config(engine, join_config_of(engine)._replace(enable=False))
 
 
 class RepeatableJoin(Join):
-    """The context of one engine, which may be entered again."""
+    """The context of one engine, which may be entered repeatedly."""
 
     def __init__(self, engine: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__([engine], *args, **kwargs)

@@ -1,11 +1,11 @@
-"""Notices parameters that require a gradient since a model was wrapped.
+"""Detects parameters that require a gradient only since the model was wrapped.
 
-What was frozen and is unfrozen (`requires_grad_(True)`) has the same values on all ranks: the engine takes it in with
-its next forward pass. Parameters that are new (`load_state_dict(assign=True)`, a new head) need not: no engine averages
-their gradients, and an optimizer's step is an error, on one rank as on several. Steps are where to look: during a
-forward pass `torch.func.functional_call` may have put others in their place for a moment. New parameters are registered
-with some module of the process, of which torch tells: only a step after that walks through the model, and the one after
-a backward pass that came from the model and reached none of its parameters.
+A parameter that was frozen and is unfrozen (`requires_grad_(True)`) has the same values on all ranks: the engine adopts
+it in its next forward pass. New parameters (`load_state_dict(assign=True)`, a new head) may differ: no engine averages
+their gradients, and an optimizer's step is an error, on one rank as on several. The check is made before steps, because
+during a forward pass `torch.func.functional_call` may have replaced parameters temporarily. torch notifies us when a
+module of the process registers new parameters: the model is searched only in the first step after that, and in the step
+after a backward pass that came from the model and reached none of its parameters.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _install() -> None:
 
 
 class ParameterChanges:
-    """Looks for parameters of one model that require a gradient and that no engine averages.
+    """Finds parameters of one model that require a gradient and that no engine averages.
 
     Args:
-        own: `id` of the parameters that are averaged.
-        ignored: names that the user has told the engine to leave alone.
+        own: `id` of each averaged parameter.
+        ignored: names that the user has told the engine to ignore.
     """
 
     def __init__(self, module: torch.nn.Module, own: frozenset[int], ignored: Collection[str]) -> None:
@@ -64,22 +64,22 @@ class ParameterChanges:
         self._is_suspicious = False
 
     def suspect(self) -> None:
-        """A backward pass over the model's output reached no parameter: look before the next step. Local."""
+        """Check before the next step, as a backward pass from the model's output reached no parameter. Local."""
         self._is_suspicious = True
 
     def were_unfrozen(self) -> bool:
-        """Whether a parameter requires a gradient that was frozen when the engine looked last. Local."""
+        """Whether a parameter that was frozen at the engine's last look now requires a gradient. Local."""
         return any(each is not None and each.requires_grad for each in (frozen() for frozen in self._frozen))
 
     def are_transformed(self) -> bool:
-        """Whether this is inside of `torch.func.grad` or the like, with other parameters in the model. Local."""
+        """Whether this runs inside `torch.func.grad` or similar, with other parameters in the model. Local."""
         module = self._module()
         if innermost_transform() is None or module is None:
             return False
         return not any(id(parameter) in self.own for parameter in module.parameters())
 
     def check(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step. Local.
+        """Check the model when an optimizer is about to step. Local.
 
         Raises:
             ModelError: there are such parameters; names them.
@@ -105,5 +105,5 @@ class ParameterChanges:
             for name, each in (() if module is None else module.named_parameters())
             if each.requires_grad and id(each) not in known and name not in self._ignored
         ]
-        # The model may have been wrapped anew, as the error says to, while somebody keeps this engine.
+        # The model may have been wrapped again, as the error advises, while this engine is still referenced.
         return [name for name, each in new if not any(each in engine.changes.own for engine in engines())]

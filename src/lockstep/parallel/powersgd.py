@@ -1,4 +1,4 @@
-"""PowerSGD: gradients travel as products of two thin matrices, with error feedback.
+"""PowerSGD: gradients are sent as products of two thin matrices, with error feedback.
 
 A communication hook for `lockstep.DistributedDataParallel` and for torch's, over any group:
 
@@ -9,27 +9,26 @@ A communication hook for `lockstep.DistributedDataParallel` and for torch's, ove
 
 [Note: algorithm] Vogels, Karimireddy, Jaggi: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", NeurIPS 2019, algorithms 1 and 2. A gradient of shape (n, …) is a matrix M of n rows and m columns. Each
-rank adds the error that it kept from the last step. Then, with Q of m x r from the last step::
+rank adds its error of the last step. Then, with Q of shape m x r from the last step::
 
-    P = orthonormal basis of mean(M Q)        n x r travel
-    Q = mean(M^T P)                           m x r travel
+        P = orthonormal basis of mean(M Q)        n x r sent
+        Q = mean(M^T P)                           m x r sent
     result = P Q^T                            the same on all ranks
     error = M - result                        kept by each rank
 
 [Note: bounds] The result is the orthogonal projection of mean(M) on r directions. So
 
-* what is left out, mean(error) = (1 - P P^T) mean(M), is never larger than mean(M) itself, in the Frobenius norm;
-* a mean(M) of rank r or less comes out as it is, but for rounding (for a Q that is not orthogonal to its rows);
-* nothing is lost: the results of T steps add up to the mean gradients of T steps, less the mean error that is
-  kept at the end.
+* the omitted part, mean(error) = (1 - P P^T) mean(M), is never larger than mean(M) itself, in the Frobenius norm;
+* a mean(M) of rank r or less is exact up to rounding (if Q is not orthogonal to its rows);
+* nothing is lost: the results of T steps add up to the mean gradients of T steps, minus the mean error kept at the end.
 
-Vectors, and matrices that would hardly shrink, travel as they are. So do all gradients in the first steps, whose
-directions say little about later ones.
+Vectors, and matrices that would hardly shrink, are sent uncompressed. So are all gradients in the first steps, whose
+directions predict later ones poorly.
 
-[Note: overflow] Gradients may be infinite or nan, with a `GradScaler` even by design. Such a gradient of any rank makes
-mean(M Q) no finite number, which all ranks see. They hand out nan for that matrix then, as an all_reduce would, and
-keep error and Q of the step before: else nothing finite would ever come out again. The device decides that, and the
-host does not wait for it.
+[Note: overflow] Gradients may be infinite or nan, with a `GradScaler` even by design. Such a gradient on any rank makes
+mean(M Q) non-finite, which all ranks see. They then return nan for that matrix, as an all_reduce would, and keep error
+and Q of the previous step: otherwise all later results would be non-finite. This is decided on the device, without the
+host waiting for it.
 """
 
 from __future__ import annotations
@@ -50,30 +49,31 @@ __all__ = ["PowerSGDState", "powersgd_hook"]
 
 @dataclass
 class _Memory:
-    """What is kept of one parameter from step to step: its error, and Q."""
+    """The state of one parameter between steps: its error, and Q."""
 
-    error: torch.Tensor  # as the matrix: (n, m)
+    error: torch.Tensor  # in the shape of the matrix: (n, m)
     q: torch.Tensor  # (m, r)
 
 
 @dataclass(eq=False)
 class PowerSGDState:
-    """What PowerSGD keeps between steps, on one rank.
+    """The state of PowerSGD on one rank.
 
     Args:
-        process_group: over which gradients are averaged; default the default group.
-        matrix_rank: r, columns of the thin matrices. More is more exact and more bytes; 1 to 4 are usual.
-        start_step: so many steps at the beginning are exact.
-        min_compression: a matrix that would not shrink by this factor travels as it is.
-        seed: of the first Q; the same on all ranks.
+        process_group: the group over which gradients are averaged; by default the default group.
+        matrix_rank: r, the number of columns of the thin matrices. Larger is more exact but sends more; 1 to 4 are
+            usual.
+        start_step: number of initial steps without compression.
+        min_compression: a matrix that would not shrink by this factor is sent uncompressed.
+        seed: seed of the first Q; the same on all ranks.
 
     Attributes:
         step: steps so far.
-        sent_numel: elements that this rank has handed to all_reduce so far.
-        exact_numel: elements that it would have without compression.
+        sent_numel: number of elements that this rank has passed to all_reduce so far.
+        exact_numel: the same without compression.
 
     Raises:
-        InputError: a number that makes no sense.
+        InputError: an invalid number.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -95,7 +95,7 @@ class PowerSGDState:
             )
 
     def compresses(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient of that shape travels as thin matrices. Local."""
+        """Whether a gradient of that shape is sent as thin matrices. Local."""
         if gradient.dim() < 2 or gradient.numel() == 0:
             return False
         rows = gradient.size(0)
@@ -104,7 +104,7 @@ class PowerSGDState:
         return (rows + columns) * rank * self.min_compression <= gradient.numel()
 
     def memory(self, parameter: torch.Tensor) -> _Memory:
-        """What is kept of a parameter; at first no error, and a random Q that is the same on all ranks. Local."""
+        """The state of a parameter; initially no error, and a random Q that is the same on all ranks. Local."""
         kept = self._memories.get(parameter)
         if kept is None:
             rows = parameter.size(0)
@@ -117,7 +117,7 @@ class PowerSGDState:
         return kept
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite tensors of one dtype by their mean over ranks. Collective; one call for all of them."""
+        """Overwrite tensors of one dtype with their mean over ranks. Collective; one call for all of them."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.sent_numel += flat.numel()
         dist.all_reduce(flat, group=self.process_group)
@@ -132,7 +132,7 @@ def powersgd_hook(state: PowerSGDState, bucket: Any) -> Future[torch.Tensor]:
     Mirrors `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook`.
 
     Args:
-        state: the same arguments on all ranks.
+        state: made with the same arguments on all ranks.
         bucket: torch's `GradBucket`, or ours.
 
     Returns:
@@ -179,8 +179,8 @@ def _average_compressed(
         state.average(group)
     for basis, q, is_finite, (gradient, matrix, memory) in zip(bases, qs, are_finite, matrices, strict=True):
         gradient.copy_((basis @ q.T).view(gradient.shape))
-        is_kept = is_finite & gradient.isfinite().all()  # of 16 bits, it may have overflown only now
-        # What this rank has not got across.
+        is_kept = is_finite & gradient.isfinite().all()  # 16-bit values may have overflown only now
+        # The part that this rank has not sent.
         error = matrix.sub_(gradient.reshape(matrix.shape))
         memory.error, memory.q = torch.where(is_kept, error, memory.error), torch.where(is_kept, q, memory.q)
         gradient.masked_fill_(~is_kept, torch.nan)

@@ -1,32 +1,32 @@
-"""Whether the ranks of an engine do the same: compared when the model is wrapped and once with each averaging.
+"""Checks that the ranks of an engine do the same, when the model is wrapped and with each averaging.
 
 A difference is an error.
 
-Each rank says a few words with every averaging (`Words`): its claim, what it takes the batch to be; which batches of a
-loader its gradients come from; one value of one parameter; whether gradients came past the engine. On a lockstep group
-of one host they lie in shared memory, and what a batch is taken to be is part of the description that the averaging
-compares anyhow: no collective more. Other groups compare by one small all_reduce what a batch is taken to be, and the
-rest now and then. With a GPU nobody waits for the answer: it is read when it has arrived, in one of the next steps or
-when the world is left.
+Each rank sends a few words with every averaging (`Words`): its claim, that is its interpretation of the batch; which
+batches of a loader its gradients come from; one value of one parameter; whether gradients bypassed the engine. On a
+lockstep group of one host they are in shared memory, and the claim is part of the description that the averaging
+compares anyway, without another collective. Other groups compare claims by a small all_reduce, and the rest only now
+and then. With a GPU, no rank waits for the result: it is read once it has arrived, in one of the next steps or when the
+world is left.
 
-All of it compares ranks with each other, so none of it can fire where ranks do the same.
+All checks compare ranks with each other, so none can fail if the ranks do the same.
 
-[Note: comparisons] In the first averaging the ranks compare some values of each parameter, as they were in the first
-backward pass: a script may have changed them since it wrapped the model. From then on one value, of another parameter
-each time, travels with every averaging in shared memory; if the values of two ranks differ, or gradients came past the
-engine on one, the ranks compare parameters again. Other groups need a collective for it, and compare in averaging 4,
-16, 64 and so on, with a communication hook in the first alone. With the parameters they compare which batches the
-gradients come from, which in shared memory travels with every averaging, too. So data that are not the same on all
-ranks are found, and a rank that left out a backward pass. A rank whose batches have lost their tags takes no part.
+[Note: comparisons] In the first averaging the ranks compare some values of each parameter, as of the first backward
+pass: a script may have changed them since it wrapped the model. From then on, in shared memory, every averaging carries
+one value, of another parameter each time; if it differs between ranks, or gradients bypassed the engine on one, the
+ranks compare parameters again. Other groups need a collective for this, and compare in averaging 4, 16, 64 and so on,
+or with a communication hook only in the first. With the parameters they compare the batches that the gradients come
+from, which in shared memory also come with every averaging. This detects data that differ between ranks, and a rank
+that skipped a backward pass. A rank whose batches have lost their tags takes no part.
 
-[Note: rounding] On processors of different kinds, or with other numbers of threads, ranks may step the same gradients
-to values that differ in the last bits. So a difference after the first averaging is an error only if it is far
-greater than rounding; else it is looked at again when there have been twice as many averagings.
+[Note: rounding] On different processors, or with different numbers of threads, the same gradients may lead to
+parameters that differ in the last bits. So a difference after the first averaging is an error only if it is far
+greater than rounding; otherwise it is checked again after twice as many averagings.
 
-[Note: different on purpose] Local SGD steps by gradients of `no_sync()`, and sharpness-aware minimisation may move each
-rank's parameters by them for a moment. So a rank whose parameters have changed after a pass that was not averaged is
-not compared any more. What a communication hook returns may differ between ranks, and those that have joined (`Join`)
-keep older parameters: there, nothing is compared but the first averaging. When the world is left, all are compared
+[Note: different on purpose] Local SGD steps with gradients from `no_sync()`, and sharpness-aware minimisation may use
+them to move each rank's parameters temporarily. So a rank whose parameters changed after a pass that was not averaged
+is no longer compared. The results of a communication hook may differ between ranks, and ranks that have joined (`Join`)
+keep older parameters: then only the first averaging is compared. When the world is left, all are compared
 (`drift/comparison.py`).
 """
 
@@ -63,15 +63,15 @@ __all__ = [
     "texts_that_differ",
 ]
 
-_GROUP_BYTES = 32 << 20  # of tensors that begin in one call of broadcast, as many small ones do
-_COMPARED_VALUES = 4096  # of each parameter
+_GROUP_BYTES = 32 << 20  # total size of small tensors that are broadcast in one call
+_COMPARED_VALUES = 4096  # per parameter
 _MEASURED_PARAMETERS = 8  # of those that differ
-_COLLECTIVE_EVERY = 4  # times as many averagings
-_POSITION_STEP = 2654435761  # from one value to the next of a parameter: it goes round, and everywhere
-_MOST_UNREAD = 16  # steps by which a host may be ahead of its GPU without waiting for what ranks claim
-_UNKNOWN, _ZERO = 0, 1  # samples
-_STRAYED = 1  # a sign
-_LOOKS_AT_STRAYS = 3  # after which gradients past the engine are taken for equal, as a regulariser's are
+_COLLECTIVE_EVERY = 4  # factor between the averagings that are compared
+_POSITION_STEP = 2654435761  # between the compared positions of a parameter; modulo its size it reaches all of them
+_MOST_UNREAD = 16  # steps by which a host may be ahead of its GPU without waiting for the comparison of claims
+_UNKNOWN, _ZERO = 0, 1  # values of `Words.sample`
+_STRAYED = 1  # a value of `Words.signs`
+_LOOKS_AT_STRAYS = 3  # comparisons after which gradients that bypass the engine count as equal, as a regulariser's are
 _MAX_SHOWN = 4
 _INTEGER, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
 _NAME = re.compile(r"samples (\d+) to \d+ of epoch (\d+)")
@@ -112,13 +112,13 @@ _ADVICE_ON_STRAYS = (
 
 
 class Words(NamedTuple):
-    """What one rank says with an averaging.
+    """The data that one rank sends with an averaging.
 
     Attributes:
-        claim: what it takes the batches to be, for people, and compared; "" for nothing.
-        batches: which ones the gradients come from, see `fingerprint_of`; 0 where they are not known.
-        sample: one value of one parameter, in 64 bits; 0 where it is not to be compared.
-        signs: 1 if gradients came past the engine, else 0.
+        claim: its interpretation of the batches, as readable text that is compared; "" for none.
+        batches: the batches that the gradients come from, see `fingerprint_of`; 0 if unknown.
+        sample: one value of one parameter, in 64 bits; 0 if it is not compared.
+        signs: 1 if gradients bypassed the engine, else 0.
     """
 
     claim: str = ""
@@ -134,11 +134,11 @@ def fingerprint_of(batches: Collection[tuple[str, int]]) -> int:
     """Batches as one number: first sample and epoch of one of them, and a hash of all.
 
     Args:
-        batches: name and fingerprint of each: such as "samples 4 to 7 of epoch 0", "" for one that is not known; and a
-            number for the data that it is of.
+        batches: name and fingerprint of each: a name such as "samples 4 to 7 of epoch 0", or "" if unknown; and a
+            number that identifies its data.
 
     Returns:
-        More than 0; 0 where a batch is not known, or there is none.
+        A positive number; 0 if any batch is unknown, or there is none.
 
     >>> describe_batches(fingerprint_of([("samples 4 to 7 of epoch 2", 0)]))
     'samples 4 … of epoch 2'
@@ -153,22 +153,22 @@ def fingerprint_of(batches: Collection[tuple[str, int]]) -> int:
 
 
 def describe_batches(value: int) -> str:
-    """The batch that `fingerprint_of` has made a number of."""
+    """The batch that a number from `fingerprint_of` describes."""
     return f"samples {value & _FIRST_MASK} … of epoch {value >> _FIRST_BITS & _EPOCH_MASK}"
 
 
 class RankAgreement:
-    """What one engine says of its steps, and compares with the other ranks'.
+    """Collects one engine's words about its steps, and compares them with those of other ranks.
 
     Args:
-        names: of the parameters, the same on all ranks.
-        parameters: the same shapes and dtypes on all ranks.
+        names: names of the parameters, the same on all ranks.
+        parameters: the parameters, with the same shapes and dtypes on all ranks.
         group: the ranks that compare.
-        device: where the group's collectives want their tensors.
+        device: device of tensors in the group's collectives.
 
     Attributes:
-        sends_samples: whether words reach the other ranks with each averaging.
-        num_averagings: so far.
+        sends_samples: whether words are sent to other ranks with each averaging.
+        num_averagings: number of averagings so far.
     """
 
     def __init__(
@@ -179,69 +179,69 @@ class RankAgreement:
         self._on_cpu = [each.device.type == "cpu" and each.numel() > 0 for each in parameters]
         self._group = group
         self._device = device
-        self._claims: set[str] = set()  # of the backward passes since the last averaging
-        self._batches: set[tuple[str, int]] = set()  # that they are of, and their fingerprints
+        self._claims: set[str] = set()  # from the backward passes since the last averaging
+        self._batches: set[tuple[str, int]] = set()  # their batches, and fingerprints
         self._has_strayed = False
         self._looks_at_strays_left = _LOOKS_AT_STRAYS
         self._first: list[int] | None = None  # hashes of the parameters in the first backward pass
         self.num_averagings = 0
-        self._next_look = 1  # with so many averagings
-        self._version_accumulated: int | None = None  # of all parameters, when a pass began that is not averaged
+        self._next_look = 1  # number of averagings at the next comparison
+        self._version_accumulated: int | None = None  # versions of all parameters when a pass without averaging began
         self._is_known = True  # see [Note: different on purpose]
         self.sends_samples = True
-        self._claim: str | None = None  # the one that the pair says
+        self._claim: str | None = None  # the claim in the pair
         self._on_gpu = device.type != "cpu"
         self._options = all_reduce_options(dist.ReduceOp.MAX)
-        self._pair = torch.empty(0, device=device)  # of what ranks claim the greatest, and the least times -1
+        self._pair = torch.empty(0, device=device)  # claims' maximum over ranks, and that of their negatives
         self._work: Any = None
-        # Of a GPU: the claim, the compared values on the host, and the event that their copy ends with.
+        # With a GPU: the claim, the compared values on the host, and the event at the end of their copy.
         self._unread: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
-        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # have been read
+        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # already read
 
     # ---- what happens between two averagings ------------------------------------------------------
 
     def pass_begins(self) -> None:
-        """Gradients come that will be averaged. Local."""
+        """A backward pass that will be averaged begins. Local."""
         if self.num_averagings == 0 and self._first is None:
             self._first = _digests(self._parameters)
 
     def gradient_accumulates(self) -> None:
-        """One has come that is not to be averaged, and nobody has stepped by it yet. Local."""
+        """A gradient has come that is not averaged, and that no step has used yet. Local."""
         self.pass_begins()
         if self._version_accumulated is None:
             self._version_accumulated = self._version()
 
     def gradient_strays(self) -> None:
-        """One has come outside of all forward passes of the engine. Local."""
+        """A gradient has come from outside all forward passes of the engine. Local."""
         self._has_strayed = True
 
     @property
     def has_claims(self) -> bool:
-        """Whether gradients have come since the last averaging of which it was said what they are of."""
+        """Whether there are claims for gradients since the last averaging."""
         return bool(self._claims)
 
     def claim(self, text: str, batch: str, batch_fingerprint: int = 0) -> None:
-        """What a forward pass that gradients come from was understood to hold. Local.
+        """Add the interpretation of a forward pass that gradients come from. Local.
 
         Args:
-            text: for people, and compared.
-            batch: its name; "" if not known.
-            batch_fingerprint: of the data that it is of; 0 if not known.
+            text: readable text that is compared.
+            batch: name of its batch; "" if unknown.
+            batch_fingerprint: fingerprint of its data; 0 if unknown.
         """
         self._claims.add(text)
         self._batches.add((batch, batch_fingerprint))
 
     def forget_claims(self) -> None:
-        """The gradients that they were of were thrown away. Local."""
+        """Forget claims whose gradients were discarded. Local."""
         if self._claims:
             self._claims, self._batches = set(), set()
 
     # ---- the exchange -----------------------------------------------------------------------------
 
     def take_words(self) -> Words:
-        """What this rank says with this averaging. Local."""
+        """This rank's words for this averaging. Local."""
         signs = _STRAYED if self._has_strayed and self._looks_at_strays_left else 0
-        texts = sorted(self._claims)  # the order of forward passes does not count
+        texts = sorted(self._claims)  # the order of forward passes does not matter
         if len(texts) > _MAX_SHOWN:
             rest = texts[_MAX_SHOWN:]
             texts[_MAX_SHOWN:] = [f"{len(rest)} more ({fingerprint(str(rest)):x})"]
@@ -251,24 +251,24 @@ class RankAgreement:
         return words
 
     def begin_comparing_claims(self, words: Words) -> Callable[[], None] | None:
-        """Begin to compare over a group that does not compare descriptions, while other things are waited for.
+        """Begin to compare claims over a group that does not compare descriptions, in parallel with the averaging.
 
         Collective.
 
         Returns:
-            What waits for the result, if there is one to wait for. It raises CollectiveMismatch if ranks claim
-            different things, of this step or, on a GPU, of one of the sixteen before.
+            A function that waits for the result, or None. It raises CollectiveMismatch if the ranks' claims differ,
+            for this step or, on a GPU, for one of the sixteen before.
         """
         if self._is_capturing():
-            return None  # A graph repeats one step, and nobody could be told of what it finds.
+            return None  # A CUDA graph repeats one step, and could not report a result.
         self.read_claims(_MOST_UNREAD)
-        # Also what a tag tells: another rank may have copied its batch, and knows it by its size alone.
+        # Includes claims from tags: another rank may have copied its batch, and know it only by size.
         if words.claim != self._claim:
-            # Made on the device: a copy from the host would wait for it.
+            # Created on the device: a copy from the host would wait for it.
             self._pair = torch.full((2,), fingerprint(words.claim), dtype=torch.int64, device=self._device)
             self._pair[1].neg_()
             self._claim = words.claim
-        # Where all claim the same, the greatest is the least: the pair stays as it is, for the next step.
+        # If all claims are equal, maximum and minimum agree: the pair can be reused in the next step.
         self._work = self._group.allreduce([self._pair], self._options)
         return self._end_comparing
 
@@ -284,10 +284,10 @@ class RankAgreement:
         self._unread.append((self._claim, values, event))
 
     def read_claims(self, num_unread: int) -> None:
-        """Look at what was compared on a GPU and has arrived; wait for it, but for so many of the latest. Local.
+        """Check the results that have arrived from a GPU, waiting for all but the latest `num_unread`. Local.
 
         Raises:
-            CollectiveMismatch: ranks claimed different things.
+            CollectiveMismatch: the ranks' claims differed.
         """
         while self._unread and (len(self._unread) > num_unread or self._unread[0][2].query()):  # type: ignore[no-untyped-call]
             text, values, event = self._unread.pop(0)
@@ -296,15 +296,15 @@ class RankAgreement:
             self._spare.append((values, event))
 
     def compare(self, by_rank: Sequence[Words] | None, own: Words = NO_WORDS, is_first_only: bool = False) -> None:
-        """Compare what the ranks have said, and parameters, if it is time. Collective; call it in each averaging.
+        """Compare the ranks' words, and parameters if it is time. Collective; called in each averaging.
 
         Args:
-            by_rank: the words of all ranks of the group; None if they are not known.
-            own: those of this rank.
-            is_first_only: the ranks may hold different parameters from the first averaging on.
+            by_rank: the words of all ranks of the group; None if unknown.
+            own: the words of this rank.
+            is_first_only: whether ranks may hold different parameters after the first averaging.
 
         Raises:
-            CollectiveMismatch: on every rank; the gradients come from different batches, or from different data.
+            CollectiveMismatch: on every rank; the gradients come from different batches or data.
             ModelMismatch: on every rank; names the first parameter that differs.
         """
         self.num_averagings += 1
@@ -336,7 +336,7 @@ class RankAgreement:
         if greatest != -negative_least:
             self._claim = None
             came = f"rank {dist.get_rank()} came with {text}, another rank with something else"
-            if not self._on_gpu:  # there, ranks may have come to other things by now
+            if not self._on_gpu:  # there, ranks may have moved on by now
                 found = _first_that_differ(text, self._group, self._device)
                 came = ", ".join(f"rank {rank} came with {each or 'an averaging'}" for rank, each in found)
             raise CollectiveMismatch(
@@ -397,10 +397,10 @@ class RankAgreement:
         return sum(map(version_of, self._parameters))
 
     def _differing(self, is_first: bool, batches: int) -> dict[int, int]:
-        """Parameters that differ: index -> a rank of the group that has another than the first. Collective.
+        """Parameters that differ: index -> a rank of the group whose values differ from the first rank's. Collective.
 
         Raises:
-            CollectiveMismatch: what averaged is of different batches.
+            CollectiveMismatch: the averaged gradients are from different batches.
         """
         digests = self._first if is_first else None
         self._first = None
@@ -415,7 +415,7 @@ class RankAgreement:
         return {index: int(known[others[:, index]][0]) for index in others.any(0).nonzero().flatten().tolist()}
 
     def _farthest(self, indices: Sequence[int]) -> tuple[int, float]:
-        """Of these, the parameter that is farthest apart, and how far, relative to its greatest value. Collective."""
+        """The parameter that differs most, and by how much relative to its largest value. Collective."""
         parts = [_some_values(self._parameters[index]) for index in indices]
         parts = [(torch.view_as_real(part) if part.is_complex() else part).reshape(-1).double() for part in parts]
         own = torch.cat([parts[0].new_tensor([float(self._is_known)]), *parts])
@@ -437,16 +437,16 @@ def _pinned_pair() -> torch.Tensor:
 
 
 def all_reduce_options(op: Any) -> Any:
-    """What a group's own `allreduce` takes, for a call that is waited for later. Local."""
+    """Options for a group's own `allreduce`, for a call that is waited for later. Local."""
     options: Any = dist.AllreduceOptions()
     options.reduceOp = op
-    if hasattr(options, "asyncOp"):  # from torch 2.7 on; before, all were
+    if hasattr(options, "asyncOp"):  # since torch 2.7; before, all calls were asynchronous
         options.asyncOp = True
     return options
 
 
 def _offset_of(tensor: torch.Tensor, position: int) -> int:
-    """Where the element lies in its storage that is at a position of the flattened tensor."""
+    """Offset in the storage of the element at a position of the flattened tensor."""
     offset = int(tensor.storage_offset())
     if tensor.is_contiguous():
         return offset + position
@@ -457,7 +457,7 @@ def _offset_of(tensor: torch.Tensor, position: int) -> int:
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A hash of some values of each tensor, not negative. Local; a GPU is waited for once."""
+    """A non-negative hash of some values of each tensor. Local; waits for a GPU once."""
     parts = [_some_values(tensor).view(torch.uint8) for tensor in tensors]
     if len({part.device for part in parts}) == 1:
         parts = list(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
@@ -473,7 +473,7 @@ def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def all_reduce_number(number: int, op: Any, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The sum, or the greatest, of what each rank gives; through a tensor on that device. Collective."""
+    """The sum, or maximum, of a number over ranks; through a tensor on that device. Collective."""
     combined = torch.tensor(number, dtype=torch.int64, device=device)
     dist.all_reduce(combined, op, group=group)
     return int(combined.item())
@@ -497,9 +497,9 @@ def check_same_model(
 
     Args:
         tensors: name -> parameter or buffer, in order.
-        settings: name -> value, in order, of whatever else ranks must agree on.
+        settings: name -> value, in order, of other things that ranks must agree on.
         group: the ranks that compare.
-        device: where the group's collectives want their tensors.
+        device: device of tensors in the group's collectives.
 
     Raises:
         ModelMismatch: on every rank; names the first entry that differs, on both sides.
@@ -522,13 +522,13 @@ def _describe(tensor: torch.Tensor) -> str:
     text = describe_tensor(tensor)
     if not tensor.requires_grad:
         return f"{text} (no gradient)"
-    # Gradients lie in the buckets in the order of memory.
+    # Gradients are stored in buckets in memory order.
     laid_out = torch.empty_like(tensor, device="meta")
     return text if laid_out.is_contiguous() else f"{text} with strides {list(laid_out.stride())}"
 
 
 def texts_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, str]]:
-    """Rank and text of the first rank, and of the first that says another thing; nothing if none does. Collective."""
+    """Rank and text of the first rank, and of the first with another text; empty if all agree. Collective."""
     number = fingerprint(text)
     pair = torch.tensor([number, -number], dtype=torch.int64, device=device)  # as `begin_comparing_claims` compares
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
@@ -546,12 +546,12 @@ def _first_that_differ(text: str, group: dist.ProcessGroup, device: torch.device
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int | None = None) -> None:
-    """Overwrite `tensors` by those of one rank. Collective.
+    """Overwrite `tensors` with those of one rank. Collective.
 
     Args:
-        tensors: the same list of shapes and dtypes on all ranks.
+        tensors: tensors with the same shapes and dtypes on all ranks.
         group: the ranks that take part.
-        source: rank in the group whose tensors all get; default the first.
+        source: rank in the group to copy from; by default the first.
 
     Writes through `.data`, so that a tensor which autograd has saved may be overwritten: the running
     statistics of batch normalisation, which its backward pass does not use.

@@ -1,12 +1,12 @@
-"""How many rows the inputs of a model have.
+"""Number of rows in the inputs of a model.
 
-[Note: rows] One rule: an argument that says how many samples it holds counts before all others (graphs, packed
-sequences); else the first tensor, array or list among the arguments tells by its first size or its length, and in a
-dictionary, where nothing is the first, a list or the tensor of most dimensions. Who has it otherwise says so: `with
-model.samples(n)`.
+[Note: rows] There is one rule. An argument that states its number of samples has priority (graphs, packed sequences);
+otherwise the first tensor, array or list among the arguments determines it by its first dimension or length, and in a
+dictionary, which has no first entry, a list or the tensor with the most dimensions. If neither is right, the script
+says so: `with model.samples(n)`.
 
-Where no loader of Lockstep says what a batch is, ranks compare this number, and ranks that have another one do not go
-on: what is the same on every rank, such as a list of classes, belongs after the batch.
+Without a Lockstep loader, ranks compare this number, and stop if it differs: arguments that are the same on every rank,
+such as a list of classes, belong after the batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rows_in(inputs: Any) -> int | None:
         inputs: positional and keyword arguments of a model.
 
     Returns:
-        None where no argument has rows.
+        None if no argument has rows.
     """
     args, kwargs = inputs
     values = (*args, *kwargs.values())
@@ -52,7 +52,7 @@ def _rows_of(value: Any) -> int | None:
 
 
 def _find(value: Any) -> tuple[float, int] | None:
-    """How much what tells the rows in `value` is to be believed in a dictionary, and the rows."""
+    """The priority of `value` in a dictionary as an indication of rows, and its number of rows."""
     if isinstance(value, torch.Tensor):  # a nested one has no shape, and a parameter no samples
         return (value.dim(), value.size(0)) if value.dim() and not isinstance(value, torch.nn.Parameter) else None
     if isinstance(value, np.ndarray):
@@ -71,15 +71,15 @@ def _of_list(value: list[Any]) -> tuple[float, int] | None:
 
 
 def _are_inputs(tensors: list[Any]) -> bool:
-    """Whether they are no samples, but one or two batches: a StyleGAN's latents, of which it mixes two now and then."""
+    """Whether the list is not of samples, but of one or two batches: a StyleGAN's latents, of which it may mix two."""
     shapes = {tuple(each.shape) for each in tensors if isinstance(each, torch.Tensor)}
     return len(tensors) <= 2 and len(shapes) == 1 and len(shapes.pop()) == 2
 
 
 def _said_by(value: Any) -> int | None:
-    """How many samples an object holds, if it says so: graphs of PyTorch Geometric and DGL, packed sequences.
+    """The number of samples that an object states: graphs of PyTorch Geometric and DGL, packed sequences.
 
-    A dictionary, such as OpenPCDet's, must hold something of that size, too: it may have come with a script's options.
+    A dictionary, such as OpenPCDet's, must also contain something of that size: it may just hold a script's options.
     """
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
@@ -89,13 +89,13 @@ def _said_by(value: Any) -> int | None:
     is_dict = isinstance(value, dict)
     counts = map(value.get, names) if is_dict else (getattr(value, name, None) for name in names)
     said = next((count for count in counts if type(count) is int), None)
-    if said is None or not tensors_in(value):  # options of a script say such things, too
+    if said is None or not tensors_in(value):  # a script's options may have such an entry, too
         return None
     return said if not is_dict or said in map(_rows_of, value.values()) else None
 
 
 def show_inputs(inputs: Any) -> str:
-    """The first tensors and arrays of the inputs in words, for an error."""
+    """A description of the first tensors and arrays of the inputs, for an error."""
     args, kwargs = inputs
     arrays = [array for value in (*args, *kwargs.values()) for array in _arrays_in(value)]
     shown = [describe_tensor(tensor) for tensor in tensors_in(inputs)]

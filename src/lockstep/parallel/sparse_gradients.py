@@ -1,17 +1,17 @@
-"""Sparse gradients: those of layers with `sparse=True`, averaged by their entries.
+"""Sparse gradients, from layers with `sparse=True`, averaged by their entries.
 
 [Note: sparse gradients] The gradient of `Embedding(sparse=True)` has an entry for each row that the batch looked up,
-others on each rank, and so no place in a bucket. When the buckets are through, the ranks tell each other how many
-entries each has, and then the entries themselves, of all such parameters in one message. Each rank adds them up by
-itself, in the order of ranks, 16-bit floats in float32. The weights of a batch that the ranks do not divide are in the
-entries already, as in any gradient ([Note: exact weighting] in `forward_pass.py`).
+which differ between ranks, so it does not fit a bucket. After the buckets, the ranks exchange their numbers of entries,
+and then the entries themselves, for all such parameters in one message. Each rank adds them up itself, in rank order,
+16-bit floats in float32. The weights of an uneven batch are already in the entries, as in any gradient ([Note: exact
+weighting] in `forward_pass.py`).
 
-A gradient that is dense on some rank (a weight that a dense layer uses, too) is dense on all of them after the
-average, as on one process.
+A gradient that is dense on any rank (a weight that a dense layer also uses) is dense on all of them after averaging, as
+on one process.
 
-[Note: entries of fillers] An optimizer for sparse gradients steps the rows that have an entry, SparseAdam also where
-it is zero. What a filler looks up may be in no batch of one process: that of a loader repeats a sample, but a user may
-bring another one (`samples(0)`). So a backward pass that a filler takes part in leaves out entries of zeros.
+[Note: entries of fillers] An optimizer for sparse gradients updates the rows that have an entry, SparseAdam even if it
+is zero. The rows that a filler looks up may be in no batch of one process: a loader's filler repeats a sample, but a
+user may supply another one (`samples(0)`). So a backward pass that includes a filler drops entries of zeros.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from lockstep.torch_private.tensors import indices_of, make_sparse, values_of
 
 __all__ = ["SparseGradients"]
 
-_NO_GRADIENT, _DENSE = -1, -2  # in the place of a number of entries
-_ALIGNMENT_BYTES = 16  # of the widest dtype
+_NO_GRADIENT, _DENSE = -1, -2  # in place of a number of entries
+_ALIGNMENT_BYTES = 16  # that of the widest dtype
 _INDEX_BYTES = 8
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what entries are added up in
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes in which entries are added up
 
 
 class SparseGradients:
     """Averages the gradients of some parameters of an engine by their entries.
 
     Args:
-        parameters: of layers with `sparse=True`; the same on all ranks.
+        parameters: parameters of layers with `sparse=True`; the same on all ranks.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, backward: Listener) -> None:
@@ -53,7 +53,7 @@ class SparseGradients:
         weakref.finalize(self, remove_all, hooks).atexit = False  # the parameters may outlive the engine
 
     def gradient(self, index: int) -> torch.Tensor:
-        """The gradient of a parameter as a sparse COO tensor, without entries where it has none. Local."""
+        """The gradient of a parameter as a sparse COO tensor, without entries if there is none. Local."""
         parameter = self._parameters[index]
         own = _normalised(parameter.grad)
         if own is None:
@@ -64,7 +64,7 @@ class SparseGradients:
 
     @torch.no_grad()
     def put(self, index: int, mean: torch.Tensor) -> None:
-        """Make it the gradient of a parameter: written into the one that is there, which others may hold. Local."""
+        """Set the gradient of a parameter, by writing into the existing one, which may have other references. Local."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         kind = mean.layout, _has_rows(mean)
@@ -75,7 +75,7 @@ class SparseGradients:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replace the gradients by their mean over ranks; None stays where no rank has one. Collective."""
+        """Replace the gradients by their mean over ranks; it stays None if no rank has one. Collective."""
         if not self._parameters or self._world_size == 1:
             return
         own = [_normalised(parameter.grad) for parameter in self._parameters]
@@ -96,7 +96,7 @@ class SparseGradients:
     def _average_entries(
         self, indices: Sequence[int], own: Sequence[torch.Tensor | None], by_rank: Sequence[Sequence[int]]
     ) -> None:
-        """Of these parameters; no rank has a dense gradient of one. Collective."""
+        """The same for parameters without a dense gradient on any rank. Collective."""
         parameters = [self._parameters[index] for index in indices]
         row_bytes = [parameter.shape[1:].numel() * parameter.element_size() for parameter in parameters]
         widths = [
@@ -120,7 +120,7 @@ class SparseGradients:
             self.put(index, self._add_up(parameters[number], [each[2 * number : 2 * number + 2] for each in parts]))
 
     def _add_up(self, parameter: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """The mean of what the ranks brought for one parameter: the bytes of indices, and of values, of each rank."""
+        """The mean for one parameter, from the bytes of each rank's indices and values."""
         shape, dtype = parameter.shape, parameter.dtype
         indices = torch.cat([each.view(torch.int64) for each, _ in parts])
         values = torch.cat([each.view(dtype) for _, each in parts]).view(len(indices), *shape[1:])
@@ -131,7 +131,7 @@ class SparseGradients:
 
 
 def _normalised(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient without its graph: coalesced if its rows are the entries, dense if it is anything else."""
+    """A gradient without its graph: coalesced if its entries are rows, otherwise dense."""
     if gradient is None:
         return None
     gradient = gradient.detach()
@@ -149,7 +149,7 @@ def _count(gradient: torch.Tensor | None) -> int:
 
 
 def _cut(row: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The parts of these sizes that lie in a row of bytes, each padded."""
+    """Split a row of bytes into parts of these sizes, each padded."""
     padded = list(map(_padded, sizes))
     return [part[:size] for part, size in zip(torch.split(row[: sum(padded)], padded), sizes, strict=True)]
 

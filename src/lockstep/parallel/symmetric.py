@@ -1,12 +1,12 @@
 """Buckets in the symmetric memory of a lockstep group, reduced in place by their ranks.
 
-[Note: traffic] What gradient averaging costs on one host is memory traffic, so lines are counted. A gradient that
-another rank will reduce is copied into this rank's bucket (one read, one write). A gradient in this rank's own share
-stays where autograd wrote it: the reduction reads it there, and writes the mean to both buckets. At two ranks that is
-three passes over the gradients instead of four. From four ranks on it is the smaller part of them, and all are copied:
-the buckets of all ranks are then rows of one matrix, which is reduced by calls of torch for all rows (`RowShare`).
-Measured for the share of a bucket of 1 MiB, in one process: of 8 ranks 139 µs, and 304 by calls for each; of 4, 90 and
-134; of 25 MiB 5.2 ms and 7.9, 5.9 and 8.7.
+[Note: traffic] The cost of gradient averaging on one host is memory traffic. A gradient that another rank will reduce
+is copied into this rank's bucket (one read, one write). A gradient in this rank's own share stays where autograd wrote
+it: the reduction reads it there, and writes the mean to both buckets. With two ranks that makes three passes over the
+gradients instead of four. From four ranks on, it would save less, and all gradients are copied: the buckets of all
+ranks are then rows of one matrix, which torch reduces with one call for all rows (`RowShare`). Measured for the share
+of a bucket of 1 MiB, in one process: with 8 ranks 139 µs, versus 304 with a call for each; with 4 ranks, 90 versus 134;
+for 25 MiB 5.2 ms versus 7.9, and 5.9 versus 8.7.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["SymmetricTransport"]
 
 _ALIGNMENT_BYTES = 4096
 _LINE_BYTES = 64
-# Elements of a gradient in the own share from which on leaving it in place beats copying it with the rest.
+# Elements of a gradient in this rank's share from which on leaving it in place beats copying it with the rest.
 _WORTH_KEEPING = 32 << 10
 _MANY = 4  # ranks, see [Note: traffic]
 
@@ -45,30 +45,28 @@ _MANY = 4  # ranks, see [Note: traffic]
 class SymmetricTransport:
     """Buckets in the symmetric memory of a lockstep group, reduced in place by their ranks.
 
-    Every rank owns a share of each bucket: it adds that share of all ranks' buckets and writes the
-    mean into all of them. A rank that is through with its backward pass does so at once for all buckets that its peers
-    have published meanwhile, and waits only then: reducing fills the time in which others still compute.
+    Every rank owns a share of each bucket: it adds up that share of all ranks' buckets and writes the mean into all of
+    them. At the end of its backward pass a rank first does so for all buckets that its peers have published meanwhile,
+    and only then waits: reducing fills the time in which others still compute.
 
-    [Note: bucket flags] Each rank has one word for each bucket: the number of the backward pass for which its
-    gradients are complete. A rank that reads it may reduce the bucket. `finish` is one collective of the group: after
-    its first step everything is published, after its second everybody's shares are done. So nothing waits outside a
-    collective, and a rank that does not come is reported like any other. Buffers ride along: the first rank
-    writes them before the first step, the others read them after it. A region has words for so many
-    buckets only; those beyond are reduced after the first step.
+    [Note: bucket flags] Each rank has one word per bucket: the number of the backward pass for which its gradients are
+    complete. A rank that reads it may reduce the bucket. `finish` is one collective of the group: after its first step
+    everything is published, after its second all shares are done. So nothing waits outside a collective, and a missing
+    rank is reported as usual. Buffers are sent along: the first rank writes them before the first step, the others read
+    them after it. A region has a limited number of words; further buckets are reduced after the first step.
 
-    [Note: failed passes] A pass that an exception ended on all ranks leaves flags behind that look like those
-    of the next. Nobody can take them back in time, as a peer may read them first. So a rank that has failed
-    believes no flag in its next pass, and reduces everything after the first step. How often it has failed since
-    the last averaging is part of what the ranks compare there: one that failed alone, and would bring the
-    gradients of its next step to a meeting for this one, is an error on all of them. That error is a failed
-    pass, too, and the same on all ranks that were there, which then agree again.
+    [Note: failed passes] A pass ended by an exception on all ranks leaves flags that look like those of the next pass.
+    They cannot be cleared in time, as a peer may read them first. So after a failure a rank ignores flags in its next
+    pass, and reduces everything after the first step. The ranks also compare their number of failures since the last
+    averaging: if a rank failed alone, and would contribute the gradients of its next step to this one, it is an error
+    on all of them. That error counts as a failed pass on all ranks that were there, which then agree again.
 
     Args:
-        plans: which parameters lie in each bucket, and where.
-        engine: of a group whose ranks share memory.
+        plans: the parameters in each bucket, and their positions.
+        engine: engine of a group whose ranks share memory.
 
     Attributes:
-        stand_ins: what `.grad` becomes with `finish`, by parameter, where it is no view of a bucket: none here.
+        stand_ins: by parameter, tensors that `finish` sets as `.grad` instead of views of buckets; none here.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], engine: Engine) -> None:
@@ -88,22 +86,22 @@ class SymmetricTransport:
         ]
         self._kernels: list[Kernel] = [find_kernel(dist.ReduceOp.AVG, plan.dtype) for plan in plans]
         self._shares = [even_bounds(plan.numel, self._world_size) for plan in plans]
-        # By bucket, where ranks are many; not of those that have moved to another address.
+        # By bucket, if there are many ranks; without buckets that have moved to another address.
         self._rows = dict(enumerate(self._row_shares())) if self._world_size >= _MANY else {}
         self._keepable = [self._find_keepable(bucket) for bucket in range(len(plans))]
         self._words = self._region.words
         self._own_word = self._region.word_start(self._rank)
         self._peer_words = [self._region.word_start(peer) for peer in range(self._world_size) if peer != self._rank]
         self._num_flags = min(len(plans), self._region.WORDS_PER_RANK - 3)
-        # The last words of each rank: signs, a value of its parameters, and which batches its gradients come from.
+        # The last words of each rank: signs, a value of its parameters, and the batches that its gradients come from.
         ends = map(self._region.word_start, range(1, self._world_size + 1))
         self._said = [slice(end - 3, end) for end in ends]
         self._pass = 1
-        # Failed passes since the last averaging, or since the collective that was an error itself.
+        # Failed passes since the last averaging, or since a failed collective.
         self._num_failed = 0
         self._failed_collective = 0
         self._published: list[int] = []
-        # Gradients of this rank's own shares that were not copied: (first element, one past the last, flat tensor).
+        # Gradients in this rank's own shares that were not copied: (first element, one past the last, flat tensor).
         self._kept: list[list[tuple[int, int, torch.Tensor]]] = [[] for _ in plans]
         self._reduced: set[int] = set()
         self._mail: _BufferMail | None = None
@@ -133,9 +131,9 @@ class SymmetricTransport:
         return view_like(self._parts[bucket][self._rank][offset : offset + like.numel()], like)
 
     def renew(self, bucket: int) -> None:
-        """Move to another address: views made before keep the old one, and its content. Local; nothing is under way.
+        """Move a bucket to new memory; existing views keep the old memory and its content. Local; between passes only.
 
-        Only where `can_renew`. Views of the new memory are to be made anew.
+        Only if `can_renew`. Views of the new memory must be created again.
         """
         part = self._parts[bucket][self._rank]
         self._parts[bucket][self._rank] = leave(part.view(torch.uint8)).view(part.dtype)
@@ -148,15 +146,15 @@ class SymmetricTransport:
         views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
-        """Copy what others will reduce; keep what this rank reduces. Local. See [Note: traffic].
+        """Copy gradients that others will reduce; keep those that this rank reduces. Local. See [Note: traffic].
 
         Args:
-            offsets: of the views, in elements of the bucket.
-            views: of the memory of the bucket.
-            gradients: what autograd computed, in the shapes of the views.
+            offsets: offsets of the views, in elements of the bucket.
+            views: views of the bucket's memory.
+            gradients: the gradients from autograd, in the shapes of the views.
 
         Returns:
-            Which of them were not copied, or not as a whole: the transport holds on to those until `finish`.
+            Positions of gradients that were not copied, or only in part: the transport keeps those until `finish`.
         """
         keepable = self._keepable[bucket]
         if not keepable:
@@ -170,7 +168,7 @@ class SymmetricTransport:
                 copied.append(index)
                 continue
             first, last = span[0] - offset, span[1] - offset
-            # Detached: with create_graph=True a gradient has a graph, which is of no use to what is sent.
+            # Detached: with create_graph=True a gradient has a graph, which is not needed for sending.
             source = gradient.detach().as_strided((gradient.numel(),), (1,))
             target = self._parts[bucket][self._rank][offset : offset + gradient.numel()]
             target[:first].copy_(source[:first])
@@ -181,7 +179,7 @@ class SymmetricTransport:
         return kept
 
     def _find_keepable(self, bucket: int) -> dict[int, tuple[int, int]]:
-        """Offset -> (first, one past the last) element in this rank's share, of gradients worth leaving in place."""
+        """Offset -> (first, one past the last) element in this rank's share, for gradients worth leaving in place."""
         keepable: dict[int, tuple[int, int]] = {}
         if self._world_size >= _MANY:
             return keepable
@@ -193,7 +191,7 @@ class SymmetricTransport:
         return keepable
 
     def publish(self, bucket: int) -> None:
-        """This rank's gradients of a bucket are complete: let the peers know. Local."""
+        """Tell the peers that this rank's gradients of a bucket are complete. Local."""
         if bucket < self._num_flags:
             fence()
             self._words[self._own_word + bucket] = self._pass
@@ -225,11 +223,11 @@ class SymmetricTransport:
         self._kept[bucket].clear()
 
     def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words]:
-        """Return when all buckets hold the mean over ranks. Collective; every bucket was published.
+        """Return when all buckets hold the mean over ranks. Collective; every bucket must be published.
 
         Args:
-            buffers: overwritten by those of the group's first rank.
-            words: what this rank says of this step.
+            buffers: overwritten with those of the group's first rank.
+            words: this rank's words about this step.
 
         Returns:
             The words of all ranks; `GroupTransport` does not send them, and returns None.
@@ -258,7 +256,7 @@ class SymmetricTransport:
             self._words[index] = word
         if self._num_failed == 0:
             self._reduce_published()
-        # What the ranks claim is compared as what they call is: by the fingerprint of the description.
+        # Claims are compared like calls: by the fingerprint of the description.
         description = f"{self._description}; {words.claim}" if words.claim else self._description
         try:
             self._engine.run_steps(description, between)
@@ -276,7 +274,7 @@ class SymmetricTransport:
         return by_rank
 
     def restart(self) -> None:
-        """Forget what was filled and published: there will be no `finish`. Local. See [Note: failed passes]."""
+        """Forget filled and published buckets, as there will be no `finish`. Local. See [Note: failed passes]."""
         for kept in self._kept:
             kept.clear()
         self._published.clear()
@@ -292,7 +290,7 @@ class SymmetricTransport:
     def _describe(self) -> str:
         sizes = [describe_tensor(part[self._rank]) for part in self._parts]
         if len(sizes) > 8:
-            sizes[8:] = [f"… {fingerprint(str(sizes)):x}"]  # the rest counts too, in short
+            sizes[8:] = [f"… {fingerprint(str(sizes)):x}"]  # the rest, abbreviated
         failed = ""
         if self._num_failed:
             failed = f"; {self._num_failed} backward passes failed since "
@@ -300,7 +298,7 @@ class SymmetricTransport:
         return f"DistributedDataParallel's gradient averaging({len(self._plans)} buckets: {', '.join(sizes)}{failed})"
 
 
-# Where one rank comes with other buffers than before, and the others do not, the mismatch shows this.
+# Shown in the mismatch if one rank has other buffers than before, and the others have not.
 _BUFFERS = (
     "DistributedDataParallel's buffers, whose sizes have changed (where each rank has buffers of its own, such as a "
     "table that grows with its longest sample, pass broadcast_buffers=False)"
@@ -308,7 +306,7 @@ _BUFFERS = (
 
 
 class _BufferMail:
-    """Memory through which the first rank's buffers reach the others. Collective to make."""
+    """Memory through which the first rank's buffers reach the others. Its creation is collective."""
 
     def __init__(self, engine: Engine, rank: int, buffers: Sequence[torch.Tensor]) -> None:
         self._is_source = rank == 0
@@ -326,8 +324,8 @@ class _BufferMail:
         ]
 
     def fits(self, buffers: Sequence[torch.Tensor]) -> bool:
-        """Whether these have the shapes and dtypes of those it was made for. Local."""
-        # Of the same tensors too: observers of quantization resize theirs in place.
+        """Whether these have the shapes and dtypes that the memory was created for. Local."""
+        # Even the same tensors may change: observers of quantization resize theirs in place.
         if [buffer.shape for buffer in buffers] != self._shapes:
             return False
         if not all(map(operator.is_, buffers, self._buffers)):
@@ -336,13 +334,13 @@ class _BufferMail:
         return self._has_dtypes
 
     def write(self, buffers: Sequence[torch.Tensor]) -> None:
-        """The first rank puts its buffers in. Local."""
+        """Write the buffers, on the first rank. Local."""
         if self._is_source:
             with torch.no_grad():
                 foreach_copy_(self._views, list(buffers))
 
     def read(self, buffers: Sequence[torch.Tensor]) -> None:
-        """The others take them out. Local; after a step that follows `write`."""
+        """Read the buffers, on the other ranks. Local; after a step that follows `write`."""
         if not self._is_source:
-            # Through .data: what autograd has saved for a second backward pass may be overwritten.
+            # Through .data: tensors that autograd has saved for a second backward pass may be overwritten.
             foreach_copy_([buffer.data for buffer in buffers], self._views)

@@ -1,7 +1,7 @@
-"""How a full bucket is averaged over ranks: in shared memory on one host, or by any c10d group.
+"""Averages a full bucket over ranks: in shared memory on one host, or by any c10d group.
 
 A transport owns the memory of the buckets. The reducer fills a bucket, calls `publish`, continues with the backward
-pass, and calls `finish` at its end. What its methods promise is said where `SymmetricTransport` has them.
+pass, and calls `finish` at its end. `SymmetricTransport` documents the methods.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["GroupTransport", "Transport", "make_transport"]
 
 
 class GroupTransport:
-    """One asynchronous all_reduce for each bucket, by any process group; those of sharded parameters go to owners.
+    """One asynchronous all_reduce per bucket, by any process group; sharded parameters' buckets go to their owners.
 
     Args:
-        plans: which parameters lie in each bucket, and where.
-        agreement: what is compared with each averaging.
-        stand_ins: of sharded parameters, by index; they share no bucket with others. `.grad` becomes these.
+        plans: the parameters in each bucket, and their positions.
+        agreement: compares the ranks with each averaging.
+        stand_ins: future `.grad` of sharded parameters, by index; these share no bucket with others.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GroupTransport:
     ) -> None:
         self._group = group
         self._world_size = group.size()
-        # Over several hosts: buckets in the memory that the ranks of a host share, reduced in place.
+        # On several hosts: buckets in the shared memory of each host's ranks, reduced in place.
         self._symmetric = _symmetric_engine(group)
         is_ours = self._symmetric is not None and engine_of(group, device) is not None
         self._averages = is_ours or backend_name(group, device) == "nccl"
@@ -63,20 +63,20 @@ class GroupTransport:
         self._ready: set[int] = set()
         self._works: list[Any] = []
         self._options = all_reduce_options(dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM)
-        # A group starts its collectives in the order of the calls, which must be one order on all ranks.
+        # A group starts its collectives in the order of calls, which must be the same on all ranks.
         self._next = 0
         self._agreement = agreement
         agreement.sends_samples = False
 
     @property
     def can_renew(self) -> bool:
-        """Not in memory that the ranks of a host have made together."""
-        on_cpu = any(plan.device.type == "cpu" for plan in self._plans)  # there may be none
+        """False for memory that the ranks of a host have created together."""
+        on_cpu = any(plan.device.type == "cpu" for plan in self._plans)  # there may be no plans
         return not (self._averages and self._world_size > 1 and on_cpu)
 
     @functools.cached_property
     def _buffers(self) -> list[torch.Tensor]:
-        """Where there is one rank, they are made when a hook wants to see them: nobody else does."""
+        """With one rank, they are only created if a communication hook needs them."""
         return [self._allocate(bucket, plan) for bucket, plan in enumerate(self._plans)]
 
     def _allocate(self, bucket: int, plan: BucketPlan) -> torch.Tensor:
@@ -90,7 +90,7 @@ class GroupTransport:
         return self._buffers[bucket]
 
     def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of `like`'s shape at an offset of a bucket; where there is no bucket, of nothing."""
+        """A tensor of `like`'s shape at an offset of a bucket; empty if there is no bucket."""
         if bucket in self._owners:
             return like.new_zeros(()).expand(like.shape)
         return view_like(self._buffers[bucket][offset : offset + like.numel()], like)
@@ -105,7 +105,7 @@ class GroupTransport:
         views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
-        """Copy the gradients, and leave them all where they are: the copy is being reduced while backward continues."""
+        """Copy the gradients, and leave them all in place: the copy is reduced while the backward pass continues."""
         if not self._ready:
             begin_pass(self.stand_ins.values())
         if bucket in self._owners:
@@ -122,18 +122,18 @@ class GroupTransport:
                 self._works += self._owners[self._next].start()
             else:
                 if not self._averages:
-                    # First, which keeps 16-bit sums in range, as torch's DDP and nccl's average do.
+                    # Divide first, which keeps 16-bit sums in range, as torch's DDP and nccl's average do.
                     buffer.div_(self._world_size)
-                # The group itself: `dist.all_reduce` takes longer to look at its arguments than to begin.
+                # The group's own method: `dist.all_reduce` spends more time on its arguments than on the start.
                 self._works.append(self._group.allreduce([buffer], self._options))
             self._next += 1
 
     def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words] | None:
-        """Wait for all reductions, compare what the batch was taken for, and broadcast the buffers."""
+        """Wait for all reductions, compare claims, and broadcast the buffers."""
         start = time.perf_counter()
         compare = self._agreement.begin_comparing_claims(words)
         if compare is not None:
-            compare()  # first: a rank that has come to something else sends nothing
+            compare()  # first: a rank with another claim sends nothing
         for work in self._works:
             work.wait()
         clock.add(time.perf_counter() - start)
@@ -143,7 +143,7 @@ class GroupTransport:
         return None
 
     def restart(self) -> None:
-        """Let the reductions under way end; ranks whose pass failed at one point are then in step again."""
+        """Wait for running reductions; ranks whose pass failed at the same point are then in step again."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 work.wait()
@@ -159,7 +159,7 @@ Transport: TypeAlias = SymmetricTransport | GroupTransport
 
 
 def _symmetric_engine(group: dist.ProcessGroup) -> Engine | None:
-    """The engine of a group that has symmetric memory; None for other groups."""
+    """The engine of a group with symmetric memory; None for other groups."""
     engine = engine_of(group)
     return engine if engine is not None and engine.team.has_symmetric_memory else None
 
@@ -174,9 +174,10 @@ def make_transport(
     """The transport for these buckets over that group. Collective.
 
     Args:
-        plans: which parameters lie in each bucket, and where; may be none.
-        device: of the parameters; counts where there are no buckets.
-        stand_ins: of sharded parameters, by index; only where ranks share memory, or `find_way` finds one.
+        plans: the parameters in each bucket, and their positions; may be empty.
+        device: device of the parameters; used if there are no buckets.
+        stand_ins: future `.grad` of sharded parameters, by index; only if ranks share memory, or `find_way` finds a
+            way.
     """
     devices = [plan.device for plan in plans] or [device]
     engine = _symmetric_engine(group)
