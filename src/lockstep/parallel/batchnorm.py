@@ -419,8 +419,8 @@ def _sums(values: Tensor, gradient: Tensor, scale: Tensor, mean: Tensor, varianc
     """Sums over this rank's values, (2, C): of the gradient, and of the gradient times the normalized values."""
     if not values.numel():
         return mean.new_zeros(2, len(mean))
-    # As if mean and variance were constants: one pass of the kernel for evaluation mode. On CPUs they are passed as that
-    # mode's running statistics, on CUDA as saved statistics, which it requires.
+    # As if mean and variance were constants: one pass of the kernel for evaluation mode. On CPUs they are passed as
+    # that mode's running statistics, on CUDA as saved statistics, which it requires.
     _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
         gradient, values, scale, mean, variance, mean, variance.rsqrt(), False, 0.0, [False, True, True]
     )

@@ -1,23 +1,23 @@
-"""`lockstep verify`: a script, unedited, on N processes and on one, and the first stage at which they part.
+"""`lockstep verify`: runs an unedited script on N processes and on one, and finds the first stage that differs.
 
 General layout, from the bottom up:
 
-* `settings`: what a process of a verification is told.
+* `settings`: the settings of a process in a verification.
 * `rows`, `state`: samples, tensors and states in a form that two runs can compare and exchange.
-* `recorder`: what a process keeps of its steps; `loaders`, `training`, `draws`, `outputs`: who tells it what.
+* `recorder`: a process's record of its steps; `loaders`, `training`, `draws`, `outputs`: fill it in.
 * `starts`: ranks that the script starts itself.
-* `scratch`: what the script writes, kept apart from the user's files.
-* `rank`: what runs in a process before the script.
-* `compare`: how far tensors are apart; `samples`: whose rows are whose; `step`: what was measured of a step.
-* `words`: what a cause means, and what to write.
-* `causes`: which cause it is; `linear`: the same of gradients that all ranks have alike.
-* `aftermath`: the same for what follows the steps: evaluations, printed numbers, checkpoints.
-* `verdict`: of all steps, and of what follows them; `report`: says it, to people, programs and as a picture.
-* `script`: how the script is run; `reference`: what one process is given; `session`: one number of ranks;
-  `verification`: the whole.
+* `scratch`: keeps the script's output apart from the user's files.
+* `rank`: runs in each process before the script.
+* `compare`: distances between tensors; `samples`: matches rows of processes; `step`: the measurements of a step.
+* `words`: the meaning of each cause, and advice.
+* `causes`: finds the cause of a difference; `linear`: the same for gradients that are equal on all ranks.
+* `aftermath`: the same for everything after the steps: evaluations, printed numbers, checkpoints.
+* `verdict`: judges all steps and their aftermath; `report`: formats the result as text, JSON and a plot.
+* `script`: runs the script; `reference`: the input of the one process; `session`: handles one number of ranks;
+  `verification`: the whole verification.
 
 [Note: one process as the reference] The script runs on N ranks, and then on one process, which starts each step from
-what the ranks had and gets the samples of all of them: Lockstep's loader gives it those by itself; a loader of
-torch, whose sampler splits the data, by N times the batch size. A step differs if its gradients, parameters or
-buffers do; where it parted from one process is then looked for from the samples on.
+the state of the ranks and gets the samples of all of them: from Lockstep's loader automatically; from a loader of
+torch, whose sampler splits the data, by N times the batch size. A step differs if its gradients, parameters or buffers
+do; the first stage that differs is then searched from the samples on.
 """

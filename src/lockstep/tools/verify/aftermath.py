@@ -1,8 +1,8 @@
-"""What follows the steps: epochs in one order, evaluations, numbers that are printed, and checkpoints.
+"""Judges the aftermath of the steps: the order of epochs, evaluations, printed numbers, and checkpoints.
 
-Parameters are those of one process here: whoever calls this has seen that no step differs. Numbers in the lines that
-rank 0 printed are compared with those in the same lines of one process; a number that one process prints otherwise
-the second time, such as seconds, is none.
+Parameters are equal to those of one process here, since the caller has found no step that differs. Numbers in lines
+printed by rank 0 are compared with those in the same lines of one process; numbers that vary between runs of one
+process, such as seconds, are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.tools.verify.words import Difference, difference
 __all__ = ["LOGGED", "judge_aftermath"]
 
 LOGGED = "logged: "
-"""With which a note on printed numbers begins."""
+"""The beginning of a note on printed numbers."""
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 # 12:59:07,123, whose parts may be the same twice in one process, and others on the ranks.
@@ -32,7 +32,7 @@ Facts = Mapping[str, Any]
 
 
 class _Line(NamedTuple):
-    """A line that was printed: whether after an evaluation, its numbers, the text, and the line of the script."""
+    """A printed line: whether after an evaluation, its numbers, its text, and the line of the script."""
 
     is_evaluation: bool
     numbers: list[str]
@@ -40,12 +40,12 @@ class _Line(NamedTuple):
     where: tuple[str, ...]
 
 
-# By what a line says besides numbers, and how often it was said before.
+# By the text of a line without numbers, and how often it was printed before.
 _Lines = Mapping[tuple[str, int], _Line]
 
 
 def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
-    """Differences, and notes on what is no difference of the training."""
+    """Differences, and notes on things that are no difference in training."""
     ranks, one = [each["facts"] for each in runs.ranks], runs.one["facts"]
     again, moved = (None if each is None else each["facts"] for each in (runs.again, runs.moved))
     found = [
@@ -59,7 +59,7 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
 
 
 def _same_epochs(facts: Facts) -> list[Difference]:
-    """A sampler that shuffles, and a second epoch that begins as the first did."""
+    """A sampler that shuffles, but whose second epoch begins like the first."""
     for number, loader in enumerate(facts["loaders"]):
         epochs = _epochs_of(facts, number)
         if loader["shuffles"] and len(epochs) > 1 and all(each["keys"][0] == epochs[0]["keys"][0] for each in epochs):
@@ -73,18 +73,18 @@ def _same_epochs(facts: Facts) -> list[Difference]:
 
 
 def _epochs_of(facts: Facts, loader: int) -> list[Facts]:
-    """The passes over a loader in which one training took its samples."""
+    """The passes over a loader that one training took its samples from."""
     passes = [each for each in facts["passes"] if each["loader"] == loader and each["keys"]]
-    passes = [each for each in passes if each["trains"] or not each["finished"]]  # nor a statistic or an evaluation
+    passes = [each for each in passes if each["trains"] or not each["finished"]]  # no statistics or evaluations
     passes = list(itertools.dropwhile(lambda each: not each["trains"], passes))  # a look at a batch before it
-    # A further training begins with a loader and an optimizer of its own.
+    # A further training begins with its own loader and optimizer.
     return [each for each in passes if not each["anew"] or each["optimizer"] == passes[0]["optimizer"]]
 
 
 def _other_models(facts: Facts, one: Facts, again: Facts) -> list[Difference]:
-    """A model that no optimizer steps, or one that is saved, and that is another than in one process."""
+    """A model that is not trained by an optimizer, or is saved, and differs from one process's."""
     ranks, own, second = ({name: each[0] for name, each in of["untrained"].items()} for of in (facts, one, again))
-    # Of a file, a rank may write other parts than one process.
+    # A rank may write other parts of a file than one process.
     own = {name: each for name, each in own.items() if name in ranks and ranks[name].shape == each.shape}
     moved, noise = distances(own, ranks), distances(own, second)
     name = next((name for name in own if moved[name] > _CLOSE and noise[name] < _CLOSE / 10), None)
@@ -144,7 +144,7 @@ def _printed(
 ) -> tuple[list[Difference], list[str]]:
     first, own, second, third = map(_lines, (ranks[0], one, again, moved))
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
-    # Counts that a rank has of its own: of ranks, and of the samples of an epoch and a batch.
+    # Counts that depend on the rank: of ranks, and of samples in an epoch and a batch.
     counts = {(str(len(ranks)), "1"), *zip(_counts(ranks[0]), _counts(one), strict=False)}
     unsure = _unsure_places(own, second)
     for key in [key for key in first if key in own]:
@@ -171,7 +171,7 @@ def _printed(
 
 
 def _unsure_places(own: _Lines, again: _Lines) -> set[tuple[str, int]]:
-    """Where in a line, whenever it is written, one process writes another number the second time, such as seconds."""
+    """Positions in lines where one process writes another number in its second run, such as seconds."""
     return {
         (key[0], place)
         for key in own.keys() & again.keys()
@@ -181,18 +181,18 @@ def _unsure_places(own: _Lines, again: _Lines) -> set[tuple[str, int]]:
 
 
 def _is_of_evaluation(numbers: list[str], own: list[str], tried: list[str], world_size: int) -> bool:
-    """Whether numbers move with the samples that are evaluated, as a loss of the training does not, or are counts."""
+    """Whether numbers depend on the samples evaluated, unlike a training loss, or are counts."""
     return tried != own or any(_is_times(a, b, world_size) for a, b in zip(numbers, own, strict=True))
 
 
 def _counts(facts: Facts) -> list[str]:
-    """Samples of the batches of torch's loaders, and of each epoch, as they are printed."""
+    """Numbers of samples in batches of torch's loaders, and in each epoch, as printed."""
     epochs = (sum(map(len, each["keys"])) for each in facts["passes"] if each["trains"])
     return list(map(str, [*facts["made"], *epochs]))
 
 
 def _decimals(text: str) -> float:
-    """How much the last digit of a number stands for."""
+    """The value of one unit in a number's last digit."""
     digits, _, power = text.lower().partition("e")
     return 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
 
@@ -203,13 +203,13 @@ def _is_close(a: str, b: str) -> bool:
 
 
 def _is_times(a: str, b: str, factor: int) -> bool:
-    """Whether a number was added up over the ranks, or divided by their number."""
+    """Whether a number was summed over ranks, or divided by their number."""
     x, y, digit = float(a), float(b), 1.5 * factor * _decimals(b)
     return y != 0 and any(abs(x - y * each) <= max(_CLOSE * abs(y * each), digit) for each in (factor, 1 / factor))
 
 
 def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
-    """The samples of each pass that did not train."""
+    """The samples of each pass without training."""
     return [
         Counter(key[0] for keys in each["keys"] for key in keys)
         for each in facts["passes"]

@@ -1,7 +1,7 @@
-"""The first stage of a step at which N ranks part from one process.
+"""Finds the first stage of a step at which N ranks differ from one process.
 
-Each function reads one stage, and answers with a `Difference` if that is where they part. The numbers decide; names of
-classes (a batch normalization, LBFGS) only word the advice. For gradients that all ranks have alike, see `linear.py`.
+Each function checks one stage, and returns a `Difference` if they differ there. The numbers decide; names of classes
+(a batch normalization, LBFGS) only affect the advice. For gradients that are equal on all ranks, see `linear.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _joined(values: Iterable[Any]) -> str:
 
 
 def _names(step: StepOfJob, names: Iterable[str | int], most: int = 3) -> str:
-    """Of buffers, or of parameters that are known by their places."""
+    """Names of buffers, or of parameters given by position."""
     known = dict(enumerate(step.one["names"]))
     plain = [name.split(":", 1)[-1] if isinstance(name, str) else known.get(name) or "?" for name in names]
     more = f" and {len(plain) - most} more" if len(plain) > most else ""
@@ -57,7 +57,7 @@ def _names(step: StepOfJob, names: Iterable[str | int], most: int = 3) -> str:
 
 
 def read_samples(step: StepOfJob) -> Difference | None:
-    """Samples that are not those of one process."""
+    """Samples that differ from those of one process."""
     samples = step.samples
     if not samples.differ:
         return _all_walked(step) or _filled_late(step)
@@ -70,7 +70,7 @@ def read_samples(step: StepOfJob) -> Difference | None:
 
 
 def _all_walked(step: StepOfJob) -> Difference | None:
-    """Without a loader: all ranks have the same rows, and one process has others in more passes."""
+    """Without a loader: all ranks have the same rows, and one process has other rows in more passes."""
     own, first, *others = (entered(each) for each in (step.one, *step.ranks))
     if step.one["batches"] or not first or any(each != first for each in others) or len(own) <= len(first):
         return None
@@ -79,11 +79,11 @@ def _all_walked(step: StepOfJob) -> Difference | None:
 
 
 def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
-    """Which cause, and what else was measured."""
+    """The cause, and further measurements."""
     samples = step.samples
     loaders = [step.facts["loaders"][each["loader"]] for each in step.ranks[0]["batches"]]
     own, *ranks = (len(each["batches"]) for each in (step.one, *step.ranks))
-    # Where ranks accumulate over fewer passes, so that all together make one process's, they have fewer batches, too.
+    # If ranks accumulate over fewer passes, which add up to one process's, they also have fewer batches.
     is_shared_out = len({*ranks}) == 1 and passes_are_shared_out(step.one, step.ranks)
     if {*ranks} != {own} and not is_shared_out:
         return "skips", f"; batches before this step: one process {own}, the ranks {_joined(ranks)}"
@@ -95,21 +95,21 @@ def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
 
 
 def _come_again(step: StepOfJob) -> bool:
-    """Whether what the ranks have besides one process's samples was trained on before: a sampler begins anew."""
+    """Whether the ranks' additional samples were trained on before, because a sampler restarts."""
     before = [batch for each in step.runs.one["steps"][: step.number] for batch in batches_of(each)]
     seen = {key for batch in before for _, key in batch["keys"]}
     return all(key in seen for batch in batches_of(*step.ranks) for _, key in batch["keys"])
 
 
 def _walks_all(step: StepOfJob, loader: Record) -> bool:
-    """Whether a rank walks as many samples as there are in one process."""
+    """Whether a rank iterates over as many samples as one process."""
     size, samples, batches = loader["batch_size"], loader["samples"], loader["batches"]
     is_there = samples in {each["samples"] for each in step.runs.one["facts"]["loaders"]}
     return is_there and bool(size and samples and batches and batches * size >= samples - size)
 
 
 def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, str]:
-    """Of samples that are split, and are others."""
+    """The cause if samples are split, but differ."""
     one, ranks = step.runs.one, step.runs.ranks
     ones = [one["facts"]["loaders"][each["loader"]] for each in step.one["batches"]]
     sizes = ((own["batch_size"], each["batch_size"]) for own, each in zip(ones, loaders, strict=False) if each["own"])
@@ -124,7 +124,7 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
         return "collate", ""
     if not have_same_indices(step.ranks, step.one):
         return "order", ""
-    # Is what a rank has at an index what one process has at another, and not there?
+    # Does a rank have at one index the sample that one process has at another?
     own = contents(one)
     is_elsewhere = any(
         key in own.values() and own.get(index, key) != key for rank in ranks for index, key in contents(rank).items()
@@ -134,7 +134,7 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
 
 
 def _filled_late(step: StepOfJob) -> Difference | None:
-    """A batch that was filled up, and fetched in the step before, as Accelerate does."""
+    """A padded batch that was fetched in the previous step, as by Accelerate."""
     own, *ranks = (entered(each, by="unpadded") for each in (step.one, *step.ranks))
     more, seen = sum(ranks, Counter[int]()), entered(*step.runs.one["steps"], by="unpadded")
     rows = [sum(len(batch["keys"]) for batch in each["batches"]) for each in (step.one, *step.ranks)]
@@ -150,9 +150,9 @@ def _filled_late(step: StepOfJob) -> Difference | None:
 
 
 def read_passes(step: StepOfJob) -> Difference | None:
-    """Backward passes that are more or fewer than in one process."""
+    """More or fewer backward passes than in one process."""
     losses, counts = step.losses, [len(each) for each in step.losses.ranks]
-    if max(each["closure"] for each in (step.one, *step.ranks)) > 1:  # Trainers give a closure to any optimizer
+    if max(each["closure"] for each in (step.one, *step.ranks)) > 1:  # Trainers pass a closure to every optimizer
         kind = step.ranks[0]["kind"]
         measured = (
             f"{kind} called its closure {len(losses.one)} times in one process and {_joined(counts)} times on the "
@@ -167,7 +167,7 @@ def read_passes(step: StepOfJob) -> Difference | None:
 
 
 def read_inputs(step: StepOfJob) -> Difference | None:
-    """Rows that enter a model, made of the same samples, and are others."""
+    """Rows that enter a model and differ, although they come from the same samples."""
     calls = step.calls
     if step.samples.by_index or _joins(step) or not (calls.unknown or step.is_far(calls.inputs)):
         return None
@@ -180,33 +180,33 @@ def read_inputs(step: StepOfJob) -> Difference | None:
 
 
 def _joins(step: StepOfJob) -> bool:
-    """Whether what enters the models has no row for each sample: nodes of graphs, and tokens that are packed."""
+    """Whether the models' inputs do not have one row per sample: nodes of graphs, or packed tokens."""
     batches = batches_of(step.one, *step.ranks)
     return bool(batches) and all(batch["joins"] for batch in batches)
 
 
 def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
-    """Rows that differ: drawn by each rank, or made of its other rows."""
+    """Rows that differ because each rank draws them, or computes them from its other rows."""
     drawn, permuted = unlike_draws(step)
     measured = f"{measured} {describe_draws(drawn or permuted)}" if drawn or permuted else measured.rstrip(";")
     return step.found(stage, f"drawn {stage}" if drawn else f"batch {stage}", measured)
 
 
 def unlike_draws(step: StepOfJob) -> tuple[Sequence[Record], Sequence[Record]]:
-    """Numbers that one process has drawn otherwise, and permutations: of a rank's rows, whoever seeds them."""
+    """Numbers that one process has drawn differently; and permutations of a rank's rows, with any seed."""
     unlike = [*_unlike_draws(step), *_of_own_generators(step)]
     permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS)]
     return [each for each in unlike if each not in permuted], permuted
 
 
 def _unlike_draws(step: StepOfJob) -> Sequence[Record]:
-    """Draws that were not given to one process as the ranks had them."""
+    """Draws of the ranks that could not be given to one process."""
     is_by_pass = passes_are_shared_out(step.one, step.ranks)
     return [each for each in step.one["unlike_draws"] if not (is_by_pass and each["by_pass"])]
 
 
 def _of_own_generators(step: StepOfJob) -> list[Record]:
-    """What generators of the script's own drew that is neither the same everywhere nor of one process's samples."""
+    """Draws from the script's own generators that are neither equal everywhere nor those of one process's samples."""
     own, *ranks = ([tuple(each) for each in one["generated"]] for one in (step.one, *step.ranks))
     if all(each == own for each in ranks) or Counter(own) == sum(map(Counter, ranks), Counter()):
         return []
@@ -214,7 +214,7 @@ def _of_own_generators(step: StepOfJob) -> list[Record]:
 
 
 def describe_draws(drawn: Sequence[Record]) -> str:
-    """The first of some draws, on one process and on the ranks, in words."""
+    """A description of the first of some draws, on one process and on the ranks."""
     first = drawn[0]
     ranks = " and ".join(str(each or "one number") for each in first["ranks"][:3]) or "nothing of the kind"
     name = first["name"].partition(" ")[0]
@@ -222,9 +222,9 @@ def describe_draws(drawn: Sequence[Record]) -> str:
 
 
 def read_outputs(step: StepOfJob) -> Difference | None:
-    """Outputs that differ though the inputs do not."""
+    """Outputs that differ although the inputs do not."""
     calls = step.calls
-    # Of a part of a sample, outputs may follow its other parts; if rows of others moved them, ranks made no gradient.
+    # The output for a part of a sample may depend on its other parts; if other rows moved it, ranks made no gradient.
     if not step.is_far(calls.outputs) or (_joins(step) and step.gradients.needed.is_good):
         return None
     name, kind = calls.culprit
@@ -250,7 +250,7 @@ def read_outputs(step: StepOfJob) -> Difference | None:
 
 
 def read_unaveraged(step: StepOfJob) -> Difference | None:
-    """Gradients that differ between ranks when the optimizer takes them."""
+    """Gradients that differ between ranks when the optimizer uses them."""
     between, first = step.gradients.between, step.ranks[0]
     if not between.names:
         return None
@@ -267,7 +267,7 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
     if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)
     outside = [name for name in between.names if first["held"][name] is None]
-    if outside:  # and others, where an engine waits for what the script has put another module for
+    if outside:  # and others, if an engine waits for a module that the script has replaced
         return step.found("gradients", "unwrapped part", measured, names=_names(step, outside))
     if _called_engines(step).isdisjoint(first["held"][name] for name in between.names):
         return step.found("gradients", "inner-model", measured)
@@ -276,13 +276,13 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
 
 
 def _are_apart(step: StepOfJob, ranks: Sequence[Record], when: str) -> bool:
-    """Whether ranks have other values of parameters than rank 0; see `parameters_of`."""
+    """Whether the ranks' parameters differ from rank 0's; see `parameters_of`."""
     first, *others = (parameters_of(each, when) for each in ranks)
     return any(measure_values(first, each, step.precision).names for each in others)
 
 
 def _come_together(step: StepOfJob) -> bool:
-    """Whether parameters part by this step of an optimizer or a later one, and one begins with the same again."""
+    """Whether parameters diverge in this or a later step of an optimizer, and a further step begins with equal ones."""
     steps = zip(*(each["steps"][step.number - 1 :] for each in step.runs.ranks), strict=False)
     own = [each for each in steps if each[0]["optimizer"] == step.one["optimizer"]]
     later = itertools.dropwhile(lambda each: not _are_apart(step, each, "end"), own)
@@ -290,14 +290,14 @@ def _come_together(step: StepOfJob) -> bool:
 
 
 def _called_engines(step: StepOfJob) -> set[int]:
-    """Those that rank 0 has called since the optimizer of this step took its last one."""
+    """Engines that rank 0 has called since the last step of this step's optimizer."""
     steps = step.runs.ranks[0]["steps"]
     turns = len({each["optimizer"] for each in steps})
     return {engine for each in steps[max(0, step.number - turns) : step.number] for engine in each["engine_calls"]}
 
 
 def _is_averaged_in_part(step: StepOfJob) -> bool:
-    """Whether other ranks have a share in some of rank 0's backward passes, and none in others."""
+    """Whether other ranks contribute to some of rank 0's backward passes, but not to others."""
     taken, passes = step.gradients.taken, len(step.ranks[0]["backwards"])
     averaged = {any(abs(each) > 1e-3 for each in taken.factors[passes + place :: passes]) for place in range(passes)}
     return taken.is_good and len(averaged) > 1
@@ -307,7 +307,7 @@ def _is_averaged_in_part(step: StepOfJob) -> bool:
 
 
 def read_ranks(step: StepOfJob) -> Difference | None:
-    """Ranks that begin with other parameters than each other."""
+    """Ranks that begin with different parameters."""
     first, *others = (parameters_of(each, "begin") for each in step.ranks)
     for rank, other in enumerate(others, 1):
         found = measure_values(first, other, step.precision)
@@ -326,7 +326,7 @@ def _ranks_differ(step: StepOfJob, measured: str) -> Difference:
 
 
 def read_moved(step: StepOfJob) -> Difference | None:
-    """Parameters that differ when a model is called, though the step began with the same."""
+    """Parameters that differ when a model is called, although the step began with equal ones."""
     calls = step.calls
     if not step.is_far(calls.parameters):
         return None
@@ -340,7 +340,7 @@ def read_moved(step: StepOfJob) -> Difference | None:
 
 
 def read_settings(step: StepOfJob) -> Difference | None:
-    """Settings of an optimizer that are not those of one process."""
+    """Settings of an optimizer that differ from those of one process."""
     for rank, other in enumerate(step.ranks):
         groups = zip(step.one["settings"], step.ranks[0]["settings"], other["settings"], strict=False)
         for number, (own, first, theirs) in enumerate(groups):
@@ -359,11 +359,11 @@ def read_settings(step: StepOfJob) -> Difference | None:
 def _is_set_apart(step: StepOfJob, a: Any, b: Any) -> bool:
     if not isinstance(a, int | float) or not isinstance(b, int | float):
         return bool(a != b)
-    return step.is_far(abs(a - b) / max(abs(a), abs(b), 1e-30))  # a loss's rounding may be in it
+    return step.is_far(abs(a - b) / max(abs(a), abs(b), 1e-30))  # may include the rounding of a loss
 
 
 def read_parameters(step: StepOfJob) -> Difference | None:
-    """Parameters after the step, against how far it moved them."""
+    """Parameters after the step, relative to how far it moved them."""
     for rank, ranks in enumerate(step.ranks):
         wrong = _stepped_apart(step, ranks)
         if wrong:
@@ -376,7 +376,7 @@ def read_parameters(step: StepOfJob) -> Difference | None:
 
 
 def _stepped_apart(step: StepOfJob, ranks: Record) -> dict[int, float]:
-    """Parameters of a rank that are not those of one process, and by how much of what the step moved them."""
+    """Parameters of a rank that differ from one process's, with the difference relative to the step's change."""
     own, theirs = (parameters_of(each, "end") for each in (step.one, ranks))
     begin = parameters_of(step.one, "begin")
     again = own if step.again is None else parameters_of(step.again, "end")
@@ -394,7 +394,7 @@ def _stepped_apart(step: StepOfJob, ranks: Record) -> dict[int, float]:
 
 
 def _rounded_only(step: StepOfJob, ranks: Record) -> set[int]:
-    """Parameters whose gradients are rounding alone, and another one: optimizers that normalize make steps of it."""
+    """Parameters whose gradients are only rounding, and differ: optimizers that normalize turn it into steps."""
     own, theirs = (parameters_of(each, "used") for each in (step.one, ranks))
     sizes = {name: float(each.abs().max()) for name, each in own.items() if each is not None}
     least = 100 * step.precision * max(sizes.values(), default=0.0)

@@ -1,11 +1,11 @@
-"""How far numbers of two processes are apart, and what they are as sums of each other.
+"""Distances between the numbers of two processes, and fits of one as a sum of others.
 
-Nothing here says what a difference means; see `causes.py`.
+`causes.py` interprets the differences.
 
-[Note: how far is far] A difference is measured against the largest number of its stage. It counts where it is above
-what rounding does, which is measured for each stage and tensor: the same step of one process, with its sums cut in
-two (see [Note: halves] in draws.py), moves them by some amount, and `TIMES_NOISE` of that is rounding. Numbers of 16
-bits are so few that both often come out the same: where a step computes with some, `_ROUNDINGS` of them are, too.
+[Note: how far is far] A difference is measured relative to the largest number of its stage. It counts if it exceeds the
+effect of rounding, which is measured for each stage and tensor: the same step of one process, with its sums cut in two
+(see [Note: halves] in draws.py), moves them by some amount, and `TIMES_NOISE` times that is rounding. With the few
+digits of 16-bit numbers both often come out equal: if a step uses them, `_ROUNDINGS` of them count as rounding, too.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ __all__ = [
 TIMES_NOISE = 50.0
 _FLOOR_IN_EPS = 400.0
 _ROUNDINGS = 4.0
-# What may be left of a gradient that a fit explains, however much rounding does.
+# Upper limit for the rest of a gradient that counts as explained by a fit, even with much rounding.
 MOST_REST = 1e-3
 
-# By name, or by place; None for a gradient that is not there.
+# By name, or by position; None for a missing gradient.
 Tensors = Mapping[Any, Tensor | None]
 
 
 def limit_of(noise: float, precision: float) -> float:
-    """The largest relative difference that rounding makes. See [Note: how far is far]."""
+    """The largest relative difference that counts as rounding. See [Note: how far is far]."""
     return max(_FLOOR_IN_EPS * max(precision, 1e-13), TIMES_NOISE * noise)
 
 
 def far(difference: float, limit: float) -> bool:
-    """Whether a relative difference is more than that: no number is, too."""
+    """Whether a relative difference exceeds the limit; true for nan."""
     return not difference <= limit
 
 
 def noise_of_rounding(step: Mapping[str, Any]) -> float:
-    """What has to count as noise because a step computes with numbers of 16 bits; see [Note: how far is far]."""
+    """The noise to assume because a step uses 16-bit numbers; see [Note: how far is far]."""
     return _ROUNDINGS / TIMES_NOISE * float(step["rounded"])
 
 
 def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """Largest difference, if above `least`, over the largest number; infinity for other shapes and if one is finite."""
+    """Largest difference, if above `least`, over the largest number; infinity if shapes or finiteness differ."""
     if a.shape != b.shape:
         return float("inf")
     finite = torch.isfinite(a)
@@ -72,7 +72,7 @@ def relative(a: Tensor, b: Tensor, least: float = 0.0) -> float:
 
 
 def distances(a: Tensors, b: Tensors, least: float = 0.0) -> dict[Any, float]:
-    """Relative difference of each tensor; one that only one side has counts as zeros on the other."""
+    """Relative difference of each tensor; a tensor missing on one side counts as zeros."""
     found = {}
     for name in {**a, **b}:
         one, other = a.get(name), b.get(name)
@@ -85,12 +85,12 @@ def distances(a: Tensors, b: Tensors, least: float = 0.0) -> dict[Any, float]:
 
 @dataclass(frozen=True)
 class Values:
-    """How far tensors are apart.
+    """The distances between tensors.
 
     Attributes:
         worst: the largest relative difference.
-        names: of those that are further apart than rounding, the furthest first.
-        count: of all that were compared.
+        names: names of tensors that differ by more than rounding, the most different first.
+        count: number of tensors compared.
     """
 
     worst: float = 0.0
@@ -101,7 +101,7 @@ class Values:
 def measure_values(
     a: Tensors, b: Tensors, precision: float, noise: Mapping[Any, float] | None = None, least: float = 0.0
 ) -> Values:
-    """Compare tensors by name: `noise` is what rounding does to each; differences up to `least` are none."""
+    """Compare tensors by name: `noise` is the effect of rounding on each; differences up to `least` are ignored."""
     found, noise = distances(a, b, least), noise or {}
     wrong = [name for name, value in found.items() if far(value, limit_of(noise.get(name, 0.0), precision))]
     wrong.sort(key=lambda name: -found[name])
@@ -111,12 +111,12 @@ def measure_values(
 
 @dataclass(frozen=True)
 class Fit:
-    """A gradient as a sum of others, each times a number.
+    """A gradient as a linear combination of others.
 
     Attributes:
-        factors: those numbers.
-        rest: the part of the gradient that is left.
-        rounding: what rounding may leave.
+        factors: the coefficients.
+        rest: the relative size of the remainder.
+        rounding: the remainder that rounding may leave.
     """
 
     factors: tuple[float, ...]
@@ -125,17 +125,17 @@ class Fit:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing but rounding is left."""
+        """Whether only rounding is left."""
         return self.rest <= self.rounding
 
     @property
     def factor(self) -> float | None:
-        """Of a gradient that is a multiple of another; None if it is not."""
+        """The factor, if the gradient is a multiple of another, else None."""
         return self.factors[0] if self.is_good and self.factors else None
 
 
 def fit_ranks(target: Tensor, parts: Sequence[Tensor], rounding: float = MOST_REST) -> Fit:
-    """Least squares, of flat gradients; of ranks that computed the same each gets the same factor."""
+    """Least squares for flat gradients; ranks with equal gradients get equal factors."""
     size = float(target.norm())
     if not parts or size == 0.0 or not bool(torch.isfinite(target).all()):
         return Fit((), 0.0 if size == 0.0 else float("inf"), rounding)

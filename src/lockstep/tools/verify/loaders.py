@@ -1,4 +1,4 @@
-"""What loaders hand out: the samples of every batch, and the batches of all ranks for the one process.
+"""Records the samples of every batch of loaders, and gives the one process the batches of all ranks.
 
 Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: how many samples, `time_first`, None
 where nobody knows, `joins`: has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much
@@ -40,7 +40,7 @@ from lockstep.tree import tensors_in
 __all__ = ["LoaderWatch"]
 
 _PASS, _MADE = "_lockstep_pass", "_lockstep_made"
-# Batches that are fetched, and not trained on, to come to the last one of an epoch.
+# Number of batches fetched without training on them to reach the last one of an epoch.
 _MOST_SKIPPED = 500
 
 
@@ -49,12 +49,12 @@ class _Pass:
     """One pass over a loader, kept with its iterator.
 
     Attributes:
-        number: of all passes, from 0.
-        asked: see the facts; shared with them.
-        facts: those of `passes`; empty before it has begun, when its workers ask for samples already.
-        most: batches to hand out.
-        fetching: what was asked for, of each batch that is not handed out yet.
-        ahead: batches that were fetched to see how many there are.
+        number: number among all passes, from 0.
+        asked: see the facts, which share it.
+        facts: its entry in `passes`; empty before it begins, when its workers already request samples.
+        most: number of batches to yield.
+        fetching: requested indices of each batch that has not been yielded yet.
+        ahead: batches fetched to find out how many there are.
     """
 
     number: int
@@ -66,7 +66,7 @@ class _Pass:
 
 
 class _BySample:
-    """A dataset whose samples draw, by the generators of the process, what depends on their index alone."""
+    """A dataset whose samples' draws, from the process's generators, depend only on their index."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -77,7 +77,7 @@ class _BySample:
 
 
 def _fetch_by_sample(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Of torch's loaders, in their workers, too. Lockstep's draw by sample anyway."""
+    """The fetch function of torch's loaders, also in workers. Lockstep's loader draws by sample anyway."""
 
     def fetch(fetcher: Any, index: Any) -> Any:
         dataset = fetcher.dataset
@@ -124,7 +124,7 @@ class LoaderWatch:
             wrap(_MapDatasetFetcher, "fetch", _fetch_by_sample)
 
     def note_step(self) -> None:
-        """A step was taken: its batches were to train on."""
+        """Note that a step was taken, so that its batches were for training."""
         numbers = {batch["loader"] for batch in self._recorder.step["batches"]}
         self._trains |= numbers
         for number in numbers:
@@ -138,7 +138,7 @@ class LoaderWatch:
     # ---- a pass --------------------------------------------------------------------------------------
 
     def _init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Of a loader of torch, with the batch size that the one process is to have."""
+        """Constructor of torch's loader, with the batch size for the one process."""
         facts, sizes = self._recorder.facts, self._recorder.settings.batch_sizes
         made = facts["made"]
 
@@ -162,7 +162,7 @@ class LoaderWatch:
     def _iterate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def iterate(loader: Any) -> Any:
             persistent = getattr(loader, "_iterator", None)
-            if persistent is not None:  # workers that persist keep their iterator
+            if persistent is not None:  # persistent workers keep their iterator
                 vars(persistent).pop(_PASS, None)
             with self._recorder.aside(), self._part_of_rank_0(loader):
                 iterator = original(loader)
@@ -175,7 +175,7 @@ class LoaderWatch:
 
     @contextlib.contextmanager
     def _part_of_rank_0(self, loader: Any) -> Iterator[None]:
-        """A context: the pass that begins is for rank 0's part of what one process has, where that is asked for."""
+        """A context in which a new pass yields only rank 0's part, if requested."""
         (numbers,) = self._orders.get(OF_RANK_0, [[]])
         if len(self._passes) not in numbers or not isinstance(loader, lockstep.DataLoader):
             yield
@@ -207,7 +207,7 @@ class LoaderWatch:
         self._passes.append(one.facts)
 
     def _number_of(self, loader: Any) -> int:
-        """A new one that is as one was which is gone has its number: scripts make them anew for each epoch."""
+        """A loader's number; one that is like a freed one gets its number, as scripts recreate them for each epoch."""
         if loader not in self._numbers:
             loaders, described = self._recorder.facts["loaders"], _describe(loader)
             gc.collect()
@@ -218,7 +218,7 @@ class LoaderWatch:
         return self._numbers[loader]
 
     def _next_index(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What is fetched in place of the samples that a loader has chosen."""
+        """Replaces the samples that a loader has chosen, if requested."""
 
         def next_index(iterator: Any) -> Any:
             index, one = original(iterator), self._pass_of(iterator)
@@ -289,7 +289,7 @@ class LoaderWatch:
         return recorder.has_last_batch and is_next and not has_begun and not recorder.is_last_batch
 
     def _last(self, one: _Pass, batch: Any, length: int | None, fetch: Callable[[], Any]) -> Any:
-        """The batch to train on next: the last one of the epoch, or where epochs are trained whole, that at hand."""
+        """The batch to train on next: the last one of the epoch, or the current one if whole epochs are trained."""
         recorder, taken = self._recorder, len(one.facts["keys"])
         recorder.is_last_batch = True
         if length is None:
@@ -351,9 +351,9 @@ class LoaderWatch:
         )
 
     def _forget_looked_at(self, loader: int) -> None:
-        """Leave out batches of passes that were given up before anything was computed of them, or that evaluated.
+        """Drop batches of passes that were abandoned before anything was computed from them, or that evaluated.
 
-        These were walked to their ends with no backward pass; some scripts turn gradients off for each batch.
+        The latter were iterated to the end without a backward pass; some scripts turn gradients off for each batch.
         """
         step = self._recorder.step
         used = 1 + max((each["batch"] for each in step["backwards"]), default=-1)
@@ -366,7 +366,7 @@ class LoaderWatch:
 
 
 def _numbers(indices: Sequence[Any] | None) -> list[int] | None:
-    """Indices of a dataset; None where they are something else."""
+    """Indices of a dataset; None if they are something else."""
     return indices if indices and all(type(index) is int for index in indices) else None  # type: ignore[return-value]
 
 

@@ -1,8 +1,8 @@
-"""What a script prints and saves: lines on stdout, stderr and in files, and who writes which checkpoint.
+"""Records the output of a script: lines on stdout, stderr and in files, and which rank writes which checkpoint.
 
-Writes the facts `texts` (whether an evaluation was the last pass over data, what was written, and by which line of the
-script), `saves` (a path, the line of the script, and after how many steps) and `untrained`: of what is saved, two
-numbers of each tensor that has the shape of a parameter, such as a mean of the weights that no model holds.
+Writes the facts `texts` (whether the last pass over data was an evaluation, the text, and the line of the script),
+`saves` (a path, the line of the script, and the number of steps before) and `untrained`: for saved objects, two numbers
+for each tensor with the shape of a parameter, such as an average of weights that is in no model.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _MOST_LINES = 2000
 
 
 class _File(io.TextIOWrapper):
-    """A text file whose lines are noted as `texts` when they are written.
+    """A text file whose lines are recorded as `texts` when written.
 
     Args:
-        stream: the same file, in whose place this is.
-        newline: as `open` takes it.
-        recorder: of this process.
+        stream: the file that this one replaces.
+        newline: as in `open`.
+        recorder: recorder of this process.
     """
 
     def __init__(self, stream: io.TextIOWrapper, newline: str | None, recorder: StepRecorder) -> None:
         how = stream.encoding, stream.errors, newline, stream.line_buffering, stream.write_through
         super().__init__(stream.buffer, *how)
         self.mode = getattr(stream, "mode", "w")  # type: ignore[misc]
-        self._stream = stream  # which closes the buffer when it goes
+        self._stream = stream  # would close the buffer when freed
         self._recorder = recorder
-        self._line: list[Any] | None = None  # that is not ended
+        self._line: list[Any] | None = None  # the unfinished line
         self._count = 0
 
     def write(self, text: str) -> int:
-        """Note, and write."""
+        """Record and write a text."""
         for part in text.replace("\r", "\n").splitlines(keepends=True):
             if self._line is None:
                 self._line = [self._recorder.is_evaluating, "", line_of_script()]
@@ -65,7 +65,7 @@ def install(recorder: StepRecorder) -> None:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.busy == 0:
                 path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
-                # A library, such as Accelerate in save_state(), knows who has to write.
+                # A library, such as Accelerate in save_state(), decides which rank writes.
                 if not is_of_library(sys._getframe(1).f_code.co_filename):
                     recorder.facts["saves"].append((path, line_of_script(), len(recorder.steps)))
                 if recorder.rank == 0:
@@ -95,7 +95,7 @@ def install(recorder: StepRecorder) -> None:
 
 
 def _weights_in(saved: Any, roots: Iterable[nn.Module]) -> list[Tensor]:
-    """Tensors that this rank holds whole, and that have the shape and type of a parameter; no single numbers."""
+    """Unsharded tensors with the shape and dtype of a parameter; without single numbers."""
     kinds = {(each.shape, each.dtype) for root in roots for each in root.parameters() if each.numel() > 1}
     tensors = tensors_in(saved.state_dict() if isinstance(saved, nn.Module) else saved)
     return [each for each in tensors if type(each) in (Tensor, nn.Parameter) and (each.shape, each.dtype) in kinds]

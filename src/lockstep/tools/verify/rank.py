@@ -1,7 +1,7 @@
-"""What runs in a process of a verification, between the launcher's worker and the user's script.
+"""Runs in each process of a verification, between the launcher's worker and the user's script.
 
-`python worker.py -m lockstep.tools.verify.rank script.py args…`: starts to record, and then runs the script exactly
-as the worker would have.
+`python worker.py -m lockstep.tools.verify.rank script.py args…` starts recording, and then runs the script exactly as
+the worker would have.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SHARDS = (
     "can be verified, and so can the script with DistributedDataParallel in its place"
 )
 
-_UNSEEDED = 0x6C6F636B  # no seed that a script may give to some ranks alone
+_UNSEEDED = 0x6C6F636B  # a seed that scripts are unlikely to use on only some ranks
 
 
 def install(settings: VerifySettings) -> StepRecorder:
-    """Record this process from now on, for good; returns who does."""
+    """Start recording this process, permanently; returns the recorder."""
     import torch
 
     from lockstep.tools.verify import outputs
@@ -71,13 +71,13 @@ def install(settings: VerifySettings) -> StepRecorder:
 
 
 def _refuse(recorder: StepRecorder, why: str, *args: Any, **kwargs: Any) -> None:
-    """In place of what cannot be compared."""
+    """Replaces functions whose effects cannot be compared."""
     recorder.facts["refused"] = why
     recorder.end()
 
 
 def _seed_as_nobody_does(rank: int) -> None:
-    """Generators begin with another seed in each process: here with that of the rank, in every run."""
+    """Seed generators by rank, in every run, because without a seed they would differ in each process."""
     import numpy as np
     import torch
 
@@ -87,21 +87,21 @@ def _seed_as_nobody_does(rank: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Record, and run the script.
+    """Start recording, and run the script.
 
     Args:
         arguments: the script and its arguments, or `-m`, a module and its arguments.
     """
-    # Where `-m` put the current folder; the script gets its own.
+    # The entry that `-m` set to the current folder; the script gets its own.
     if sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
-    tempfile.tempdir = None  # the launcher has one of its own
+    tempfile.tempdir = None  # the launcher has its own
     settings = VerifySettings.load()
     if settings.keeper:
         enter(settings.keeper)
     recorder = install(settings)
     if settings.local_rank_option:
-        # Where torch.distributed.launch puts it: before the script's own.
+        # In torch.distributed.launch's position: before the script's own arguments.
         first = 2 if arguments[0] == "-m" else 1
         arguments[first:first] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
     kind, *rest = arguments
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> None:
             print(error, file=sys.stderr)  # for `Script.run_ranks`: the worker leaves it to the launcher
         if not recorder.is_cut and (recorder.until == sys.maxsize or not recorder.is_last_batch):
             raise
-        # Its loader has ended early, which not every script is written for.
+        # Its loader ended early, which not every script can handle.
         recorder.end(f"after the steps the script ended with {type(error).__name__}: {error}")
 
 

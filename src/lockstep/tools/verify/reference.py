@@ -1,10 +1,10 @@
-"""What the one process is given, so that it takes the steps of the ranks: their batches, their order, other arguments.
+"""Input of the one process, so that it repeats the ranks' steps: their batches, their order, other arguments.
 
-[Note: orders that are given] Some libraries draw the order of an epoch otherwise on one process than on several, as
-Accelerate does, and Trainers that put in a sampler which splits. One process then trains on other samples in each step,
-which is no mistake where the ranks' parts are parts of one order, so that no sample comes twice in an epoch. One
-process is given that order, batch by batch, and what follows can be compared. What fills up the last batch is left out,
-so that it is found.
+[Note: orders that are given] Some libraries draw the order of an epoch differently on one process than on several, such
+as Accelerate, and Trainers that insert a splitting sampler. One process then trains on other samples in each step,
+which is not a mistake if the ranks' parts are parts of one order, so that no sample comes twice in an epoch. Then one
+process is given that order, batch by batch, and later stages can be compared. Samples that pad the last batch are left
+out, so that they are reported.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = [
     "why_not_given",
 ]
 
-# What is said of samples where ranks and one process only draw another order; see [Note: orders that are given].
+# Causes if ranks and one process merely draw different orders; see [Note: orders that are given].
 OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
-_MOST_OPTIONS = 3  # that are tried
+_MOST_OPTIONS = 3  # number of options that are tried
 _NO_SIZE = (
     "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
     "batch_size), so it cannot be given the batches of all ranks"
@@ -42,14 +42,14 @@ _OF_STREAMS = (
 
 
 def _run_alone(script: Script, sizes: tuple[int | None, ...]) -> tuple[int, list[Record]]:
-    """The run on one process, also of a script that says itself how many there are.
+    """Run on one process, even a script that sets the number of ranks itself.
 
     See [Note: ranks in place] in `starts.py`.
     """
     code, one = script.run(ONE, sizes, {})
     number = said_number(one)
     if script.devices and number is None and not has_begun(one):
-        # A script that asks for two GPUs; others may use all that they see.
+        # For a script that requires two GPUs; others may use all that they see.
         script.devices_of_one = script.devices
         code, one = script.run(ONE, sizes, {})
         number = said_number(one)
@@ -65,12 +65,12 @@ def _run_alone(script: Script, sizes: tuple[int | None, ...]) -> tuple[int, list
 
 
 def has_begun(records: Sequence[Record]) -> bool:
-    """Whether a process has come to its data or a step, and not left before, as one that wants several ranks."""
+    """Whether a process has reached its data or a step, and did not exit earlier because it requires several ranks."""
     return any(each["steps"] or each["facts"]["passes"] for each in records)
 
 
 def _with_another(args: tuple[str, ...], values: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Arguments of a script with one of some values replaced, in each way to be tried."""
+    """Arguments of a script with one value replaced, in all ways to try."""
     parts = [argument.rpartition("=") for argument in args]
     places = [place for place, (*_, value) in enumerate(parts) if value in values][:_MOST_OPTIONS]
     return [
@@ -79,7 +79,7 @@ def _with_another(args: tuple[str, ...], values: Mapping[str, str]) -> list[tupl
 
 
 def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record], tuple[int | None, ...]]:
-    """The run on one process with batches of all ranks: its exit code, its record if it left one, and their sizes."""
+    """Run on one process with the batches of all ranks; returns exit code, record if it left one, and batch sizes."""
     sizes = _needed_batch_sizes(ranks, [])
     code, one = _run_alone(script, sizes)
     corrected = _needed_batch_sizes(ranks, one)
@@ -91,10 +91,10 @@ def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record],
 def run_one_by_option(
     script: Script, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]
 ) -> list[Record]:
-    """The same where the script's arguments ask for these sizes, and so for what else it computes from them.
+    """The same with the sizes set by the script's arguments, and so also everything else computed from them.
 
-    Which argument it is, is tried: one that is the size of the ranks' batches, and by which loaders are made with what
-    one process needs. Nothing where there is none.
+    The argument is found by trial: its value is the ranks' batch size, and changing it gives loaders the size that one
+    process needs. Returns an empty list if there is none.
     """
     asked, args = ranks[0]["facts"]["made"], script.args
     if not one or one[0]["facts"]["asked"] != asked:
@@ -110,26 +110,26 @@ def run_one_by_option(
 
 
 def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple[int | None, ...]:
-    """The batch size that each loader of torch needs in one process to hand out what all ranks had.
+    """The batch size that each loader of torch needs in one process to yield the batches of all ranks.
 
     Args:
-        ranks: their records.
-        one: that of one process which had such sizes, to correct them by; none for the first try.
+        ranks: the ranks' records.
+        one: record of one process with such sizes, to correct them; empty for the first try.
     """
     first, facts = first_steps(ranks), ranks[0]["facts"]
     parts, factor = first, float(len(ranks))
     draws_order = any(facts["loaders"][batch["loader"]]["draws_order"] for batch in batches_of(*first[:1]))
     if first and not draws_order and Samples(first, first[0]).is_alike:
-        # All ranks walk the same samples in the order of the data, as one process does.
+        # All ranks iterate over the same samples in the order of the data, as one process does.
         parts, factor = first[:1], 1.0
     factor *= _times_rows(parts, *first_steps(one)) if first and first_steps(one) else 1.0
     return tuple(None if size is None else max(1, round(size * factor)) for size in facts["made"])
 
 
 def _times_rows(ranks: Sequence[Record], one: Record) -> float:
-    """How many times as many samples the ranks have in a step as one process.
+    """Ratio of the ranks' samples in a step to those of one process.
 
-    By its first batch, and how many there are: those that are filled up, or fetched ahead, are the last ones.
+    Computed from the first batch and the number of batches, because padded or prefetched ones come last.
     """
     own, *theirs = (batches_of(each) for each in (one, *ranks))
     if not own or not all(theirs):
@@ -140,7 +140,7 @@ def _times_rows(ranks: Sequence[Record], one: Record) -> float:
 
 
 def why_not_given(runs: Runs) -> str:
-    """Why one process could not be given the samples of all ranks in its first step; empty if it was."""
+    """Why one process could not get the samples of all ranks in its first step; empty if it did."""
     own, *ranks = (each["steps"][0] for each in (runs.one, *runs.ranks))
     facts = runs.ranks[0]["facts"]
     if None in facts["made"] and rows_of(own) < sum(map(rows_of, ranks)):
@@ -150,7 +150,7 @@ def why_not_given(runs: Runs) -> str:
 
 
 def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
-    """Whether samples came in other batches than the ranks', such as where a step takes an epoch, and steps differ."""
+    """Whether samples came in other batches than the ranks', as when a step takes a whole epoch, and steps differ."""
     for steps in zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False):
         for own, *ranks in zip(*(each["batches"] for each in steps), strict=False):
             if Samples([{"batches": [each]} for each in ranks], {"batches": [own]}).differ:
@@ -159,9 +159,9 @@ def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
 
 
 def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
-    """For each pass that trains, by number, the indices of each batch of all ranks; none if one process has them.
+    """By number of each training pass, the indices of all ranks' batches; empty if one process already has them.
 
-    Nor where a sample comes twice in any of these: what is seen of a further epoch may be one batch.
+    Also empty if a sample comes twice in any pass: only one batch of a further epoch may have been seen.
     """
     found = dict[int, list[list[int]]]()
     if verdict.first not in OTHER_ORDER and not _has_other_batches(runs, verdict):
@@ -179,7 +179,7 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
 
 
 def _in_sizes_of(own: Sequence[list[int] | None], joined: list[list[int]]) -> list[list[int]]:
-    """The batches of all ranks, or parts of them for one process that accumulates over more; none if it has these."""
+    """All ranks' batches, or parts of them for one process that accumulates over more; empty if it has them."""
     if not joined or (own and all(sorted(a) == sorted(b or ()) for a, b in zip(joined, own, strict=False))):
         return []
     first = own[0] if own else None
@@ -205,7 +205,7 @@ def _one_order(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] |
 
 
 def evaluation_of_first(runs: Runs) -> Orders:
-    """For each pass that evaluates, the batches of rank 0 alone, where one process has others."""
+    """By number of each evaluation pass, the batches of rank 0, if one process has others."""
     facts = runs.ranks[0]["facts"]
     found, of_own_loaders = dict[int, list[list[int]]](), list[int]()
     for number, (first, own) in enumerate(zip(facts["passes"], runs.one["facts"]["passes"], strict=False)):

@@ -1,4 +1,4 @@
-"""What a verification says: as text, as JSON and as a picture."""
+"""The report of a verification, as text, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_LINES = 3
 
 
 def _wrapped(head: str, text: str) -> str:
-    # Paths and options stay whole, so that they can be searched for and copied.
+    # Paths and options are not broken, so that they can be searched for and copied.
     wrapper = textwrap.TextWrapper(_WIDTH, head, " " * 4, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text)
 
@@ -29,7 +29,7 @@ def _digits(value: float) -> str:
 
 
 def format_text(target: str, verdicts: Sequence[Verdict]) -> str:
-    """The report that people read.
+    """The report as text.
 
     Args:
         target: the script.
@@ -58,13 +58,13 @@ def format_text(target: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def code_of(verdicts: Sequence[Verdict]) -> int:
-    """The exit code: 1 where any number of ranks differs, else 2 where any cannot be told, else 0."""
+    """The exit code: 1 if any number of ranks differs, else 2 if any is unknown, else 0."""
     codes = {one.code for one in verdicts}
     return 1 if 1 in codes else 2 if 2 in codes else 0
 
 
 def format_json(target: str, verdicts: Sequence[Verdict]) -> str:
-    """The report that programs read."""
+    """The report as JSON."""
     content = {
         "target": target,
         "code": code_of(verdicts),
@@ -74,10 +74,10 @@ def format_json(target: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def write_plot(file: str, verdicts: Sequence[Verdict]) -> None:
-    """A picture of how far each stage of each step is from one process. Needs matplotlib.
+    """Plot the distance of each stage of each step from one process. Needs matplotlib.
 
     Args:
-        file: where it goes; the ending says in which format.
+        file: path of the plot; the extension determines the format.
         verdicts: one for each number of ranks.
     """
     import matplotlib

@@ -1,6 +1,6 @@
-"""Which samples a step was made of, and how far what enters its models and comes out of them is from one process.
+"""The samples of a step, and the distance of its models' inputs and outputs from those of one process.
 
-Samples are known by content, else by their index in the dataset; rows of models by content, else by their sample.
+Samples are identified by content, else by their index in the dataset; rows of models by content, else by their sample.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ __all__ = [
     "rows_of",
 ]
 
-# What a process recorded of a step, of a forward pass, or of all.
+# A process's record of a step, of a forward pass, or of the whole run.
 Record = Mapping[str, Any]
 _Pair = tuple[int, int, int]  # a row of one process, a rank, and its row
 
 
 def batches_of(*steps: Record) -> list[Record]:
-    """What loaders gave to some steps, without fillers."""
+    """The batches of some steps, without fillers."""
     return [batch for step in steps for batch in step["batches"] if not batch["filler"]]
 
 
 def calls_of(step: Record) -> list[Record]:
-    """Forward passes that were for samples."""
+    """Forward passes without those of fillers."""
     return [call for call in step["calls"] if not call["filler"]]
 
 
 def entered(*steps: Record, by: str = "keys") -> Counter[int]:
-    """The rows that entered models, by content; `by="unpadded"` leaves padding out."""
+    """The rows that entered models, by content; `by="unpadded"` ignores padding."""
     return Counter(key for step in steps for call in step["calls"] for key in call[by])
 
 
 def rows_of(step: Record) -> int:
-    """Samples of a step; those that went into its models where no loader gave them."""
+    """Number of samples in a step; without a loader, that of rows that entered its models."""
     if step["batches"]:
         return sum(batch["rows"] for batch in batches_of(step))
     return sum(call["count"] for call in calls_of(step))
 
 
 def passes_are_shared_out(one: Record, ranks: Sequence[Record]) -> bool:
-    """Whether the backward passes of all ranks together are as many as those of one process, in a step."""
+    """Whether all ranks together ran as many backward passes in a step as one process."""
     return len(one["backwards"]) == sum(len(each["backwards"]) for each in ranks)
 
 
@@ -66,16 +66,16 @@ def passes_are_shared_out(one: Record, ranks: Sequence[Record]) -> bool:
 
 
 class Samples:
-    """Which samples a step was made of, by content, whatever their order.
+    """The samples of a step, by content, in any order.
 
     Attributes:
-        one: how many one process had.
-        ranks: how many each rank had, fillers apart.
-        missing: that one process had, and no rank.
-        extra: that ranks had more often than one process.
-        padded: that are the same but for padding at their ends.
-        is_alike: all ranks had the same samples.
-        by_index: the content of their batches is not to be compared, and their indices are the same.
+        one: number of samples in one process.
+        ranks: number of samples on each rank, without fillers.
+        missing: samples of one process that no rank had.
+        extra: samples that ranks had more often than one process.
+        padded: samples that differ only in padding at the end.
+        is_alike: whether all ranks had the same samples.
+        by_index: whether the contents of batches cannot be compared, and indices are the same.
     """
 
     def __init__(self, ranks: Sequence[Record], one: Record) -> None:
@@ -97,7 +97,7 @@ class Samples:
 
     @property
     def differ(self) -> bool:
-        """Whether they are not the same samples."""
+        """Whether the samples of ranks and one process differ."""
         return self.missing > 0 or self.extra > 0
 
 
@@ -106,12 +106,12 @@ def _keys(step: Record, which: int = 0) -> Counter[int]:
 
 
 def _are_the_same_by_index(ranks: Sequence[Record], one: Record) -> bool:
-    """Whether indices say so, of batches whose tensors hold parts of samples and do not say where each begins."""
+    """Whether indices match, for batches of parts of samples without boundaries."""
     return all(batch["joins"] for batch in batches_of(one, *ranks)) and have_same_indices(ranks, one)
 
 
 def have_same_indices(ranks: Sequence[Record], one: Record) -> bool:
-    """Whether the loaders of the ranks fetched in a step what one process fetched, by index."""
+    """Whether the ranks' loaders fetched the same indices in a step as one process's."""
     own, theirs = (
         sorted((batch["loader"], index) for batch in batches_of(*steps) for index in batch["indices"] or ())
         for steps in ([one], ranks)
@@ -120,7 +120,7 @@ def have_same_indices(ranks: Sequence[Record], one: Record) -> bool:
 
 
 def contents(record: Record) -> dict[tuple[int, int], int]:
-    """What each index of each loader's dataset was found to be, in all steps of a process."""
+    """The content of each index of each loader's dataset, as seen in all steps of a process."""
     return {
         (batch["loader"], index): key
         for step in record["steps"]
@@ -134,20 +134,20 @@ def contents(record: Record) -> dict[tuple[int, int], int]:
 
 @dataclass(frozen=True)
 class Calls:
-    """What entered the models and came out of them.
+    """Comparison of the models' inputs and outputs.
 
     Attributes:
-        rows: rows that one process had.
-        unknown: rows that one process had and no rank, or a rank and not one process.
-        inputs: largest difference between inputs of the same samples.
-        outputs: largest difference between outputs for the same inputs; infinite where only a module inside has some.
-        culprit: name and class of the first module inside whose output differs though its input does not.
-        kind: class of the model in question.
-        foreign: those of `unknown` that a rank had.
-        parameters: largest difference between the parameters that the model has when it is called.
-        apart: the same between the ranks.
-        begins: no backward pass of the step came before.
-        padded: rows that are the same but for padding at their ends.
+        rows: number of rows in one process.
+        unknown: number of rows that only one process, or only a rank, had.
+        inputs: largest difference between inputs for the same samples.
+        outputs: largest difference between outputs for the same inputs; infinite if only inner modules have any.
+        culprit: name and class of the first inner module whose output differs although its input does not.
+        kind: class of the model.
+        foreign: number of rows in `unknown` that a rank had.
+        parameters: largest difference between the model's parameters when it was called.
+        apart: the same between ranks.
+        begins: whether no backward pass of the step came before.
+        padded: number of rows that differ only in padding at the end.
     """
 
     rows: int = 0
@@ -164,9 +164,9 @@ class Calls:
 
 
 def measure_calls(ranks: Sequence[Record], one: Record, limit: float, padded: bool = False) -> Calls:
-    """Compare forward passes one after the other, rows by what is in them; the first that differs is told.
+    """Compare forward passes in order, matching rows by content; returns the first that differs.
 
-    Of samples that are `padded` to other lengths, inputs differ, and outputs of one shape should not.
+    For samples `padded` to other lengths, inputs differ, but outputs of the same shape should not.
     """
     each, told = [calls_of(step) for step in ranks], Calls()
     for number, call in enumerate(calls_of(one)):
@@ -186,7 +186,7 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
     foreign = max(0, _count_foreign(one, ranks) - len(near))
     inputs = 0.0 if padded else _rows_differ(one, ranks, "inputs", by_sample)
     paired = [*exact, *near, *(() if far(inputs, limit) else by_sample)]
-    # Outputs for samples that are padded to other lengths may have other lengths, too, which are not compared.
+    # Outputs for samples padded to other lengths may also differ in length; these are not compared.
     alike = [pair for pair in paired if not padded or ranks[pair[1]]["widths"] == one["widths"]]
     outputs = _sides_differ(one, ranks, "outputs", alike)
     is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
@@ -213,7 +213,7 @@ def _furthest(first: Tensor, others: Sequence[Tensor]) -> float:
 
 
 def _match(one: Record, ranks: Sequence[Record]) -> tuple[list[_Pair], list[_Pair], list[int]]:
-    """Rows of one process of which a rank has the content, those of which it has the sample, and the others."""
+    """Rows of one process whose content a rank has, those whose sample it has, and the others."""
     places, samples = defaultdict[int, list[tuple[int, int]]](list), defaultdict[int, list[tuple[int, int]]](list)
     for rank, call in enumerate(ranks):
         for found, keys in ((places, call["keys"]), (samples, call["samples"])):
@@ -232,14 +232,14 @@ def _match(one: Record, ranks: Sequence[Record]) -> tuple[list[_Pair], list[_Pai
 
 
 def _count_foreign(one: Record, ranks: Sequence[Record]) -> int:
-    """Rows of ranks of which one process has neither the content nor the sample."""
+    """Number of ranks' rows of which one process has neither the content nor the sample."""
     known = {*one["keys"], *one["samples"]}
     pairs = (pair for call in ranks for pair in zip(call["keys"], call["samples"], strict=True))
     return sum(map(known.isdisjoint, pairs))
 
 
 def _near(one: Record, ranks: Sequence[Record], rows: Sequence[int], limit: float) -> list[_Pair]:
-    """Rows that a rank has but for rounding, as a product over a batch of another size leaves them."""
+    """Rows that a rank has up to rounding, as results of products over a batch of another size."""
     found: dict[int, _Pair] = {}
     for rank, call in enumerate(ranks):
         own, theirs = one["inputs"], call["inputs"]
@@ -253,7 +253,7 @@ def _near(one: Record, ranks: Sequence[Record], rows: Sequence[int], limit: floa
 
 
 def _rows_differ(one: Record, ranks: Sequence[Record], what: str, pairs: Sequence[_Pair]) -> float:
-    """Largest difference of paired rows; nothing where there are none to compare."""
+    """Largest difference of paired rows; 0 if there are none to compare."""
     if one[what] is None or not pairs:
         return 0.0
     rows = list[Tensor]()
@@ -266,12 +266,12 @@ def _rows_differ(one: Record, ranks: Sequence[Record], what: str, pairs: Sequenc
 
 
 def _sides_differ(one: Record, ranks: Sequence[Record], what: str, pairs: Sequence[_Pair]) -> float:
-    """The same: the smaller of two ways to find the rows of each sample in a tensor with several."""
+    """The same, minimised over two layouts of a tensor with several rows per sample."""
     return min(_rows_differ(one, ranks, way, pairs) for way in (what, f"{what} across"))
 
 
 def _culprit(one: Record, ranks: Sequence[Record], pairs: Sequence[_Pair], limit: float) -> tuple[str, str]:
-    """The first module, by the order in which they return, whose rows differ."""
+    """The first module, in order of return, whose rows differ."""
     for place, inner in enumerate(one["inner"]):
         others = [call["inner"][place] for call in ranks if place < len(call["inner"])]
         if [each["name"] for each in others] != [inner["name"]] * len(ranks):

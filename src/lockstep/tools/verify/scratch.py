@@ -1,10 +1,10 @@
-"""Files that a script writes, kept apart from the user's: each run sees his folders as they were before.
+"""Keeps files that a script writes apart from the user's: each run sees the folders in their original state.
 
-[Note: files kept apart] What a run writes into the folders below goes into memory, by an overlay file system in a mount
-namespace that all its ranks enter. So no checkpoint of the user is overwritten, and no run resumes from what another
-has saved. A *keeper*, a process of its own, makes the namespace, and lists what was written when the run is over. Where
-the system allows no such namespace, or a folder has other file systems inside it, the script writes where it writes,
-which is said.
+[Note: files kept apart] Files that a run writes in the folders below go into memory, through an overlay file system in
+a mount namespace that all its ranks enter. So no checkpoint of the user is overwritten, and no run resumes from files
+of another. A *keeper*, a separate process, creates the namespace, and lists the files written once the run is over. If
+the system does not allow such a namespace, or a folder contains other mounted file systems, the script's files are
+written to disk as usual, with a note.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SET_DUMPABLE = 4
 
 
 def folders_of(target: str, is_module: bool, args: Sequence[str]) -> list[str]:
-    """The folders in which a script is likely to write: the current one, its own, those that its arguments name, and
-    that for temporary files.
+    """The folders that a script is likely to write to: the current one, its own, those named by its arguments, and the
+    folder for temporary files.
     """
     found = [Path.cwd()] if is_module else [Path.cwd(), Path(target).resolve().parent]
     for word in args:
@@ -60,11 +60,11 @@ def _obstacle(folder: str) -> str:
 
 @dataclass
 class Keeper:
-    """Holds the namespace of one run.
+    """The owner of one run's namespace.
 
     Attributes:
-        pid: of the keeper; 0 where there is none.
-        why: why files are not kept apart; empty where they are.
+        pid: pid of the keeper; 0 if there is none.
+        why: why files are not kept apart; empty if they are.
         written: paths of files that the run has written or removed, once it is over.
     """
 
@@ -78,8 +78,8 @@ def kept_apart(folders: Sequence[str], memory: Path) -> Iterator[Keeper]:
     """A context in which processes can `enter` the keeper's namespace. See [Note: files kept apart].
 
     Args:
-        folders: real paths, none inside of another.
-        memory: a folder to make, which only the keeper and who enters see filled; what is beside it is shared by all.
+        folders: real paths, none inside another.
+        memory: a folder to create, whose content only the keeper and processes that enter see; its siblings are shared.
     """
     keeper = Keeper()
     keeper.why = next((why for why in map(_obstacle, folders) if why), "")
@@ -123,7 +123,7 @@ def _keep(folders: Sequence[str], memory: Path, to_parent: int, from_parent: int
 
 
 def _cover(folders: Sequence[str], memory: Path) -> dict[str, str]:
-    """In a new namespace, put an overlay on each folder; folder -> where what is written goes."""
+    """Mount an overlay on each folder in a new namespace; returns folder -> directory with the files written."""
     user, group = os.getuid(), os.getgid()
     options = ""
     if libc.call("unshare", _NEW_MOUNTS) != 0:
@@ -164,7 +164,7 @@ def _changed(uppers: dict[str, str]) -> list[str]:
 
 
 def enter(pid: int) -> None:
-    """See files as the keeper does, from now on. For a process with one thread.
+    """Enter the keeper's view of files, permanently. For a process with one thread.
 
     Raises:
         OSError: the system refuses.
@@ -178,6 +178,6 @@ def enter(pid: int) -> None:
             finally:
                 os.close(descriptor)
     os.chdir(here)
-    # Both end with a change of namespace: that ranks may read each other's memory, and that they die with the launcher.
+    # A change of namespace resets both: that ranks may read each other's memory, and that they die with the launcher.
     libc.call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)
     libc.die_with_parent()

@@ -1,4 +1,4 @@
-"""A script, and how it is run on N ranks and on one process: its arguments, devices, files and last words."""
+"""A script, and its runs on N ranks and on one process: arguments, devices, files and last output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.tools.verify.verdict import Verdict, first_steps, train_apart
 __all__ = ["Script", "said_number"]
 
 _RANK_MODULE = "lockstep.tools.verify.rank"
-# What a script says that cannot do without a GPU.
+# Messages of scripts that require a GPU.
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
 _SHOWN_FILES = 4
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,7 +42,7 @@ _WITHOUT_STAND_INS = "devices: each rank of this script trains by itself, and fa
 
 
 def said_number(records: Sequence[Record]) -> int | None:
-    """How many ranks a script says there are, where that is another number than were started."""
+    """The number of ranks that a script asks for, if it differs from the number started."""
     numbers = (each["facts"]["starts"] for each in records)
     return next((each for each in numbers if each is not None), None)
 
@@ -55,10 +55,10 @@ def _local_rank_option(what: Verification) -> str:
 
 @contextlib.contextmanager
 def _quiet(folder: Path) -> Iterator[None]:
-    """A context: what the launcher says goes nowhere; the report says what matters of it.
+    """A context that discards the launcher's output, as the report includes what matters.
 
     Args:
-        folder: where it makes its own, which the ranks see as it does, other than that for temporary files.
+        folder: parent of the launcher's own folder, which unlike the folder for temporary files is also seen by ranks.
     """
     saved = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -74,22 +74,22 @@ def _quiet(folder: Path) -> Iterator[None]:
 
 
 class Script:
-    """A script, as it is run for one number of ranks.
+    """A script, and its runs for one number of ranks.
 
     Args:
-        what: to verify.
-        world_size: that number.
-        folder: for records and logs.
-        by_sample: as `VerifySettings` has it.
+        what: the script and options.
+        world_size: number of ranks.
+        folder: folder for records and logs.
+        by_sample: see `VerifySettings`.
 
     Attributes:
-        what, world_size, folder: as given, unless the script says that there are other ranks, or wants GPUs.
-        args: of one process.
-        replaces: as `VerifySettings` has it.
-        devices: stand-ins for GPUs in the run on N ranks; 0 for none.
-        devices_of_one: how many of these one process sees.
-        notes: for the report.
-        failure_of_ranks: the error with which the run on N ranks ended; empty for none.
+        what, world_size, folder: as given, unless the script asks for another number of ranks, or for GPUs.
+        args: arguments for one process.
+        replaces: see `VerifySettings`.
+        devices: number of simulated GPUs in the run on N ranks; 0 for none.
+        devices_of_one: number of these that one process sees.
+        notes: notes for the report.
+        failure_of_ranks: the error that ended the run on N ranks; empty for none.
     """
 
     def __init__(self, what: Verification, world_size: int, folder: Path, by_sample: bool = False) -> None:
@@ -100,7 +100,7 @@ class Script:
         self.devices_of_one = 1
         self.notes: list[str] = []
         self.failure_of_ranks = ""
-        # As `VerifySettings` has them.
+        # See `VerifySettings`.
         self._by_sample = by_sample
         self._across = False
         self._time_first: bool | None = None
@@ -114,7 +114,7 @@ class Script:
     def run(
         self, role: str, batch_sizes: tuple[int | None, ...] = (), orders: Orders | None = None
     ) -> tuple[int, list[Record]]:
-        """Run the script in a role; the exit code, and the records of the processes that left one, rank by rank."""
+        """Run the script in a role; returns the exit code, and the records of the processes that left one, by rank."""
         what, count = self.what, self.world_size if role == RANKS else 1
         settings = VerifySettings(
             role=role,
@@ -161,12 +161,12 @@ class Script:
         )
         with _quiet(self.folder):
             code = launch_job(config)
-        if code - 128 in _INTERRUPTS:  # which the launcher has heard in our place
+        if code - 128 in _INTERRUPTS:  # which the launcher received in our place
             raise SystemExit(code)
         return code
 
     def _run_as_many(self) -> tuple[int, list[Record]]:
-        """The run on N ranks, or on as many as the script says there are. See [Note: ranks in place] in `starts.py`."""
+        """Run on N ranks, or on as many as the script asks for. See [Note: ranks in place] in `starts.py`."""
         target = self.folder / "target"
         was_known = target.exists()
         code, ranks = self.run(RANKS)
@@ -180,9 +180,9 @@ class Script:
         return code, ranks
 
     def run_ranks(self) -> tuple[int, list[Record]]:
-        """The run on N ranks, once more with stand-ins for GPUs where the script asks for some, or may do without.
+        """Run on N ranks; again with simulated GPUs if the script requires them, or may train independently without.
 
-        Accelerate and others, where they find no GPU, have each rank train by itself.
+        Without GPUs, Accelerate and others let each rank train independently.
         """
         code, ranks = self._run_as_many()
         has_failed = code or not any(each["steps"] for each in ranks)
@@ -204,21 +204,21 @@ class Script:
         return code_of_gpus, ranks_of_gpus
 
     def turns_draws(self, one: Sequence[Record]) -> bool:
-        """Whether there is another way to give one process the draws that have several rows for each sample."""
+        """Switch to the other layout of draws with several rows per sample; returns whether there was one to try."""
         if self._across or not any(each["facts"]["several"] for each in one):
             return False
         self._across, self.args = True, self.what.args
         return True
 
     def learns_layout(self, records: Sequence[Record]) -> bool:
-        """Whether some batches were as long as wide, of which others say that samples are columns."""
+        """Note if batches show that samples are columns; returns whether this decides about others, as long as wide."""
         batches = (batch for each in records for step in each["steps"] for batch in step["batches"])
         layouts = {batch["time_first"] for batch in batches}
         self._time_first = self._time_first or (True in layouts or None)
         return {None, True} <= layouts
 
     def output(self, role: str, most: int = 30) -> str:
-        """The last lines that a run's processes printed."""
+        """The last lines printed by a run's processes."""
         lines: list[str] = []
         for file in sorted((self.folder / f"log-{role}").glob("*.log")):
             lines += [f"{file.stem}: {line}" for line in file.read_text(errors="replace").splitlines()[-most:]]
@@ -231,19 +231,19 @@ class Script:
             self._failures[self.folder, role] = f"{first.type}: {first.message}".strip().splitlines()[0]
 
     def failure(self, role: str) -> str:
-        """The error with which a run ended, of the rank that failed first."""
+        """The error that ended a run, from the rank that failed first."""
         last = "".join(self.output(role).splitlines()[-1:]).partition(": ")[2]  # after the name of the rank
         return self._failures.get((self.folder, role)) or last or "no word"
 
     def ended(self, role: str, code: int, where: str) -> Verdict:
-        """Nothing can be said, since a run came to nothing."""
+        """The verdict if a run failed, so that nothing can be said."""
         output = self.output(role)
         why = _FOREIGN if f"[Errno {errno.EOVERFLOW}]" in output else ""
         words = f"the script ends with exit code {code} on {where}. {why}Its last words:\n{output}"
         return Verdict(self.world_size, unknown=words)
 
     def words_on_files(self) -> list[str]:
-        """What the runs have written, and where."""
+        """Notes on the files that the runs have written."""
         if self._not_kept:
             return [f"files: the script wrote where it writes, once for each run: {self._not_kept}"]
         written = sorted(self._written)

@@ -1,4 +1,4 @@
-"""The runs for one number of ranks, and what they say together."""
+"""The runs for one number of ranks, and the verdict from all of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BY_SAMPLE = (
     "their index alone, on the ranks and on one process"
 )
 _ALIKE = ": that was the answer of one process, so the draws of samples are all that differs"
-# Causes that may be a number which the script takes for the size of a batch; "" where one process fails by it.
+# Causes that may come from a number that the script takes for the batch size; "" if one process fails because of it.
 _BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process was given the batches of all ranks by its arguments, which were"
@@ -55,8 +55,8 @@ _GIVEN = (
 def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
     """The verdict at one number of ranks.
 
-    Of a script whose samples are drawn by each rank, what follows is compared with samples that draw by their index; of
-    one of which rounding hides or makes up too much, in float64.
+    If each rank draws its samples, later stages are compared in runs whose samples draw by index; if rounding hides or
+    causes too much, in float64.
     """
     script = Script(what, world_size, folder)
     verdict = _compared(script)
@@ -75,13 +75,13 @@ def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
 
 
 def _again(script: Script, what: Verification, by_sample: bool) -> Script:
-    """One that runs anew, with stand-ins for GPUs where those of before had some."""
+    """A copy for new runs, with simulated GPUs if the earlier runs had some."""
     what = dataclasses.replace(what, devices="gpu" if script.devices else what.devices)
     return Script(what, script.world_size, Path(tempfile.mkdtemp(dir=script.folder)), by_sample)
 
 
 def _beside_drawn(drawn: Verdict, verdict: Verdict) -> Verdict:
-    """What was found of a script whose samples are drawn by each rank, and of the same with samples that are not."""
+    """Combine the verdict on a script whose ranks draw their samples with the verdict for draws by index."""
     if verdict.unknown or verdict.first == _DRAWN:
         why = verdict.unknown.partition("\n")[0] or "samples still differ, by collate_fn or a generator of their own"
         drawn.notes.append(f"{_BY_SAMPLE}, which tells nothing: {why}")
@@ -121,13 +121,13 @@ def _on_one(
     one: Sequence[Record],
     sizes: tuple[int | None, ...],
 ) -> Verdict:
-    """The verdict by one process, or where it may be explained by what a script computes from batch sizes, by another.
+    """The verdict from one process, or if values computed from batch sizes may explain it, from another one.
 
     Args:
-        code: with which one process ended.
-        ranks: what they have recorded.
-        one: the same of one process; none where it left nothing.
-        sizes: of the batches that it was given.
+        code: exit code of the one process.
+        ranks: records of the ranks.
+        one: records of the one process; empty if it left none.
+        sizes: batch sizes that it was given.
     """
     one = one if has_begun(one) or not first_steps(ranks) else []
     verdict = _judged(script, Runs(ranks, *one), sizes) if one else None
@@ -148,7 +148,7 @@ def _on_one(
 
 
 def _comes_further(second: Verdict, first: Verdict) -> bool:
-    """Whether what a second verdict found comes later than what the first did, or is nothing."""
+    """Whether the second verdict's finding comes later than the first's, or it has none."""
     ways = [
         (each.steps, _STAGES.index(each.first[0]) if each.differences else len(_STAGES)) for each in (second, first)
     ]
@@ -167,7 +167,7 @@ def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdic
         _, again = script.run(HALVES, sizes, orders)
         runs = Runs(runs.ranks, runs.one, *again)
         second = judge(runs, failure)
-        # Of the answer of one process a second run has only to say which printed numbers are none, such as seconds.
+        # If the answer is that of one process, a second run only has to find printed numbers that vary (seconds).
         verdict = second if verdict.code != 0 or second.code == 0 else verdict
         if verdict.first[0] == "evaluated":
             _, moved = script.run(ONE, sizes, {**orders, **evaluation_of_first(runs)})
@@ -181,7 +181,7 @@ def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdic
 
 
 def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
-    """That a script may compute something from a batch size which one process did not have."""
+    """A note that a script may compute something from a batch size that one process did not have."""
     pairs = [(one, other) for one, other in zip(asked, given, strict=False) if other is not None and one != other]
     if not pairs or verdict.first[1] not in _BY_SIZE or (not verdict.differences and not verdict.unknown):
         return []

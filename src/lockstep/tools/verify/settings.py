@@ -1,4 +1,4 @@
-"""What the user asks for, and what the command tells every process of that, on its way through one variable."""
+"""The user's request, and the settings that each process receives through an environment variable."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["HALVES", "OF_RANK_0", "ONE", "RANKS", "Orders", "Verification", "Ver
 
 # The three roles that a run of the script may have.
 RANKS, ONE, HALVES = "ranks", "one", "halves"
-# For each pass over a loader, by its number, the indices of each batch; in the place of one, the passes in which
-# Lockstep's loaders hand out what is rank 0's.
+# By number of a pass over a loader, the indices of each batch; or instead, the passes in which Lockstep's loaders yield
+# rank 0's part.
 Orders = dict[int, list[list[int]]]
 OF_RANK_0 = -1
 
@@ -25,14 +25,14 @@ class Verification:
 
     Attributes:
         target: path of a script, or name of a module.
-        args: arguments of the script, handed on untouched.
-        nproc: numbers of ranks.
-        steps: optimizer steps to compare.
-        double: compute in float64.
-        is_module: `target` is a module.
-        with_shims: let scripts for Horovod, Apex and old releases of torch find Lockstep's shims.
-        devices: "auto", stand-ins for GPUs where the script fails without, or ranks train apart; "cpu", never; "gpu",
-            always.
+        args: arguments of the script, passed on unchanged.
+        nproc: numbers of ranks to verify.
+        steps: number of optimizer steps to compare.
+        double: whether to compute in float64.
+        is_module: whether `target` is a module.
+        with_shims: whether scripts for Horovod, Apex and old releases of torch get Lockstep's shims.
+        devices: when to simulate GPUs: "auto", if the script fails without, or ranks train independently; "cpu", never;
+            "gpu", always.
     """
 
     target: str
@@ -50,21 +50,22 @@ class VerifySettings:
     """One run of the script.
 
     Attributes:
-        role: `RANKS`, the run on N ranks; `ONE`, one process that starts each step from what the ranks had; `HALVES`,
-            the same once more, with every sum over a batch added up in two halves.
+        role: `RANKS`, the run on N ranks; `ONE`, one process that starts each step from the ranks' state; `HALVES`, the
+            same again, with every sum over a batch computed in two halves.
         world_size: N.
-        steps: optimizer steps to record.
-        folder: where records and states are written, and the ranks' are found.
-        double: compute in float64.
-        devices: stand-ins for GPUs; 0 for none.
-        keeper: pid of the process as which the script sees files, or 0; see `scratch.py`.
-        time_first: samples are columns of batches that are as long as wide; None where nobody knows.
-        batch_sizes: of the loaders of torch that one process makes, in order; None for what the script says.
-        by_sample: what a sample of torch's loaders draws depends on its index alone.
-        replaces: in one process, of which number of ranks the first that a script hands to them becomes 1; 0 for none.
-        local_rank_option: for the local rank, which goes before the script's own arguments; empty for none.
-        across: draws with several rows for each sample have first one for each, then the next, as those for views that
-            are joined; else all of a sample, then those of the next, as those for the heads of attention.
+        steps: number of optimizer steps to record.
+        folder: folder for records and states, including those of the ranks.
+        double: whether to compute in float64.
+        devices: number of simulated GPUs; 0 for none.
+        keeper: pid of the process whose view of files the script gets, or 0; see `scratch.py`.
+        time_first: whether samples are columns in batches that are as long as wide; None if unknown.
+        batch_sizes: batch sizes of the torch loaders created in one process, in order; None for the script's own.
+        by_sample: whether the draws of a sample from torch's loaders depend only on its index.
+        replaces: in one process, the number of ranks whose first occurrence in the arguments of ranks becomes 1; 0 for
+            none.
+        local_rank_option: option with the local rank, put before the script's own arguments; empty for none.
+        across: draws with several rows per sample have the first row of all samples, then the second, as for joined
+            views; otherwise all rows of the first sample, then of the second, as for attention heads.
     """
 
     role: str
@@ -83,11 +84,11 @@ class VerifySettings:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is one process that takes the steps of the ranks."""
+        """Whether this is the one process that repeats the steps of the ranks."""
         return self.role != RANKS
 
     def file(self, *name: str | int) -> Path:
-        """Where processes of all runs leave something, and find it.
+        """Path of a file that processes of all runs exchange.
 
         Args:
             name: "record", a role and a rank: what a process recorded; "state" and a step from 0: parameters, buffers,

@@ -1,14 +1,15 @@
-"""Ranks that a script starts itself run in place: in the processes that this verification has started for them.
+"""Runs ranks that a script starts itself in place: in the processes that the verification has started for them.
 
-[Note: ranks in place] A script may start its ranks by `torch.multiprocessing.spawn`, `lockstep.spawn`, or as processes
-of multiprocessing. It is started N times all the same, and of the ranks that it would start, each of these processes
-runs one: the function is called where it would have been handed to a new process. A process of multiprocessing counts
-as a rank if its function joins a group, which a first run tells. How many ranks there are is the script's to say, by
-an option or by the number of devices; what it says is noted if it is not the number that was started, and the
-verification begins anew with as many. So that it says one, it is tried with a single device, with other arguments, and
-at last the first number among what it hands to its ranks is replaced, which holds if a group of one is made by it.
+[Note: ranks in place] A script may start its ranks with `torch.multiprocessing.spawn`, `lockstep.spawn`, or as
+processes of multiprocessing. It is nevertheless started N times, and each of these processes runs one of the ranks that
+the script would start: the function is called directly instead of being passed to a new process. A process of
+multiprocessing counts as a rank if its function joins a group, as seen in a first run. The script determines the number
+of ranks, by an option or by the number of devices; if it differs from the number that was started, it is noted, and the
+verification starts again with that number. To get a single rank, the script is run with a single device, then with
+other arguments, and finally with the first number in its ranks' arguments replaced, accepted if it then creates a group
+of one.
 
-Writes the fact `starts`: the number of ranks that the script has asked for, if that is another; and the file "target".
+Writes the fact `starts`: the number of ranks that the script asked for, if it differs; and the file "target".
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch.multiprocessing.spawn  # whose name is its function's in `torch.multiprocessing`
+import torch.multiprocessing.spawn  # in `torch.multiprocessing` the name is the function's
 
 import lockstep
 import lockstep.launch.spawn as launch_spawn
@@ -37,16 +38,16 @@ from lockstep.tools.verify.settings import RANKS
 
 __all__ = ["StartWatch"]
 
-# How long a rank waits for others, which may have been told of another place to meet.
+# How long a rank waits for others, which may use another meeting point.
 _PATIENCE = timedelta(minutes=5)
 
 
 class StartWatch:
-    """Watches how this process starts others. See [Note: ranks in place].
+    """Watches this process for starts of others. See [Note: ranks in place].
 
     Args:
-        recorder: of this process.
-        seed: gives the generators the state of a new process.
+        recorder: recorder of this process.
+        seed: function that sets the generators to the state of a new process.
     """
 
     def __init__(self, recorder: StepRecorder, seed: Callable[[int], None]) -> None:
@@ -69,9 +70,9 @@ class StartWatch:
         wrap(BaseProcess, "start", self._start)
 
     def _expect(self, count: int, expected: int) -> None:
-        """End here if the script asks for another number of ranks than is expected, and say so.
+        """End the run, with a note, if the script asks for another number of ranks than expected.
 
-        A script that has trained may start others, such as for a further demonstration, which are left out.
+        Ranks started after training, such as for a further demonstration, are left out.
         """
         if count != expected:
             if not self._recorder.steps:
@@ -82,21 +83,21 @@ class StartWatch:
         signature = inspect.signature(original)
 
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            if os.getpid() != self._pid:  # a child, which is a rank then
+            if os.getpid() != self._pid:  # a child, which is therefore a rank
                 self._settings.file("target").write_text(_name_of(current_process()))
                 os._exit(0)
             bound = signature.bind(*args, **kwargs)
             asked = bound.arguments.get("world_size", -1)
             if asked is not None and int(asked) > 0:
                 self._expect(int(asked), self._count)
-            env.MASTER_ADDR.set("127.0.0.1")  # where a script names a host of its author's
+            env.MASTER_ADDR.set("127.0.0.1")  # in case a script names its author's host
             bound.arguments.setdefault("timeout", _PATIENCE)
             return original(*bound.args, **bound.kwargs)
 
         return init_process_group
 
     def _numbers(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a script hands to a rank: where all else has failed, with a first number of N replaced by 1."""
+        """The arguments for a rank; as a last resort, with the first number N replaced by 1."""
         number = self._settings.replaces
         place = next((at for at, each in enumerate(args) if number and type(each) is int and each == number), None)
         return args if place is None else (*args[:place], 1, *args[place + 1 :])
@@ -121,7 +122,7 @@ class StartWatch:
             env.replace({**env.snapshot(), **(options.get("env") or {})})
             results = list[Any]()
             self._run("spawn", lambda: results.append(fn(*args)))
-            return results * self._count  # however many it asks for: the ranks learn from lockstep.init()
+            return results * self._count  # for any requested number: the ranks get it from lockstep.init()
 
         return spawn
 
@@ -152,15 +153,15 @@ class StartWatch:
                 raise
 
     def _begin_anew(self) -> None:
-        """Let generators be as in a new process, which imports the script: without what `__main__` alone seeds."""
+        """Set generators as in a new process, which imports the script without the seeding under `__main__`."""
         self._seed(self._recorder.rank)
         script = getattr(sys.modules["__main__"], "__file__", None)
-        with contextlib.suppress(Exception):  # of a script that cannot run twice in one process
+        with contextlib.suppress(Exception):  # raised by a script that cannot run twice in one process
             runpy.run_path(script or "", run_name="__mp_main__")
 
 
 def _function_of(process: BaseProcess) -> Any:
-    """What a process calls; of a functools.partial, what that calls."""
+    """The function that a process calls, unwrapped from a functools.partial."""
     target = getattr(process, "_target", None) or type(process).run
     return getattr(target, "func", target)
 
@@ -171,21 +172,21 @@ def _name_of(process: BaseProcess) -> str:
 
 
 class _Joined:
-    """What `start_processes` returns for processes that have ended."""
+    """Returned by `start_processes`, for processes that have ended."""
 
     processes: tuple[BaseProcess, ...] = ()
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Nothing is left to wait for."""
+        """Return at once, as nothing is left to wait for."""
         return True
 
     def pids(self) -> list[int]:
-        """Of no process."""
+        """No pids, as there are no processes."""
         return []
 
 
 class _Ended:
-    """In place of the handle of a process that has ended well."""
+    """Stands in for the handle of a process that has ended without an error."""
 
     returncode = 0
 
@@ -198,6 +199,6 @@ class _Ended:
         return 0
 
     def terminate(self) -> None:
-        """Nothing is left to end."""
+        """Does nothing, as the process has ended."""
 
     kill = close = terminate

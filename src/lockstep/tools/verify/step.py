@@ -1,4 +1,4 @@
-"""One step of the ranks and of one process, in a form that can be compared, and what was measured of it."""
+"""One step of the ranks and of one process, in a form that can be compared, with its measurements."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 _SINGLE = 2.0**-23  # the eps of float32
-# How many numbers a parameter has for each rank, at least, that its gradient alone may tell what a loss is divided by.
+# Minimal number of elements per rank of a parameter whose gradient alone may show the divisor of a loss.
 _TIMES_UNKNOWNS = 4
-# What the script does at each stage, whose lines are told.
+# The script's action at each stage, whose lines are reported.
 _EVENTS = {
     "samples": "batch",
     "inputs": "call",
@@ -60,7 +60,7 @@ def counted(count: int, word: str) -> str:
 
 
 def parameters_of(step: Record, when: str) -> dict[int, Any]:
-    """What was recorded of each parameter, by its place in the optimizer: "begin", "after", "used" or "end"."""
+    """The record of each parameter, by its position in the optimizer: "begin", "after", "used" or "end"."""
     return dict(enumerate(step[when]))
 
 
@@ -71,12 +71,12 @@ class Losses:
     """What backward() was called on.
 
     Attributes:
-        one: of one process, a number for each backward pass; None for what is no number.
-        ranks: of each rank.
+        one: those of one process, a number per backward pass; None if it is not a number.
+        ranks: those of each rank.
         values: the same, rank by rank.
-        rows: samples of each rank, for each backward pass.
-        shares: these among those of all ranks in the same pass; rank by rank.
-        weights: how much each rank's backward passes count where ranks are averaged as they should be; rank by rank.
+        rows: number of samples of each rank, per backward pass.
+        shares: their fraction of all ranks' samples in the same pass; rank by rank.
+        weights: weight of each rank's backward passes in a correct average; rank by rank.
     """
 
     def __init__(self, ranks: Sequence[Record], one: Record) -> None:
@@ -91,7 +91,7 @@ class Losses:
         self.weights = [_weight_of(step, each, len(ranks)) for step in ranks for each in step["backwards"]]
 
     def sums(self, how: str) -> tuple[float, float] | None:
-        """(one process's loss, what the ranks' make) over all backward passes.
+        """(one process's loss, the ranks' combined loss) over all backward passes.
 
         Args:
             how: "weighted" by samples, or "sum".
@@ -102,7 +102,7 @@ class Losses:
         return sum(filter(None, self.one)), sum(map(operator.mul, weights, self.values))
 
     def are(self, how: str, tolerance: float) -> bool:
-        """Whether one process's loss is what the ranks' make."""
+        """Whether one process's loss equals the ranks' combined loss."""
         found = self.sums(how)
         return found is not None and abs(found[0] - found[1]) <= tolerance * max(abs(found[0]), abs(found[1]), 1e-30)
 
@@ -120,7 +120,7 @@ def _rows_of(step: Record, backward: Record) -> int:
 
 
 def _weight_of(step: Record, backward: Record, world_size: int) -> float:
-    """What averaging makes the mean loss of a backward pass count: by its loader's share, else one of N."""
+    """The weight of a backward pass's mean loss in the average: by its loader's share, else 1/N."""
     batch = None if backward["weighed"] else _batch_of(step, backward)
     return 1 / world_size if batch is None or batch["weight"] is None else float(batch["weight"])
 
@@ -129,25 +129,25 @@ def _weight_of(step: Record, backward: Record, world_size: int) -> float:
 
 
 class Gradients:
-    """What was computed in a step, and what the optimizers took of it.
+    """The gradients computed in a step, and those that the optimizers used.
 
     Attributes:
-        between: those that the optimizer took, of the rank that is furthest from rank 0.
-        used: those that rank 0's took, against one process.
-        factor: rank 0's are one process's times this; None for no common factor.
-        were_alike: those of rank 0 were one process's when backward() returned.
-        are_made_up: they were a multiple of those then, and are one process's now, as where clipping hides a factor.
-        needed: one process's gradient out of what the ranks computed; see [Note: as a sum of the ranks'] in linear.py.
-        needed_by: the same of each parameter by itself, where that has several numbers for each backward pass.
-        taken: the gradient that rank 0's optimizer took out of the same.
-        scale: what one process's optimizer took is what it computed times this (clipped, unscaled); None for neither.
-        zeros: of each rank's backward passes, whether it left nothing but zeros; of one process's last.
+        between: distance of the optimizers' gradients between rank 0 and the rank that differs most.
+        used: distance of the gradients that rank 0's optimizer used from one process's.
+        factor: ratio of rank 0's to one process's; None if there is no common factor.
+        were_alike: whether rank 0's were equal to one process's when backward() returned.
+        are_made_up: whether they were a multiple then, and are equal now, as when clipping hides a factor.
+        needed: fit of one process's gradient to the ranks'; see [Note: as a sum of the ranks'] in linear.py.
+        needed_by: the same for each parameter that has several elements per backward pass.
+        taken: fit of the gradient that rank 0's optimizer used to the same.
+        scale: ratio of used to computed gradients in one process (clipped, unscaled); None if there is none.
+        zeros: for each backward pass, the ranks' and then one process's, whether it left only zeros.
     """
 
     def __init__(self, ranks: Sequence[Record], one: Record, again: Record | None, precision: float) -> None:
         own, first, *others = (parameters_of(step, "used") for step in (one, *ranks))
         sizes = (value[:-1].abs().max() for value in own.values() if value is not None and value.numel() > 1)
-        least = 100 * precision * max(map(float, sizes), default=0.0)  # numbers up to this are rounding of others
+        least = 100 * precision * max(map(float, sizes), default=0.0)  # numbers up to this size are rounding of others
         moved = {} if again is None else distances(own, parameters_of(again, "used"), least)
         rounded = noise_of_rounding(one)
         noise = {name: max(rounded, moved.get(name, 0.0)) for name in own}
@@ -187,13 +187,13 @@ class Gradients:
 
 
 def _common_factor(a: Tensors, b: Tensors, rounding: float) -> float | None:
-    """Of which all tensors of `a` are multiples of those in `b`; None for none."""
+    """The ratio of all tensors in `a` to those in `b`; None if it is not common to all."""
     both = {name: value for name, value in b.items() if value is not None and a.get(name) is not None}
     return fit_ranks(_flat(a, both), [_flat(b, both)], rounding).factor
 
 
 def _total(step: Record) -> dict[int, Tensor]:
-    """What all backward passes computed."""
+    """The sum of the gradients of all backward passes."""
     total: dict[int, Tensor] = {}
     for each in step["backwards"]:
         for name, value in each["local"].items():
@@ -202,7 +202,7 @@ def _total(step: Record) -> dict[int, Tensor]:
 
 
 def _flat(values: Tensors, like: Mapping[Any, Tensor]) -> Tensor:
-    """Numbers of the tensors in `like`, but for the norms, which do not add up."""
+    """The values of the tensors in `like`, without the norms, which do not add up."""
     parts = []
     for name, shape in like.items():
         value = values.get(name)
@@ -211,7 +211,7 @@ def _flat(values: Tensors, like: Mapping[Any, Tensor]) -> Tensor:
 
 
 def _below_limits(gradients: Sequence[Tensor], unknowns: int) -> Tensor:
-    """Which numbers no clipping by value has cut: it leaves several with the size of the largest, exactly."""
+    """Which values were not clipped: clipping by value leaves several with exactly the largest magnitude."""
     uncut = torch.ones_like(gradients[0], dtype=torch.bool)
     for each in gradients:
         cut = each.abs() == each.abs().max() if each.numel() else uncut
@@ -220,9 +220,9 @@ def _below_limits(gradients: Sequence[Tensor], unknowns: int) -> Tensor:
 
 
 def distance_of_gradients(one: Record, again: Record) -> float:
-    """The part of the gradients that a second run did not compute: all together, up to a common factor.
+    """The relative difference of the gradients of a second run: all together, up to a common factor.
 
-    Together, because one tensor may be made of rounding alone, such as the bias before a batch norm.
+    Together, because one tensor may be only rounding, such as that of a bias before a batch norm.
     """
     own = {name: value for name, value in parameters_of(one, "used").items() if value is not None}
     return fit_ranks(_flat(own, own), [_flat(parameters_of(again, "used"), own)]).rest
@@ -236,10 +236,10 @@ class Runs:
     """The records of all runs: `steps`, and the `facts` of the whole run.
 
     Attributes:
-        ranks: of each rank.
-        one: of one process.
-        again: of one process once more, with halved sums; None where that did not run.
-        moved: of one process that evaluated what rank 0 evaluates; None where that did not run.
+        ranks: records of the ranks.
+        one: record of one process.
+        again: record of one process's second run, with halved sums; None if that did not run.
+        moved: record of one process that evaluated rank 0's batches; None if that did not run.
     """
 
     ranks: Sequence[Record]
@@ -253,10 +253,10 @@ class StepOfJob:
     """One step, of the ranks and of one process.
 
     Attributes:
-        number: from 1.
-        runs: of which it is one.
-        ranks: what each rank recorded.
-        one: what one process did.
+        number: number of the step, from 1.
+        runs: the runs that it belongs to.
+        ranks: records of the step on the ranks.
+        one: record of the step in one process.
         again: the same with halved sums, or None.
     """
 
@@ -268,13 +268,13 @@ class StepOfJob:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Of rank 0's whole run."""
+        """The facts of rank 0's whole run."""
         facts: Mapping[str, Any] = self.runs.ranks[0]["facts"]
         return facts
 
     @functools.cached_property
     def noise(self) -> float:
-        """What rounding does to outputs."""
+        """The effect of rounding on outputs."""
         rounded = noise_of_rounding(self.one)
         if self.again is None:
             return rounded
@@ -282,32 +282,32 @@ class StepOfJob:
 
     @property
     def precision(self) -> float:
-        """Of the arithmetic; what numbers of 16 bits take from it is noise."""
+        """The precision of the arithmetic; that of 16-bit numbers counts as noise instead."""
         return _SINGLE if self.one["single"] else min(float(self.one["precision"]), _SINGLE)
 
     @property
     def rounding(self) -> float:
-        """The relative difference up to which outputs, and what is made of them, count as the same."""
+        """The relative difference up to which outputs, and values computed from them, count as equal."""
         return TIMES_NOISE * self.noise
 
     @property
     def tolerance(self) -> float:
-        """The same of losses, and of the weights with which ranks make a gradient."""
+        """The same for losses, and for the weights of ranks in a gradient."""
         return max(1e-9, 100 * self.precision, self.rounding)
 
     @functools.cached_property
     def samples(self) -> Samples:
-        """Which samples it was made of."""
+        """The samples of the step."""
         return Samples(self.ranks, self.one)
 
     @property
     def padded(self) -> int:
-        """How many samples are the same but for padding: of its batches, or of such as were fetched before."""
+        """Number of samples that differ only in padding: in its batches, or in earlier ones."""
         return self.samples.padded or self.calls.padded
 
     @functools.cached_property
     def is_cut_otherwise(self) -> bool:
-        """Whether one process takes the same rows in other backward passes, as where N ranks accumulate over fewer."""
+        """Whether one process takes the same rows in other backward passes, as if N ranks accumulate over fewer."""
         passes = {len(each["backwards"]) for each in self.ranks}
         if len(passes) > 1 or len(self.one["backwards"]) in passes or self.samples.differ:
             return False
@@ -316,12 +316,12 @@ class StepOfJob:
 
     @functools.cached_property
     def _has_same_rows(self) -> bool:
-        """Whether the same rows enter models, in whichever of their calls."""
+        """Whether the same rows enter models, in any of their calls."""
         return entered(self.one) == entered(*self.ranks)
 
     @functools.cached_property
     def calls(self) -> Calls:
-        """What entered the models and came out of them, pass by pass."""
+        """The inputs and outputs of the models, pass by pass."""
         are_others = any(len(each["calls"]) != len(self.one["calls"]) for each in self.ranks)
         if self.is_cut_otherwise or (are_others and self._has_same_rows):
             return Calls()
@@ -334,7 +334,7 @@ class StepOfJob:
 
     @functools.cached_property
     def gradients(self) -> Gradients:
-        """What was computed, and what the optimizer took of it."""
+        """The gradients computed, and those that the optimizer used."""
         return Gradients(self.ranks, self.one, self.again, self.precision)
 
     def is_far(self, relative: float) -> bool:
@@ -357,7 +357,7 @@ def each_step(runs: Runs) -> Iterator[StepOfJob]:
 
 
 def _without_overflow(steps: list[Record]) -> list[Record]:
-    """A step without the backward passes that overflowed in any process, which a GradScaler takes back."""
+    """A step without the backward passes that overflowed in any process, which a GradScaler discards."""
     if len({len(each["backwards"]) for each in steps}) > 1:
         return steps
     passes = zip(*(each["backwards"] for each in steps), strict=True)
@@ -368,9 +368,9 @@ def _without_overflow(steps: list[Record]) -> list[Record]:
 
 
 def _of_one_root(steps: list[Record]) -> list[Record]:
-    """Steps without what was called, if that is not the same.
+    """Steps without the records of model calls, if different models were called.
 
-    Lightning's Trainer wraps a module on several ranks, and calls the parts of it on one process.
+    Lightning's Trainer wraps a module on several ranks, and calls its parts on one process.
     """
     roots = [[call["name"] for call in each["calls"]] for each in steps]
     is_other = any(len(each) == len(roots[0]) and each != roots[0] for each in roots)

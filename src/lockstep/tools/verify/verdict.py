@@ -17,7 +17,7 @@ from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["Verdict", "first_steps", "judge", "train_apart"]
 
-# Of one process and the ranks, in the order in which things come to pass in a step; and then of its outcome.
+# Comparisons of one process with the ranks, in the order of events in a step; then those of its outcome.
 _BEFORE = (
     causes.read_samples,
     causes.read_passes,
@@ -28,7 +28,7 @@ _BEFORE = (
     read_gradients,
 )
 _AFTER = (causes.read_settings, causes.read_parameters, causes.read_buffers)
-# What rounding may do before a script counts as one that does not determine its own steps.
+# Effect of rounding above which a script counts as not determining its own steps.
 _MOST_NOISE = 1e-2
 _BY_ITSELF = "two runs at one process differ by themselves"
 _OF_ALL = "Make the samples of all ranks on each, and let each take its part"
@@ -41,18 +41,17 @@ _PIECES = (
 
 @dataclass
 class Verdict:
-    """What was found at one number of ranks.
+    """The findings at one number of ranks.
 
     Attributes:
-        world_size: that number.
-        differences: the first of training, and those of what follows.
-        notes: what was set aside, or could not be compared.
-        steps: how many were compared.
-        digits: for each step, the largest relative difference of each stage; of the gradients, all together.
-        unknown: why nothing can be said; empty if something can.
-        wants_double: whether a step is to be compared in float64: it computed with numbers of 16 bits, or in float32
-            rounding decides what it computes, grew from one call of a closure to the next, or hides what clipping
-            leaves of a factor.
+        world_size: the number of ranks.
+        differences: the first difference in training, and those in the aftermath.
+        notes: things that were set aside, or could not be compared.
+        steps: number of steps compared.
+        digits: for each step, the largest relative difference of each stage; for gradients, of all together.
+        unknown: why there is no verdict; empty if there is one.
+        wants_double: whether a step should be compared in float64: it used 16-bit numbers, or in float32 rounding
+            determines its result, grew between calls of a closure, or hides what clipping leaves of a factor.
     """
 
     world_size: int
@@ -70,7 +69,7 @@ class Verdict:
 
     @property
     def code(self) -> int:
-        """0 for the answer of one process, 1 for another, 2 for no telling."""
+        """0 if the ranks give the answer of one process, 1 if they give another, 2 if unknown."""
         return 1 if self.differences else 2 if self.unknown else 0
 
 
@@ -78,8 +77,8 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
     """Compare the run on N ranks with that of one process.
 
     Args:
-        runs: to compare.
-        failure: the error with which the ranks ended, and one process did not.
+        runs: the runs to compare.
+        failure: the error that ended the ranks, but not one process.
     """
     verdict = Verdict(len(runs.ranks), wants_double=any(map(_is_rounded, runs.one["steps"])))
     _judge_steps(verdict, each_step(runs))
@@ -107,15 +106,15 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
 
 
 def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
-    """Up to the first that differs or of which nobody can tell."""
+    """Judge steps up to the first that differs or cannot be judged."""
     for step in steps:
         others = _has_other_samples(step)
         chance = "" if others else _is_moved_by_rounding(step)
         why, apart = others or chance or _is_made_by_ranks(step), None
-        if chance:  # which makes no other samples
+        if chance:  # which does not change samples
             apart = causes.read_samples(step)
             verdict.wants_double |= _is_single(step.one)
-        elif why and not others:  # ranks whose parameters part are wrong whatever samples one process would have made
+        elif why and not others:  # ranks whose parameters diverge are wrong, whatever one process's samples
             apart = causes.read_ranks(step) or causes.read_unaveraged(step)
         if why and apart is None:
             verdict.unknown = f"step {step.number}: {why}"
@@ -137,7 +136,7 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
 
 
 def _averaged_by_nobody(found: Difference, steps: Sequence[StepOfJob]) -> list[Difference]:
-    """Ranks that step by gradients of their own: what differs earlier in a step hides it from nobody."""
+    """Ranks that step with their own gradients: reported even if an earlier stage of the step differs."""
     if found.stage in ("gradients", "parameters"):
         return []
     return list(filter(None, map(causes.read_unaveraged, steps)))[:1]
@@ -152,7 +151,7 @@ def _is_rounded(step: Record) -> bool:
 
 
 def _judge_step(step: StepOfJob) -> Difference | None:
-    """The first stage of a step that differs, or None where one process would have taken the same step."""
+    """The first stage of a step that differs, or None if one process would have taken the same step."""
     apart, after = causes.read_ranks(step), [read(step) for read in _AFTER]
     if apart or not (step.gradients.used.names or step.gradients.between.names or any(after)):
         return apart
@@ -160,14 +159,14 @@ def _judge_step(step: StepOfJob) -> Difference | None:
 
 
 def _has_other_samples(step: StepOfJob) -> str:
-    """That one process has other samples the second time; empty if it has not."""
+    """A text if one process has other samples in its second run, else empty."""
     if step.again is None or not Samples([step.again], step.one).differ:
         return ""
     return f"{_BY_ITSELF}: they have other samples. Seed what draws them"
 
 
 def _is_moved_by_rounding(step: StepOfJob) -> str:
-    """That the gradients of one process are others the second time; empty if they are not."""
+    """A text if one process has other gradients in its second run, else empty."""
     distance = 0.0 if step.again is None else distance_of_gradients(step.one, step.again)
     if distance <= _MOST_NOISE:
         return ""
@@ -175,7 +174,7 @@ def _is_moved_by_rounding(step: StepOfJob) -> str:
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:
-    """Why one process has a part of the ranks' samples, where each rank makes its own; empty if it has them all."""
+    """Why one process has only a part of the ranks' samples if each rank makes its own; empty if it has them all."""
     without = [each for each in step.ranks if not each["batches"]]
     if len(without) < len(step.ranks) and any(each["calls"] for each in without):
         return (
@@ -196,7 +195,7 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
 
 
 def _has_own_data(runs: Runs) -> bool:
-    """Whether an index gives one process the sample of rank 0, and another rank one that one process has nowhere."""
+    """Whether an index gives one process rank 0's sample, and another rank a sample that one process does not have."""
     records = (runs.one, *runs.ranks)
     one, *ranks = map(contents, records)
     sizes = {tuple(loader["samples"] for loader in each["facts"]["loaders"]) for each in records}
@@ -206,7 +205,7 @@ def _has_own_data(runs: Runs) -> bool:
 
 
 def _cuts_pieces(step: StepOfJob) -> bool:
-    """Whether one process makes N times the backward passes of a rank, of the same samples, N times its gradient."""
+    """Whether one process runs N times a rank's backward passes on the same samples, and gets N times its gradient."""
     passes, world_size = len(step.losses.one), len(step.ranks)
     if not passes or any(len(each) * world_size != passes for each in step.losses.ranks):
         return False
@@ -248,7 +247,7 @@ def _judge_counts(verdict: Verdict, runs: Runs) -> None:
 
 
 def _notes(runs: Runs) -> Iterator[str]:
-    """What was set aside, and what the run did not reach."""
+    """Notes on things that were set aside, and that the run did not reach."""
     facts, begun = runs.ranks[0]["facts"], runs.one["facts"]["begun"]
     given = sum(step["given"] for step in runs.one["steps"])
     if given:
@@ -284,15 +283,15 @@ def _notes(runs: Runs) -> Iterator[str]:
 
 
 def first_steps(ranks: Sequence[Record]) -> list[Record]:
-    """The first step of each rank; none where a rank has taken none."""
+    """The first step of each rank; empty if any rank has taken none."""
     return [each["steps"][0] for each in ranks] if all(each["steps"] for each in ranks) else []
 
 
 def train_apart(ranks: Sequence[Record]) -> int:
-    """How much ranks train by themselves, where no engine holds a model, in their first step.
+    """Whether ranks train independently in their first step, without an engine.
 
     Returns:
-        2 if they do the same work, 1 if they step by other gradients, else 0.
+        2 if they do the same work, 1 if they step with different gradients, else 0.
     """
     first = first_steps(ranks)
     if not first or any(each["facts"]["engines"] for each in ranks):
@@ -302,7 +301,7 @@ def train_apart(ranks: Sequence[Record]) -> int:
 
 
 def _work_alike(ranks: Sequence[Record]) -> bool:
-    """Whether all ranks train on the same samples in their first steps, of a loader or without one."""
+    """Whether all ranks train on the same samples in their first steps, with or without a loader."""
     first = first_steps(ranks)
     if any(each["batches"] for each in first):
         return Samples(first, first[0]).is_alike

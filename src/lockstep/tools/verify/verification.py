@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
-# The first optimizer and the first DDP of a process import torch._dynamo.
+# A process's first optimizer and first DDP import torch._dynamo.
 _PRELOADED = ("torch._dynamo", "torch.nn.parallel", "lockstep.tools.verify.training", "lockstep.tools.verify.loaders")
 
 
 def _import_for_ranks() -> None:
-    """Import what every rank needs, which is forked from this process; see `launch/forked.py`."""
+    """Import modules that every rank needs, as ranks are forked from this process; see `launch/forked.py`."""
     import torch
 
-    torch.set_num_threads(1)  # those of OpenMP do not outlive a fork
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     for name in _PRELOADED:
         importlib.import_module(name)
 
@@ -35,13 +35,13 @@ def verify(what: Verification) -> list[Verdict]:
     """Verify a script at each number of ranks. Local.
 
     Args:
-        what: to verify.
+        what: the script and options.
 
     Returns:
-        What was found at each number of ranks.
+        A verdict for each number of ranks.
 
     Raises:
-        LaunchError: it cannot be started as asked.
+        LaunchError: the script cannot be started as requested.
     """
     check_target(what.target, what.is_module)
     if what.steps < 1 or not what.nproc or min(what.nproc) < 2:

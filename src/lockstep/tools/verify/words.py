@@ -1,6 +1,6 @@
-"""What a cause means, and what to write: a table by cause. `{name}` stands for what was measured.
+"""The meaning of each cause, and advice, in a table. `{name}` stands for a measured value.
 
-A key is the name of the cause, and after a space which of several meanings it has.
+A key is the name of the cause, followed by a space and a variant if it has several meanings.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ __all__ = ["Difference", "difference"]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where N ranks part from one process, and why.
+    """Where N ranks differ from one process, and why.
 
     Attributes:
-        step: number of the optimizer step, from 1; 0 for what belongs to none.
-        stage: as in the table of docs/verify.md.
+        step: number of the optimizer step, from 1; 0 if it belongs to none.
+        stage: the stage, as in the table of docs/verify.md.
         cause: a short name, the same in every report.
-        measured: what was measured, with numbers.
-        meaning: what follows from it.
-        advice: what to write.
-        lines: of the script, where what differs was fetched, called, computed or written.
+        measured: the measurement, with numbers.
+        meaning: its interpretation.
+        advice: what to write instead.
+        lines: lines of the script that fetched, called, computed or wrote the values that differ.
     """
 
     step: int
@@ -37,12 +37,12 @@ class Difference:
 def difference(
     step: int, stage: str, key: str, measured: str, lines: tuple[str, ...] = (), **values: Any
 ) -> Difference:
-    """A difference in the words of its cause.
+    """A difference, in the words of its cause.
 
     Args:
-        step: see `Difference`, as for `stage`, `measured` and `lines`.
-        key: of the table.
-        values: what the words leave open.
+        step: see `Difference`, also for `stage`, `measured` and `lines`.
+        key: key in the table.
+        values: values for the placeholders.
     """
     meaning, advice = (text.format(**values) for text in _WORDS[key])
     return Difference(step, stage, key.partition(" ")[0], measured, meaning, advice, lines)
