@@ -4,18 +4,18 @@ The tree::
 
     LockstepError (RuntimeError)
     ├── SetupError                  before the first collective
-        │   ├── LaunchError             the launcher cannot start the job
-        │   ├── BackendUnavailable (ValueError)  no such backend here; lists the available ones
+    │   ├── LaunchError             the launcher cannot start the job
+    │   ├── BackendUnavailable (ValueError)  no such backend here; lists the available ones
     │   ├── AlreadyInitialized      init() twice
     │   ├── NotInitialized          use before init() or after shutdown
     │   ├── RendezvousError         the ranks did not find each other
     │   └── SharedMemoryError (OSError)      /dev/shm is too small, or cannot be used
     ├── CollectiveError             a collective that cannot finish; every waiting rank raises it
-        │   ├── CollectiveMismatch      ranks called different operations
-        │   ├── RankLost                a rank died, left or raised while others waited
-        │   ├── CollectiveTimeout       a rank did not arrive before the deadline
-        │   ├── SegmentDamaged          the control segment contains data that no rank has written
-        │   └── CollectiveAborted       this group was shut down during a call
+    │   ├── CollectiveMismatch      ranks called different operations
+    │   ├── RankLost                a rank died, left or raised while others waited
+    │   ├── CollectiveTimeout       a rank did not arrive before the deadline
+    │   ├── SegmentDamaged          the control segment contains data that no rank has written
+    │   └── CollectiveAborted       this group was shut down during a call
     ├── InputError (ValueError)     a value that no rank could use
     ├── InputTypeError (TypeError)  a type that no rank could use
     ├── ModelError                  model and engine do not fit together

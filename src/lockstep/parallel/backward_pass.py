@@ -1,10 +1,10 @@
 """The backward pass of a model as a sequence of events, from the first gradient to the means over ranks.
 
     pre_forward      a forward pass with gradients begins
-        post_forward     its outputs are known and have hooks
-        pre_backward     a gradient has come to an output: does this pass average, and of which batch is it?
-        on_param_grad    a gradient has come to a parameter: one of each bucket, or all of them (`watch_all`)
-        post_backward    autograd's task is over: send what is left, and let the ranks meet
+    post_forward     its outputs are known and have hooks
+    pre_backward     a gradient has come to an output: does this pass average, and of which batch is it?
+    on_param_grad    a gradient has come to a parameter: one of each bucket, or all of them (`watch_all`)
+    post_backward    autograd's task is over: send what is left, and let the ranks meet
 
 [Note: backward passes] The engine notices a backward pass through hooks on the outputs of the forward pass
 (`forward_pass.py`, which also weights the gradients there) and asks autograd to call it back when the pass is over.

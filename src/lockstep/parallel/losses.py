@@ -4,10 +4,10 @@ An engine weights gradients by the number of samples of each rank, which is righ
 samples. For any other loss there is a function here. On every rank it returns the value that one process would have
 computed, and after averaging, the gradients are those of one process:
 
-        loss = lockstep.mean(loss_sum, count)     a mean over something else: tokens, pixels, boxes, weighted classes
-        loss = lockstep.sum(loss_sum)             a sum
-        features = lockstep.all_gather(features)  inputs of a loss over the samples of all ranks
-        loss = lockstep.global_loss(loss)         a loss written for torch's engine, divided by a global count by hand
+    loss = lockstep.mean(loss_sum, count)     a mean over something else: tokens, pixels, boxes, weighted classes
+    loss = lockstep.sum(loss_sum)             a sum
+    features = lockstep.all_gather(features)  inputs of a loss over the samples of all ranks
+    loss = lockstep.global_loss(loss)         a loss written for torch's engine, divided by a global count by hand
 
 Terms may be added: each has its own divisor, and a term without any of these functions stays a mean over samples::
 

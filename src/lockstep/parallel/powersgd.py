@@ -11,8 +11,8 @@ A communication hook for `lockstep.DistributedDataParallel` and for torch's, ove
 Optimization", NeurIPS 2019, algorithms 1 and 2. A gradient of shape (n, …) is a matrix M of n rows and m columns. Each
 rank adds its error of the last step. Then, with Q of shape m x r from the last step::
 
-        P = orthonormal basis of mean(M Q)        n x r sent
-        Q = mean(M^T P)                           m x r sent
+    P = orthonormal basis of mean(M Q)        n x r sent
+    Q = mean(M^T P)                           m x r sent
     result = P Q^T                            the same on all ranks
     error = M - result                        kept by each rank
 

@@ -306,7 +306,7 @@ _BUFFERS = (
 
 
 class _BufferMail:
-    """Memory through which the first rank's buffers reach the others. Its creation is collective."""
+    """Memory through which the first rank's buffers reach the others. Collective to create."""
 
     def __init__(self, engine: Engine, rank: int, buffers: Sequence[torch.Tensor]) -> None:
         self._is_source = rank == 0
