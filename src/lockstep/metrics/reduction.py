@@ -38,7 +38,7 @@ def synchronize(
         process_group: by default the open world's, else the default group of `torch.distributed`.
 
     Returns:
-        The values, as a dict if given a mapping, else as a tuple. Metrics that no rank has updated are nan (`Sum`: 0.0).
+        The values, a dict if given a mapping, else a tuple. Metrics that no rank has updated are nan (`Sum`: 0.0).
 
     Raises:
         CollectiveMismatch: ranks passed different metrics, or have evaluated different data.

@@ -1,7 +1,7 @@
 """Walks autograd's graph: which parameters a backward pass reaches, and whether a checkpoint hides some.
 
-Also hooks on the nodes that accumulate into parameters; and the one node that this package puts into the graph: behind
-means of gradients, by which nothing goes back.
+Also hooks on the nodes that accumulate into parameters, and the only graph node that this package adds: after means of
+gradients, through which no gradient may go back.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
     "without_way_back",
 ]
 
-# Nodes that are looked at before a model counts as one that begins with layers of its own.
+# Number of nodes to search before a model counts as beginning with its own layers.
 _MAX_LOOKED_AT = 64
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
 def reachable_leaves(roots: Iterable[Node]) -> set[int]:
-    """`id` of every leaf tensor (parameter) that a backward pass from `roots` would give a gradient."""
+    """`id` of every leaf tensor (parameter) that gets a gradient in a backward pass from `roots`."""
     leaves: set[int] = set()
     seen: set[Node] = set()
     stack = [root for root in roots if root is not None]
@@ -51,13 +51,13 @@ def reachable_leaves(roots: Iterable[Node]) -> set[int]:
 
 
 def begins_with_checkpoint(root: Node | None, own: frozenset[int]) -> bool:
-    """Whether a backward pass from `root` comes to a re-entrant checkpoint before any of the leaves in `own`.
+    """Whether a backward pass from `root` reaches a re-entrant checkpoint before any of the leaves in `own`.
 
-    What is inside such a checkpoint is no part of its graph: the checkpoint runs a backward pass within this one.
+    The inside of such a checkpoint is not part of the graph: the checkpoint runs a backward pass within this one.
 
     Args:
-        root: node of the graph at which the backward pass begins, such as that of an output; None for nothing.
-        own: `id` of the parameters.
+        root: node at which the backward pass begins, such as that of an output, or None.
+        own: `id` of each parameter.
     """
     waiting = [] if root is None else [root]
     for node in islice(waiting, _MAX_LOOKED_AT):  # the list grows meanwhile
@@ -73,33 +73,33 @@ def begins_with_checkpoint(root: Node | None, own: frozenset[int]) -> bool:
 
 
 class Listener(Protocol):
-    """Who is told of gradients; see `BackwardPass`."""
+    """An object that is notified of gradients; see `BackwardPass`."""
 
     has_filler: bool
 
     def on_param_grad(self, index: int, bucket: int | None = None) -> None:
-        """A gradient has come to a parameter: the sentinel of that bucket, or one that is watched."""
+        """A gradient has come to a parameter: the sentinel of that bucket, or a watched one."""
 
 
 class AccumulationHook:
-    """A function that is called whenever a gradient of a parameter has come, and the parameter's own hooks have run.
+    """Calls a function after each gradient of a parameter, once the parameter's own hooks have run.
 
-    [Note: hooks of others] A post-accumulate hook would run before those that the user registers later, which may
-    change `.grad`: clip it, scale it, put another tensor there. The node that accumulates calls its hooks after all
-    of those. It is kept alive here, because autograd makes a new one when nobody holds it.
+    [Note: hooks of others] A post-accumulate hook would run before hooks that the user registers later, which may
+    change `.grad`: clip, scale or replace it. The accumulating node calls its hooks after all of those. It is kept
+    alive here, because otherwise autograd would create a new one.
 
     Args:
-        function: called with what torch's node hooks are.
-        is_before: call it before the gradient is accumulated, with what is about to be; it may return something else.
+        function: called with the arguments of torch's node hooks.
+        is_before: call it before the gradient is accumulated; it may return a replacement for it.
 
     Attributes:
-        node: the one that accumulates.
+        node: the accumulating node.
     """
 
     def __init__(self, parameter: torch.Tensor, function: Callable[..., Any], is_before: bool = False) -> None:
         with without_transforms():
             is_frozen = not parameter.requires_grad
-            if is_frozen:  # for now: the node stays the same when it is thawed
+            if is_frozen:  # unfrozen only for now: the node stays the same
                 parameter.requires_grad = True
             self.node: Node = get_gradient_edge(parameter).node
             if is_frozen:
@@ -108,33 +108,33 @@ class AccumulationHook:
         self._handle = register(function)
 
     def remove(self) -> None:
-        """Never call it again."""
+        """Remove the hook."""
         self._handle.remove()
 
 
 def remove_all(hooks: Iterable[AccumulationHook]) -> None:
-    """Never call any of them again."""
+    """Remove these hooks."""
     for hook in hooks:
         hook.remove()
 
 
 def runs_backward_by(nodes: Iterable[Node]) -> bool:
-    """Whether the backward pass under way runs any of `nodes`; called inside it. No for certain only with all nodes.
+    """Whether the current backward pass runs any of `nodes`; called inside it. A no is certain only with all nodes.
 
     Args:
-        nodes: those that accumulate into some parameters. To find them is what `runs_backward_to` takes its time for.
+        nodes: nodes that accumulate into some parameters. Finding them is the slow part of `runs_backward_to`.
     """
     try:
         return any(map(will_engine_execute_node, nodes))
     except (RuntimeError, AttributeError):
-        # What torch says of a leaf that autograd.grad was asked for; and under torch.func, which has no leaves.
+        # torch's error for a leaf passed to autograd.grad; and under torch.func, which has no leaves.
         return False
 
 
 def runs_backward_to(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward pass under way gives a gradient to any of `parameters`; called inside it.
+    """Whether the current backward pass gives a gradient to any of `parameters`; called inside it.
 
-    False under `torch.autograd.grad`, and where all that the pass reaches are other models and inputs.
+    False under `torch.autograd.grad`, and if the pass reaches only other models and inputs.
     """
     return runs_backward_by(get_gradient_edge(each).node for each in parameters if each.requires_grad)
 
@@ -155,9 +155,9 @@ class _Mean(torch.autograd.Function):
 
 
 def without_way_back(mean: torch.Tensor) -> torch.Tensor:
-    """A copy of `mean` that requires a gradient, as one process has it, and raises ModelError where one comes.
+    """A copy of `mean` that requires a gradient, as in one process, but raises ModelError if it gets one.
 
-    As a constant it would leave its part of a loss's gradient out without a word.
+    As a constant it would silently drop its part of a loss's gradient.
     """
     with torch.enable_grad():
         way_back: torch.Tensor = _Mean.apply(mean.detach().requires_grad_())  # type: ignore[no-untyped-call]

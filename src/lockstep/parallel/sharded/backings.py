@@ -1,4 +1,4 @@
-"""Where sharded parameters live: on every rank, or once per host."""
+"""Storage of sharded parameters: on every rank, or once per host."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _Models = Sequence[DistributedDataParallel]
 
 
 class Backing:
-    """Parameters on every rank, which gets from the others after each step what they have stepped.
+    """Parameters stored on every rank, which receives the others' updates after each step.
 
     Args:
         owner: the optimizer.
-        group: the ranks that share; None for this process alone.
-        models: the engines that leave the gradients of these parameters to owners of shares; none if gradients are
-            whole, and averaged by somebody else.
-        is_cut: whether parameters may be cut.
+        group: the ranks that share; None for a single process.
+        models: the engines that leave the gradients of these parameters to owners of shares; empty if gradients are
+            whole, and averaged elsewhere.
+        is_cut: whether parameters may be split.
 
     Attributes:
         group: the ranks that share.
@@ -55,13 +55,13 @@ class Backing:
         self._num_steps = 0
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
-        """Take in parameters. Collective.
+        """Add parameters. Collective.
 
         Returns:
             For each, this rank's share, and the memory of the whole parameter, flat.
 
         Raises:
-            SharedMemoryError: on every rank; there is none. All is as it was.
+            SharedMemoryError: on every rank; there is no shared memory. Nothing was changed.
         """
         shares = share_out(parameters, self._rank, self._loads, self._is_cut)
         members = [(share, self._flat(share)) for share in shares]
@@ -71,7 +71,7 @@ class Backing:
         return members
 
     def _shard(self, shares: Sequence[Share]) -> None:
-        """Have the engines give the gradients to those who own shares."""
+        """Let the engines send gradients to the owners of shares."""
         assert self.group is not None
         made = {id(each.parameter): ShardedGradient(each, self._gradients, self.group, self._owner) for each in shares}
         taking_back: list[Callable[[], None]] = []
@@ -96,7 +96,7 @@ class Backing:
     # ---- a step --------------------------------------------------------------------------------------
 
     def gradient_of(self, piece: ShardPiece) -> torch.Tensor | None:
-        """Of the elements of a piece; of those of a `ShardedGradient`, made where they lie."""
+        """The gradient of a piece's elements; for a `ShardedGradient`, computed in place."""
         share = piece.share
         parameter, gradient = share.parameter, share.parameter.grad
         if gradient is None:
@@ -112,14 +112,14 @@ class Backing:
         return share.own(gradient)[piece.start : piece.stop]
 
     def step(self, description: str, update: Callable[[], None]) -> None:
-        """Update this rank's shares; all ranks have the new parameters after it. Collective.
+        """Update this rank's shares; afterwards all ranks have the new parameters. Collective.
 
         Args:
-            description: the same on all ranks, or it is an error.
+            description: must be the same on all ranks.
             update: calls `gradient_of`.
 
         Raises:
-            CollectiveMismatch: on every rank, before anything is stepped; shows what two ranks said.
+            CollectiveMismatch: on every rank, before any update; shows two ranks' descriptions.
         """
         self._check()
         if len(self._loads) > 1:
@@ -135,7 +135,7 @@ class Backing:
             exchange(self._shares, [self._flat(each) for each in self._shares], self.group)
 
     def _check(self) -> None:
-        """Whether every gradient is one of all ranks. Collective where gradients were put there by hand."""
+        """Check that every gradient is averaged over all ranks. Collective if gradients were set by hand."""
         others = [each for each in self._gradients if not (each.is_held or each.share.gradient is None)]
         is_late = any(
             each.is_held and (each.added is not None or not each.share.has_gradient) for each in self._gradients
@@ -159,12 +159,12 @@ class Backing:
             each.share.settle()
 
     def _note(self) -> None:
-        """What the parameters hold now is what they are to hold."""
+        """Record the parameters' current values as right."""
         for share in self._shares:
             increment_version(share.parameter)
 
     def full_gradients(self) -> list[torch.Tensor | None]:
-        """Of all parameters; None where there is none. Collective."""
+        """The gradients of all parameters; None if there is none. Collective."""
         if not self._gradients:
             return [share.gradient for share in self._shares]
         found = zip(self._gradients, whole_gradients(self._gradients), strict=True)
@@ -172,16 +172,16 @@ class Backing:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Each rank has its own."""
+        """Nothing to coordinate, as each rank has its own parameters."""
         yield
 
 
 class HostBacking(Backing):
-    """Parameters once per host, gradients in the buckets of engines. See [Note: shared parameters of a host].
+    """Parameters stored once per host, gradients in engines' buckets. See [Note: shared parameters of a host].
 
     Args:
-        engine: of the group, whose ranks share memory.
-        owner, group, models, is_cut: as for `Backing`.
+        engine: engine of the group, whose ranks share memory.
+        owner, group, models, is_cut: as in `Backing`.
         holders: the engines that hold the parameters.
     """
 
@@ -200,7 +200,7 @@ class HostBacking(Backing):
         self._expects_writes = False
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[_Member]:
-        """Take in parameters, which move into memory that the ranks of the host share. Collective."""
+        """Add parameters, which are moved into the host's shared memory. Collective."""
         memory = HostMemory(self._engine, parameters, names)
         try:
             members = super().add(parameters, names)
@@ -230,7 +230,7 @@ class HostBacking(Backing):
             memory.note()
 
     def full_gradients(self) -> list[torch.Tensor | None]:
-        """Of all parameters; the ranks have the same ones, or it is an error. Collective."""
+        """The gradients of all parameters; it is an error if ranks have gradients of different ones. Collective."""
         held = "".join(str(int(each.is_held)) for each in self._gradients)
         self._engine.run_steps(f"ZeroRedundancyOptimizer.full_gradients({held})")
         return super().full_gradients()
@@ -239,7 +239,7 @@ class HostBacking(Backing):
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Every rank writes to a copy; that of the first counts. What a script keeps of `p.data` stays its own."""
+        """Every rank writes to a copy; the first rank's counts. Tensors kept from `p.data` stay local."""
         text = "ZeroRedundancyOptimizer.changing_parameters()"
         shared = [share.parameter.data for share in self._shares]
         for share in self._shares:  # before the ranks meet: the first may be through, and write, while others copy
@@ -256,7 +256,7 @@ class HostBacking(Backing):
         self._note()
 
     def _put_back(self, written: Sequence[torch.Tensor]) -> None:
-        """Copy what the first rank has written to where all ranks read it. Local.
+        """Copy the first rank's values to the shared memory. Local.
 
         Raises:
             ModelError: a parameter was given another shape or dtype.
@@ -273,7 +273,7 @@ class HostBacking(Backing):
                 own.copy_(data)
 
     def _listen(self, module: torch.nn.Module, known: set[int]) -> None:
-        """Hear of `load_state_dict` of each part of the model that holds some of these parameters."""
+        """Register for `load_state_dict` of each module that has some of these parameters."""
         for submodule in module.modules():
             if any(id(each) in known for each in submodule.parameters(recurse=False)):
                 submodule.register_load_state_dict_pre_hook(_LoadHook(submodule, self))  # type: ignore[no-untyped-call]

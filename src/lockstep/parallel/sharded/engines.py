@@ -1,4 +1,4 @@
-"""What `DistributedDataParallel` does for a sharded optimizer."""
+"""The support of `DistributedDataParallel` for a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["find_models", "group_of_host", "shard"]
 
 
 def find_models(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[DistributedDataParallel]:
-    """The engines whose parameters these are; none if one of them is in no engine that can shard over the group.
+    """The engines of these parameters; empty if any of them is in no engine that can shard over the group.
 
-    Of several engines over one model the newest: an older one may live on some ranks alone, as the last phase's
-    optimizer and the garbage collector have it.
+    If there are several engines for a model, the newest: an older one may still exist on some ranks only, depending on
+    an earlier optimizer and the garbage collector.
 
     Raises:
-        InputError: an engine leaves one alone, or its gradient is sparse; names it.
+        InputError: an engine ignores one of them, or its gradient is sparse; names it.
     """
     found: list[DistributedDataParallel] = []
     left = {id(each) for each in parameters}
@@ -57,17 +57,17 @@ def _check(engine: DistributedDataParallel, names: set[str]) -> None:
 
 
 def shard(engine: DistributedDataParallel, stand_ins: Mapping[int, ShardedGradient]) -> Callable[[], None]:
-    """Leave the gradients of these parameters to those who have shares of them. Collective.
+    """Leave averaging of these parameters' gradients to the owners of shares. Collective.
 
     Args:
-        engine: that averages them.
-        stand_ins: what `.grad` becomes, by `id` of the parameter.
+        engine: the engine that averages them.
+        stand_ins: future `.grad`, by `id` of the parameter.
 
     Returns:
-        What takes it back, on all ranks or on none. Local.
+        A function that undoes it; call it on all ranks or on none. Local.
 
     Raises:
-        SharedMemoryError: on every rank; there is none for the gradients. All is as it was.
+        SharedMemoryError: on every rank; there is no memory for the gradients. Nothing was changed.
     """
     reducer, sharded = engine._reducer, dict(engine._sharded)
 
@@ -79,7 +79,7 @@ def shard(engine: DistributedDataParallel, stand_ins: Mapping[int, ShardedGradie
     engine._sharded.update(stand_ins)
     del engine._reducer
     try:
-        engine._reducer  # noqa: B018  made anew, while all ranks are here
+        engine._reducer  # noqa: B018  recreated while all ranks are here
     except SharedMemoryError:
         take_back()
         raise
@@ -90,15 +90,16 @@ _of_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None
 
 
 def group_of_host(group: dist.ProcessGroup, engine: Engine) -> dist.ProcessGroup | None:
-    """The ranks of the default group on this host, as a group that shares memory, or of one rank. Collective.
+    """A group of the default group's ranks on this host, which shares memory or has one rank. Collective.
 
     Args:
-        group: on several hosts.
-        engine: of that group.
+        group: a group on several hosts.
+        engine: the engine of that group.
 
     Returns:
-        The group, made once; None where no host has several ranks, or some of one share no memory. None of another
-        than the default group, too: torch has all ranks of that take part in making a group.
+        The group, created once; None if no host has several ranks, or ranks of a host do not share memory. Also None
+        for
+        any but the default group: in torch all ranks of that must take part in creating a group.
     """
     if group is not dist.group.WORLD:
         return None

@@ -1,4 +1,4 @@
-"""What each rank has of some tensors goes to all others; what each has come for is compared."""
+"""Sends each rank's part of some tensors to all others, and compares the ranks' requests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["WORTH_SENDING", "compare", "exchange"]
 
-WORTH_SENDING = 32 << 10  # elements from which on a part is a message of its own
+WORTH_SENDING = 32 << 10  # elements from which on a part is sent as a separate message
 
 
 def exchange(shares: Sequence[Share], flats: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Every rank gets the elements of the others. Collective.
+    """Give every rank the elements of the others. Collective.
 
     Args:
         shares: the same on all ranks.
-        flats: for each, a tensor of as many elements as its parameter has, of which the own ones count.
+        flats: for each share, a flat tensor of its parameter's size, whose own elements are sent.
         group: the ranks that have shares.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Share, torch.Tensor]]] = {}
@@ -41,7 +41,7 @@ def exchange(shares: Sequence[Share], flats: Sequence[torch.Tensor], group: dist
 
 
 def _broadcast(by_rank: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Over gloo, whose all_gather takes several times as long: large parts in place, small ones in one message."""
+    """For gloo, whose all_gather takes several times as long: large parts in place, small ones in one message."""
     works = []
     rows: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for rank, parts in enumerate(by_rank):
@@ -69,7 +69,7 @@ def _gather(by_rank: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup)
 
 
 def compare(description: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Whether all ranks have come for the same, where no memory is shared that tells. Collective."""
+    """Check that all ranks request the same, if there is no shared memory that shows it. Collective."""
     said = "; ".join(f"rank {rank} {text}" for rank, text in texts_that_differ(description, group, device))
     if said:
         raise CollectiveMismatch(

@@ -1,8 +1,8 @@
-"""What `.grad` is between backward pass and step: a tensor that stands for a gradient of which each rank has a share.
+"""`.grad` between backward pass and step: a tensor that represents a gradient of which each rank has a share.
 
-It has shape, dtype and device of the gradient, and does what training loops do with gradients: norms (collective),
-scaling, clipping, zeroing, unscaling by a GradScaler. What needs all elements on one rank is an error that says how to
-get them.
+It has shape, dtype and device of the gradient, and supports the operations of training loops: norms (collective),
+scaling, clipping, zeroing, unscaling by a GradScaler. Operations that need all elements on one rank raise an error that
+says how to get them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
 class ShardedGradient(torch.Tensor):
-    """Stands for the mean gradient of one parameter, of which this rank has a share.
+    """Represents the mean gradient of one parameter, of which this rank has a share.
 
     Args:
-        share: of the parameter.
-        mates: those of all parameters whose norms are computed together, this one's too; a list that may grow.
+        share: this rank's share of the parameter.
+        mates: the gradients whose norms are computed together, including this one; a list that may grow.
         group: the ranks that have the other shares.
-        owner: the optimizer that steps it.
+        owner: the optimizer that updates the parameter.
 
     Attributes:
-        share: what this rank has.
-        added: what backward passes have added since, this rank's alone; None for nothing.
+        share: this rank's share.
+        added: this rank's sum of backward passes since the averaging; None if there were none.
     """
 
     share: Share
@@ -76,11 +76,11 @@ class ShardedGradient(torch.Tensor):
         return self.share.gradient is self
 
     def whole(self) -> torch.Tensor:
-        """The mean gradient, all of it: a copy. Collective."""
+        """A copy of the whole mean gradient. Collective."""
         return whole_gradients([self])[0]
 
     def take_added(self) -> torch.Tensor | None:
-        """What backward passes have added, which is from now on the caller's."""
+        """Return the sum of later backward passes, and clear it."""
         added, self.added = self.added, None
         return added
 
@@ -103,7 +103,7 @@ class ShardedGradient(torch.Tensor):
         _refuse("tolist")
 
     def share_memory_(self) -> NoReturn:
-        """It has no memory of its own, from which torch would copy; refused."""
+        """Refused, as there is no memory of its own that torch could copy."""
         _refuse("share_memory_")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
@@ -120,7 +120,7 @@ class ShardedGradient(torch.Tensor):
 
 
 def whole_gradients(gradients: Sequence[ShardedGradient]) -> list[torch.Tensor]:
-    """The mean gradients, whole, of the same parameters on all ranks; zeros where there is none. Collective."""
+    """The whole mean gradients of the same parameters on all ranks; zeros if there is none. Collective."""
     _check_averaged((each for each in gradients if each.is_held), "full_gradients()")
     shares = [each.share for each in gradients]
     _compare_calls("full gradients of ZeroRedundancyOptimizer, which every rank asks for", gradients[0])
@@ -135,10 +135,10 @@ def whole_gradients(gradients: Sequence[ShardedGradient]) -> list[torch.Tensor]:
 def find_stand_ins(
     parameters: Sequence[torch.Tensor], known: Mapping[int, ShardedGradient]
 ) -> dict[int, ShardedGradient]:
-    """Those of these parameters, by index; `known` has them by `id` of the parameter. Local.
+    """The sharded gradients of these parameters, by index; `known` has them by `id` of the parameter. Local.
 
     Raises:
-        ModelError: a parameter was converted since, and its gradient has another dtype now.
+        ModelError: a parameter was converted, so that its gradient now has another dtype.
     """
     found = {index: known[id(each)] for index, each in enumerate(parameters) if id(each) in known}
     for index, each in found.items():
@@ -154,10 +154,10 @@ def find_stand_ins(
 def refuse_others(
     optimizer: Optimizer, parameters: Iterable[torch.Tensor], known: Mapping[int, ShardedGradient]
 ) -> None:
-    """Whether an optimizer that is about to step these is the one that may: others would do so on each rank. Local.
+    """Refuse a step of these parameters by an optimizer other than their owner, as each rank would update all. Local.
 
     Raises:
-        ModelError: it is another one.
+        ModelError: it is another optimizer.
     """
     if any(id(each) in known and known[id(each)].owner() is not optimizer for each in parameters):
         raise ModelError(
@@ -180,7 +180,7 @@ def _itself(_: Any, args: Sequence[Any], __: dict[str, Any]) -> Any:
 
 
 def _change(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Change each element by itself, in place: every rank does so to its share."""
+    """Apply an elementwise in-place operation: every rank applies it to its share."""
     gradient, *others = args
     if not isinstance(gradient, ShardedGradient):
         _refuse(function.overloadpacket.__name__)
@@ -193,7 +193,7 @@ def _change(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _change_added(function: Any, gradient: ShardedGradient, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """What passes under `no_sync()` have added, to the mean that is about to be changed, changes with it."""
+    """Apply an operation also to the sum of passes under `no_sync()`."""
     name = function.overloadpacket.__name__
     if gradient.added is None or name in ("add_", "sub_"):
         return
@@ -206,7 +206,7 @@ def _change_added(function: Any, gradient: ShardedGradient, others: Sequence[Any
 
 
 def _check_averaged(gradients: Iterable[ShardedGradient], name: str) -> None:
-    """Whether nothing has been added since the averaging. Local."""
+    """Check that nothing has been added since the averaging. Local."""
     if any(each.added is not None for each in gradients):
         _refuse(f"{name}, before passes under no_sync() have been averaged,")
 
@@ -244,7 +244,7 @@ def _norm(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _compute_norms(gradients: Sequence[ShardedGradient], order: float, group: dist.ProcessGroup) -> None:
-    """The norms of whole gradients, of the parts on each rank. Collective."""
+    """Compute norms of whole gradients from the parts on each rank. Collective."""
     _compare_calls("norms of gradients of ZeroRedundancyOptimizer, which every rank asks for", gradients[0])
     parts = torch.zeros(len(gradients), dtype=torch.float64, device=collective_device(group, gradients[0].device))
     if order == -math.inf:
@@ -273,7 +273,7 @@ def _norms(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Te
 
 
 def _change_each(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """`_foreach_mul_` and the like: tensor by tensor."""
+    """`_foreach_mul_` and similar functions, tensor by tensor."""
     name = function.overloadpacket.__name__.removeprefix("_foreach_")
     operation = getattr(torch.ops.aten, name)
     others = args[1:]
@@ -282,7 +282,7 @@ def _change_each(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _unscale(_: Any, args: Sequence[Any], __: dict[str, Any]) -> None:
-    """GradScaler's: what is not finite on one rank counts for all. Collective."""
+    """GradScaler's unscaling: a non-finite value on one rank counts for all. Collective."""
     tensors, found, factor = args
     sharded = [each for each in tensors if isinstance(each, ShardedGradient)]
     _check_averaged(sharded, "unscaling")

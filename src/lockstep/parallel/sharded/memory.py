@@ -1,4 +1,4 @@
-"""Parameters once per host: one memory that all of its ranks read, and that each of them writes its share of."""
+"""Parameters stored once per host, in memory that all of its ranks read, and each writes its share of."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SAMPLES = 4
 
 
 class HostMemory:
-    """The memory of some parameters, and whether they are still what the last step left there.
+    """The memory of some parameters, with a check that only steps have written to it.
 
-    Collective to make: the parameters of the group's first rank are those of all from now on.
+    Collective to create: all ranks get the parameters of the group's first rank.
 
     Args:
-        engine: of a group whose ranks share memory.
-        parameters: the same on all ranks; their `data` are views of the memory from now on.
-        names: of the parameters, for errors.
+        engine: engine of a group whose ranks share memory.
+        parameters: the same on all ranks; their `data` become views of the memory.
+        names: the parameters' names, for errors.
     """
 
     def __init__(self, engine: Engine, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ class HostMemory:
         self.note()
 
     def leave(self) -> None:
-        """Give each parameter memory of this rank's own again. Local."""
+        """Move each parameter back to this rank's own memory. Local."""
         for parameter in self._parameters:
             parameter.data = parameter.data.clone()
 
@@ -68,15 +68,15 @@ class HostMemory:
         return self._bytes.index_select(0, self._places)
 
     def note(self) -> None:
-        """What the parameters hold now is right. Local, while nobody writes."""
+        """Record the parameters' current values as right. Local; no rank may be writing."""
         self._left = self._sample()
         self._versions = list(map(version_of, self._parameters))
 
     def check(self) -> None:
-        """Whether the parameters are what `note` saw, and where they were. Local, while nobody writes.
+        """Check that parameters have the values and memory recorded by `note`. Local; no rank may be writing.
 
         Raises:
-            ModelError: one of them has been written to, or has other memory; names it.
+            ModelError: one of them was written to, or has other memory; names it.
         """
         for index, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
             if parameter.data_ptr() != address:
@@ -103,7 +103,7 @@ class HostMemory:
 
 
 def trim() -> None:
-    """Give memory that parameters have left, and that nobody uses, to the system, where the C library is glibc. Local.
+    """With glibc, return unused memory that parameters have left to the system. Local.
 
     Freed memory of the size of gradients stays with the process, for the next step (`gradient_memory.py`).
     """
@@ -113,17 +113,17 @@ def trim() -> None:
 
 
 def _part_bytes(total: int, world_size: int) -> int:
-    """Of each rank, so that the parts of all lie side by side: some pages, or some huge ones."""
+    """Size of each rank's part, in whole pages or huge pages, so that the parts are contiguous."""
     part_bytes = -(-max(total, 1) // world_size)
     unit = _HUGE_PAGE_BYTES if part_bytes >= _HUGE_PAGE_BYTES else _PAGE_BYTES
     return -(-part_bytes // unit) * unit
 
 
 def _check_apart(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Whether no two parameters are views of one memory. Local.
+    """Check that no two parameters share memory. Local.
 
     Raises:
-        InputError: some are; names two.
+        InputError: some do; names two.
     """
     seen: dict[int, str] = {}
     for name, parameter in zip(names, parameters, strict=True):
@@ -142,7 +142,7 @@ def _num_places(parameter: torch.Tensor) -> int:
 
 
 def _places(starts: Sequence[int], parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Indices of bytes: all bytes of some elements of each parameter."""
+    """Indices of all bytes of some elements of each parameter."""
     found: list[int] = []
     for start, parameter in zip(starts, parameters, strict=True):
         numel, size = parameter.numel(), parameter.element_size()

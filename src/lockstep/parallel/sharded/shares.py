@@ -1,4 +1,4 @@
-"""Which elements of each parameter are whose, and the mean gradient of this rank's."""
+"""Which rank owns which elements of each parameter, and the mean gradient of this rank's share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lockstep.shm.kernels import Kernel
 
 __all__ = ["Share", "flat_of", "layout_of", "shaped_like", "share_out"]
 
-# Elements, so that shares begin at whole cache lines, for 16-bit numbers too.
+# In elements: shares begin at whole cache lines, even for 16-bit numbers.
 _ALIGNMENT = 64
-# A parameter with fewer elements for each rank than this goes to one rank as a whole.
+# A parameter with fewer elements per rank than this goes to one rank as a whole.
 _WORTH_CUTTING = 8 << 10
 
 
 def share_out(parameters: Sequence[torch.Tensor], rank: int, loads: list[int], is_cut: bool = True) -> list[Share]:
-    """Share parameters among ranks: large ones in equal parts, each small one to the rank that has least.
+    """Share parameters among ranks: large ones in equal parts, each small one to the rank with the fewest elements.
 
     Args:
         parameters: the same on all ranks.
         rank: this rank.
-        loads: elements that each rank has already; brought up to date.
-        is_cut: False gives every parameter to one rank as a whole.
+        loads: number of elements that each rank already owns; updated.
+        is_cut: if False, every parameter goes to one rank as a whole.
 
     Returns:
         For each parameter the share of this rank.
@@ -50,7 +50,7 @@ def share_out(parameters: Sequence[torch.Tensor], rank: int, loads: list[int], i
 
 
 def flat_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor in the order in which `like`, of its shape, has them in memory; a view if it can be."""
+    """The elements of a tensor in the memory order of `like`, of the same shape; a view if possible."""
     if tensor.is_contiguous() and like.is_contiguous():
         return tensor.detach().view(-1)
     dense = torch.empty_like(like, device="meta")
@@ -60,13 +60,13 @@ def flat_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def shaped_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What `flat_of` has made flat, in the shape and strides of `like`."""
+    """The inverse of `flat_of`: a flat tensor in the shape and strides of `like`."""
     dense = torch.empty_like(like, device="meta")
     return flat.as_strided(like.shape, dense.stride(), flat.storage_offset())
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Shape and strides of a tensor without gaps: where each element lies. Dimensions of one element do not count."""
+    """Shape and strides of a tensor without gaps, which give each element's position; without dimensions of size 1."""
     sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     return [size for size, _ in sizes], [stride for _, stride in sizes]
 
@@ -74,23 +74,23 @@ def layout_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
 class Share:
     """This rank's share of one parameter.
 
-    Its gradient is that of one backward pass: `expect` says where the elements of each rank come to lie. The mean is
-    made in the memory of one of them, once: when it is asked for.
+    Its gradient is that of one backward pass: `expect` gives the location of each rank's elements. The mean is computed
+    in the memory of one of them, once, when it is first needed.
 
     Args:
-        parameter: shape and strides as they stay.
-        bounds: of all ranks' shares, in elements of the flat parameter.
+        parameter: the parameter; its shape and strides must not change.
+        bounds: bounds of all ranks' shares, in elements of the flat parameter.
         rank: this rank.
 
     Attributes:
-        first: of the own elements.
-        last: one past the last of them.
-        norms: that all ranks have computed together, by order; void once the gradient changes.
-        carried: the mean of earlier backward passes that nobody has set to zero, to be added.
+        first: index of this rank's first element.
+        last: one past its last element.
+        norms: norms that all ranks have computed together, by order; cleared when the gradient changes.
+        carried: the mean of earlier backward passes that was not set to zero, to be added.
     """
 
     def __init__(self, parameter: torch.Tensor, bounds: Sequence[int], rank: int) -> None:
-        # `.grad` of a parameter leads here, where Python's garbage collector does not look.
+        # `.grad` of a parameter refers to this, which Python's garbage collector does not see.
         self._parameter = weakref.ref(parameter)
         self.bounds = bounds
         self.rank = rank
@@ -103,58 +103,58 @@ class Share:
 
     @property
     def parameter(self) -> torch.Tensor:
-        """That which it is a share of; the optimizer keeps it."""
+        """The parameter, which the optimizer keeps alive."""
         parameter = self._parameter()
         assert parameter is not None
         return parameter
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """What the parameter has as `.grad`; None where it is gone."""
+        """The parameter's `.grad`; None if the parameter was freed."""
         parameter = self._parameter()
         return None if parameter is None else parameter.grad
 
     @property
     def numel(self) -> int:
-        """How many elements are this rank's."""
+        """Number of elements of this rank."""
         return self.last - self.first
 
     @property
     def largest(self) -> int:
-        """The elements of that rank which has most."""
+        """Number of elements of the rank with the most."""
         return max(last - first for first, last in itertools.pairwise(self.bounds))
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a backward pass has gone out, and its gradient was not dropped."""
+        """Whether a backward pass has been sent, and its gradient was not dropped."""
         return self._mean is not None
 
     def expect(self, target: torch.Tensor, sources: Sequence[torch.Tensor], kernel: Kernel) -> None:
-        """A backward pass goes out.
+        """Note that a backward pass is sent.
 
         Args:
-            target: where the mean is to be made; one of the sources.
-            sources: the own elements of each rank, flat, when the ranks have met; one alone is the mean.
-            kernel: how they are averaged.
+            target: where to compute the mean; one of the sources.
+            sources: this share's elements from each rank, flat, once the ranks have met; a single one is the mean.
+            kernel: averages them.
         """
         self._mean, self._sources, self._kernel = target, sources, kernel
         self.norms.clear()
 
     def drop(self) -> None:
-        """Nobody will ask for the gradient of the last pass any more."""
+        """Drop the gradient of the last pass."""
         self._mean = self.carried = None
         self._sources = ()
 
     def carry(self) -> None:
-        """Keep the mean of the last pass, to be added to that of the next. Before a rank overwrites its elements."""
+        """Keep the mean of the last pass, to add it to the next one's. Call before a rank overwrites its elements."""
         self.carried = self.mean().clone()
 
     def settle(self) -> None:
-        """All elements of the mean have been made, by `mean_of`."""
+        """Note that all elements of the mean have been computed, by `mean_of`."""
         self._sources, self.carried = (), None
 
     def mean(self) -> torch.Tensor:
-        """The mean over all ranks of the own elements, flat. Local; the ranks have met since the backward pass."""
+        """The mean of this rank's elements over all ranks, flat. Local; the ranks have met since the backward pass."""
         assert self._mean is not None
         if self._sources:
             self.mean_of(0, self.numel)
@@ -162,7 +162,7 @@ class Share:
         return self._mean
 
     def mean_of(self, start: int, stop: int) -> torch.Tensor:
-        """A part of it, in elements of the own share; each part once, and then `settle`."""
+        """A part of the mean, in elements of this rank's share; compute each part once, then call `settle`."""
         assert self._mean is not None
         assert self._kernel is not None
         own = self._mean[start:stop]
@@ -173,5 +173,5 @@ class Share:
         return own
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The own elements of a tensor of the parameter's shape, flat."""
+        """This rank's elements of a tensor of the parameter's shape, flat."""
         return flat_of(tensor, self.parameter)[self.first : self.last]

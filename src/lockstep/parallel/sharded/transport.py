@@ -1,4 +1,4 @@
-"""Buckets of sharded parameters: whose gradients each owner gets, and nobody averages before the step."""
+"""Buckets of sharded parameters, whose gradients go to their owners, and are averaged only in the step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lockstep.shm.kernels import find_kernel
 
 __all__ = ["OwnersBucket", "ShardedTransport", "begin_pass", "find_way"]
 
-_TAG = 1 << 20  # of messages of the first bucket; users number their own from 0
+_TAG = 1 << 20  # tag of the first bucket's messages; users' tags start at 0
 
 
 def begin_pass(stand_ins: Iterable[ShardedGradient]) -> None:
-    """A pass begins to go out: let go of what the last one left. Local."""
+    """Release the gradients of the last pass when a new one begins to be sent. Local."""
     for each in stand_ins:
         if not each.is_held:
             each.share.drop()
@@ -32,15 +32,15 @@ def begin_pass(stand_ins: Iterable[ShardedGradient]) -> None:
 
 
 class ShardedTransport(SymmetricTransport):
-    """A `SymmetricTransport` that leaves the gradients of some parameters to those who own shares of them.
+    """A `SymmetricTransport` that leaves averaging of some parameters' gradients to the owners of shares.
 
-    Their buckets hold nothing else. After `finish` the ranks have met, and every rank may ask its shares for means,
-    until the next backward pass overwrites what they are made of: a pass that does so has waited for all ranks.
+    Their buckets contain nothing else. After `finish` the ranks have met, and every rank may compute the means of its
+    shares until the next backward pass overwrites the gradients, which it does only after waiting for all ranks.
 
     Args:
-        plans: which parameters lie in each bucket, and where.
-        engine: of a group whose ranks share memory.
-        stand_ins: what `.grad` of the sharded parameters is from `finish` on, by index.
+        plans: the parameters in each bucket, and their positions.
+        engine: engine of a group whose ranks share memory.
+        stand_ins: `.grad` of the sharded parameters after `finish`, by index.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], engine: Engine, stand_ins: Mapping[int, ShardedGradient]) -> None:
@@ -57,7 +57,7 @@ class ShardedTransport(SymmetricTransport):
         return [(share, [part[at + share.first : at + share.last] for part in parts]) for at, share in found]
 
     def renew(self, bucket: int) -> None:
-        """The same shared memory at another address."""
+        """Move to another address of the same shared memory."""
         super().renew(bucket)
         self._sharded[bucket] = self._find_shares(bucket)
 
@@ -68,7 +68,7 @@ class ShardedTransport(SymmetricTransport):
         views: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> Sequence[int]:
-        """Copy them whole: an own share left where autograd wrote it would keep all of the gradient until the step."""
+        """Copy whole gradients: a share left where autograd wrote it would keep the whole gradient until the step."""
         shares = self._sharded[bucket]
         if not shares:
             return super().fill(bucket, offsets, views, gradients)
@@ -89,9 +89,9 @@ class ShardedTransport(SymmetricTransport):
         return ()
 
     def _carry(self, accumulated: Sequence[ShardedGradient]) -> None:
-        """Gradients that were averaged already, and not set to zero, are added to the means of this pass. Collective.
+        """Keep gradients that were averaged, but not set to zero, to add them to the means of this pass. Collective.
 
-        All ranks make theirs before anybody overwrites what they are made of.
+        All ranks compute theirs before any rank overwrites their sources.
         """
         for each in accumulated:
             each.share.carry()
@@ -106,7 +106,7 @@ class ShardedTransport(SymmetricTransport):
             super()._reduce(bucket)
 
     def restart(self) -> None:
-        """Forget what was filled and published."""
+        """Forget filled and published buckets."""
         super().restart()
         self._is_new_pass = True
 
@@ -119,10 +119,10 @@ def _of_this_pass(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def find_way(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """How a group brings owners their shares of gradients on a device; None: no faster than to average them whole.
+    """How a group sends shares of gradients on a device to owners; None if averaging whole ones is as fast.
 
-    Gloo's reductions send sums on, from rank to rank. Messages bring each element to its owner once, and the sum is
-    made where the optimizer reads it, in the cache.
+    Gloo's reductions pass sums from rank to rank. With messages each element reaches its owner once, and the sum is
+    computed where the optimizer reads it, in the cache.
     """
     if engine_of(group, device) is not None:
         return None
@@ -131,12 +131,12 @@ def find_way(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 class OwnersBucket:
-    """Gradients that go out together, each part of them to its owner, from where autograd wrote them.
+    """Gradients that are sent together, each part to its owner, directly from where autograd wrote them.
 
     Args:
-        number: of the bucket.
+        number: number of the bucket.
         plan: its parameters, all of them sharded.
-        stand_ins: theirs, by index.
+        stand_ins: their future `.grad`, by index.
         group: the ranks that average.
         way: see `find_way`.
     """
@@ -164,7 +164,7 @@ class OwnersBucket:
         self._by_rank: list[tuple[torch.Tensor, ...]] = []  # parts of all gradients of a pass
 
     def fill(self, offsets: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Take gradients, which stay where they are; zeros where there is none. Local."""
+        """Add gradients, which stay in place; zeros if there is none. Local."""
         given = dict(zip(offsets, gradients, strict=True))
         pieces = []
         for (offset, share), came in zip(self._members, self._came_of, strict=True):
@@ -180,7 +180,7 @@ class OwnersBucket:
         self._by_rank = list(zip(*pieces, strict=True))
 
     def start(self) -> list[Any]:
-        """Send it; the shares may be asked for means when all have waited for what this returns. Collective."""
+        """Send the bucket; means may be computed after waiting for the returned works. Collective."""
         group, small = self._group, self._num_small
         by_rank, self._by_rank = self._by_rank, []
         if self._sums_at_once:

@@ -1,20 +1,20 @@
-"""Random numbers and sums, operator by operator: the draws of N ranks are kept, and given to the one process.
+"""Random numbers and sums, operator by operator: records the draws of N ranks, and gives them to the one process.
 
-[Note: draws by sample] Dropout, and noise that a model draws, have a row for each sample, or some, along the dimension
-that is longer on one process. N ranks draw other numbers than one process, which is set aside: the one process is given
-the rows that the ranks drew, in the places where it has their samples. A draw that cannot be put together so (one
-process permutes ten samples, two ranks five each) is its own, and said.
+[Note: draws by sample] Dropout, and noise that a model draws, have one or several rows per sample, along the dimension
+that is longer on one process. That N ranks draw other numbers than one process is set aside: the one process gets the
+ranks' rows, in the positions of their samples. If draws cannot be combined in this way (one process permutes ten
+samples, two ranks five each), the one process keeps its own, which is reported.
 
-[Note: halves] What rounding does is measured: the one process takes each step once more, with every product,
-convolution and sum cut in two. Whatever moves by that is rounding; whatever moves more is not determined by the script.
-What is computed before the samples of a step, such as the data, stays as it is: samples are known by their content.
-(Added up from their ends, sums of some kernels come out the same to the last bit, and the noise is missed.)
+[Note: halves] The effect of rounding is measured: the one process repeats each step, with every product, convolution
+and sum cut in two. Changes of that size are rounding; if more changes, the script does not determine it. Computations
+before the samples of a step, such as the data, are left unchanged: samples are identified by content. (Summing in
+reverse order instead would give the same bits with some kernels, and miss the noise.)
 
-[Note: draws by pass] A script without a loader may draw where in the data its samples lie, on each rank by another seed
-(nanoGPT's `get_batch`), and divide the passes that it accumulates over by the number of ranks. Its one process makes N
-times the passes of a rank, each as large, and so is given in each what a rank drew for one: in the first what rank 0
-drew for its first, in the second what rank 1 drew for its first, and so on. Draws are counted by name and shape, since
-one for the next pass comes before the backward pass of this one, and the very first before all.
+[Note: draws by pass] A script without a loader may draw the positions of its samples in the data, with another seed on
+each rank (nanoGPT's `get_batch`), and divide the number of accumulated passes by the number of ranks. Its one process
+then runs N times the passes of a rank, of the same size, and gets a rank's draws for each: in the first rank 0's draws
+for its first, in the second rank 1's draws for its first, and so on. Draws are counted by name and shape, since draws
+for the next pass come before the backward pass of this one, and the very first before all.
 
 Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, whether for a filler,
 and whether gradients were on; beside it the samples of the step, known without their padding, how many backward passes

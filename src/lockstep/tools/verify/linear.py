@@ -1,10 +1,10 @@
-"""Why a gradient is not that of one process, though the outputs are: read from which sum of the ranks' it is.
+"""Explains a gradient that differs from one process's although outputs are equal, by its fit to the ranks'.
 
-[Note: as a sum of the ranks'] The ranks compute gradients of their own losses. A loss that is a mean over samples
-has a gradient that is the mean of those, each weighted by its rank's samples. If the gradient of one process is such
-a sum with other weights, the weights tell what the loss is divided by: nothing (a sum), counts of something else
-than samples (tokens, a mask, weights of classes), or something that is no count (a root, a logarithm, a maximum). If
-it is no such sum with any weights, the loss compares samples with each other, or takes a statistic of them.
+[Note: as a sum of the ranks'] The ranks compute gradients of their own losses. The gradient of a loss that is a mean
+over samples is the mean of those, weighted by the ranks' numbers of samples. If the gradient of one process is a sum
+with other weights, these show the divisor of the loss: none (a sum), counts of something other than samples (tokens, a
+mask, class weights), or something that is not a count (a root, a logarithm, a maximum). If it is no such sum, the loss
+compares samples with each other, or uses a statistic of them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def _numbers(values: Sequence[float | None]) -> str:
 
 
 def _factor(value: float) -> str:
-    """With as many digits as tell it from 1: clipping by norm may leave no more of a factor than the 1e-6 it adds."""
+    """Format with enough digits to differ from 1: clipping by norm may leave only the 1e-6 it adds of a factor."""
     texts = [f"{value:.{digits}g}" for digits in (4, 8, 12)]
     return next((text for text in texts if text != "1"), "1")
 
 
 def read_gradients(step: StepOfJob) -> Difference | None:
-    """Where gradients part though all outputs are the same. See [Note: as a sum of the ranks']."""
+    """Gradients that differ although all outputs are equal. See [Note: as a sum of the ranks']."""
     gradients, losses, padded = step.gradients, step.losses, step.padded
     if not gradients.used.names:
         return None
@@ -104,7 +104,7 @@ def _measured(step: StepOfJob) -> str:
 
 
 def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] | None:
-    """How much each rank's loss counts in a gradient; None if that is no sum of the ranks'.
+    """The weight of each rank's loss in a gradient; None if it is not a sum of the ranks'.
 
     What reached their parameters, and `fit` is made of, was weighted by Lockstep's engine as averaging makes it count
     (`given`); a process takes `scale` of what it computed.
@@ -118,7 +118,7 @@ def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] |
 def _averaging(
     step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float]
 ) -> _Cause | None:
-    """What is wrong with the averaging, where one process's loss is the mean over samples of the ranks'."""
+    """The fault in the averaging, if one process's loss is the mean over samples of the ranks'."""
     losses = step.losses
     if needed is None or not _are_close(needed, losses.shares):
         return None
@@ -134,7 +134,7 @@ def _averaging(
 
 
 def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float]) -> _Cause:
-    """What a loss is, or has, that is no mean over samples."""
+    """The reason why a loss is not a mean over samples."""
     losses, is_always = step.losses, not _comes_later(step)
     if (
         is_always
@@ -156,7 +156,7 @@ def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | N
 
 
 def _without_weights(step: StepOfJob, given: list[float]) -> _Cause:
-    """The same, where no weights of the ranks make one process's gradient."""
+    """The same, if one process's gradient is not a sum of the ranks' with any weights."""
     zeros = step.gradients.zeros
     if any(zeros):
         return "threshold", {"who": "one process" if zeros[-1] else "a rank"}

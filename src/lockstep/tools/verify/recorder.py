@@ -1,13 +1,13 @@
-"""What one process keeps of its first optimizer steps, how it begins each of them, and how it ends.
+"""Records a process's first optimizer steps, sets the state at the beginning of each, and ends the process.
 
-A *step* here is what lies between two calls of an optimizer's `step`. See [Note: when it ends] for how many there are.
+A *step* here is everything between two calls of an optimizer's `step`. [Note: when it ends] says how many there are.
 
-[Note: when it ends] Of the first epoch K - 1 batches are trained on, and then its last one, which is where samples are
-left over. Of each further epoch the first batch is trained on, and the loader ends there, so that the script
-evaluates, saves and sets its schedules as it does after an epoch. If batches are few, epochs are trained whole, since
-trainers evaluate after as many batches as their loader has. So much is recorded as rank 0 has time for; the
-process then ends with the next batch to train on, or the next step, once all ranks are that far. One process goes as
-far as the ranks did.
+[Note: when it ends] In the first epoch the script trains on K - 1 batches and then on the last one, which may be
+partial. In each further epoch it trains on the first batch, and the loader ends there, so that the script evaluates,
+saves and updates its schedules as after an epoch. If there are few batches, whole epochs are trained, since trainers
+evaluate after as many batches as their loader has. Recording continues as long as rank 0 has time; the process then
+ends at the next batch to train on, or the next step, once all ranks have come that far. One process goes as far as the
+ranks did.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from lockstep.tools.verify.state import dump_state, load_state, others_than, wri
 
 __all__ = ["FEW_BATCHES", "StepRecorder", "is_of_library", "line_of_script"]
 
-# How long a process waits at its end for the others, which may wait for it elsewhere, and how long it may evaluate.
+# How long a process waits in the end for the others, which may wait for it elsewhere, and how long it may evaluate.
 _END_S, _AFTERWARDS_S = 5.0, 120.0
-# For how long further epochs are begun, and how many.
+# For how long new epochs may be begun, and how many.
 _EPOCHS_S, _MOST_EPOCHS = 10.0, 8
-# What an epoch may have that is trained whole, and how much may be written for that.
+# Limits for an epoch that is trained whole, and for the amount of data written.
 FEW_BATCHES, _MOST_BYTES = 40, 1 << 31
-# Steps of optimizers that take turns, after which their round need not be complete.
+# Number of steps of alternating optimizers after which their round need not be complete.
 _LONGEST_ROUND = 8
-# Steps until a batch is asked for: more than any round has.
+# Number of steps until a batch is requested: more than in any round.
 _LONGEST_WAIT = 32
 
 
@@ -50,7 +50,7 @@ def _empty_step() -> dict[str, Any]:
 
 
 def line_of_script() -> str:
-    """`train.py:81`, the innermost line of the script's own code that has led here; empty if there is none."""
+    """`train.py:81`, the innermost line of the script's own code on the stack; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -62,7 +62,7 @@ def line_of_script() -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_of_library(file: str) -> bool:
-    """Whether a file of code is not the script's own."""
+    """Whether a source file is not the script's own."""
     return is_library_file(file, library_folders())
 
 
@@ -70,18 +70,18 @@ class StepRecorder:
     """The record of this process.
 
     Attributes:
-        settings: of this run.
-        rank: of this process.
-        step: what was recorded since the last step of an optimizer; see the modules that write it for its parts.
-        steps: those that are complete.
-        facts: what holds for the whole run.
-        roots: models, in the order in which they were first called while training.
-        optimizers: in the order of their first steps.
-        busy: above 0 while a loader fetches: what happens then is none of the step.
-        is_cut: nothing is recorded of training before the next epoch begins.
-        until: the number of steps at which it is cut.
-        has_last_batch: the loader that is trained on has a last batch that can be come to.
-        is_last_batch: the last batch of the first epoch has been handed out.
+        settings: settings of this run.
+        rank: rank of this process.
+        step: the record since the last optimizer step; the modules that write its parts document them.
+        steps: complete steps.
+        facts: facts about the whole run.
+        roots: models, in the order of their first call in training.
+        optimizers: optimizers, in the order of their first steps.
+        busy: above 0 while a loader fetches, which is not part of the step.
+        is_cut: whether training is not recorded until the next epoch begins.
+        until: the number of steps after which recording is cut.
+        has_last_batch: whether the training loader has a last batch that can be reached.
+        is_last_batch: whether the last batch of the first epoch has been yielded.
     """
 
     def __init__(self, settings: VerifySettings, rank: int) -> None:
@@ -122,13 +122,13 @@ class StepRecorder:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether the last pass over data did not train, after steps have been taken."""
+        """Whether steps have been taken, and the last pass over data did not train."""
         passes = self.facts["passes"]
         return bool(self.steps and passes and not passes[-1]["trains"])
 
     @property
     def is_recording(self) -> bool:
-        """Whether this thread's work belongs to a step that is recorded."""
+        """Whether this thread's work belongs to a recorded step."""
         return self._is_active and not self.is_cut and self.busy == 0
 
     @property
@@ -142,11 +142,11 @@ class StepRecorder:
         return self.is_recording and bool(self.step["batches"] or self.step["calls"])
 
     def begin_work(self) -> None:
-        """A batch, or the first forward pass: what is drawn from now on belongs to a step."""
+        """At a batch, or the first forward pass: draws from now on belong to a step."""
         self._is_active = True
 
     def begin_training(self, root: nn.Module) -> None:
-        """Before a forward pass that trains `root`: the first of all begins with what the ranks had."""
+        """Before a forward pass that trains `root`: the first of all begins with the ranks' state."""
         if not any(root is one for one in self.roots):
             self.roots.append(root)
         if not self._has_begun:
@@ -183,14 +183,14 @@ class StepRecorder:
             self._first_cut_at = self._first_cut_at or self._cut_at
 
     def begin_epoch(self) -> None:
-        """A further epoch begins: record the first step of it, where there is time. See [Note: when it ends]."""
+        """Record the first step of a further epoch, if there is time. See [Note: when it ends]."""
         goes = self._goes_on(self._first_cut_at)
         self.facts["goes_on"] = goes is None
         if goes:
             self.is_cut, self.until = False, len(self.steps) + 1
 
     def train_whole_epochs(self, batches: int) -> bool:
-        """Whether epochs of so many batches are trained to their ends. See [Note: when it ends]."""
+        """Whether epochs of this many batches are trained whole. See [Note: when it ends]."""
         per_batch_s = (time.monotonic() - self._began_at) / max(1, len(self.steps))
         is_short = batches <= FEW_BATCHES and batches * per_batch_s < _EPOCHS_S
         size = self.settings.file("state", len(self.steps)).stat().st_size if self.rank == 0 else 0
@@ -199,9 +199,9 @@ class StepRecorder:
         return bool(goes)
 
     def end_whole_epoch(self) -> None:
-        """A loader has come to its end: train the next epoch whole, too, or no more than its first step.
+        """At the end of a loader, decide whether to train the next epoch whole, too, or only its first step.
 
-        Of a stream, which some ranks leave before its end, the first step of a further epoch is taken.
+        For a stream, which some ranks leave before its end, only the first step of a further epoch is taken.
         """
         if self.until == sys.maxsize and not self._goes_on(self._began_at):
             self.until = len(self.steps) + 1
@@ -213,7 +213,7 @@ class StepRecorder:
         return self._of_rank_0(self._epochs, has_time)
 
     def _of_rank_0(self, epoch: int, goes_on: bool) -> bool | None:
-        """What rank 0 says, for all ranks and for one process; None where it said nothing."""
+        """Rank 0's decision, for all ranks and for one process; None if there was none."""
         goes, stops = (self.settings.file("epoch", epoch, word) for word in ("goes", "stops"))
         if self.settings.role == RANKS and self.rank == 0:
             (goes if goes_on else stops).touch()
@@ -223,12 +223,12 @@ class StepRecorder:
         return goes.exists() or (False if stops.exists() else None)
 
     def check_time(self) -> None:
-        """End here if what comes after the steps takes too long."""
+        """End the process if its work after the steps takes too long."""
         if self.is_cut and time.monotonic() - self._cut_at > _AFTERWARDS_S:
             self.end(f"what followed the steps took more than {_AFTERWARDS_S:g} s, and was left")
 
     def note_line(self, event: str) -> None:
-        """Which lines of the script lead to a kind of event: "batch", "call", "backward" or "step"."""
+        """Record the script's line for a kind of event: "batch", "call", "backward" or "step"."""
         lines, line = self.step["lines"].setdefault(event, []), line_of_script()
         if line and line not in lines:
             lines.append(line)
@@ -258,7 +258,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Any:
-        """A context: what happens inside is none of the script's."""
+        """A context for work that is not the script's."""
         self.busy += 1
         try:
             yield
@@ -268,7 +268,7 @@ class StepRecorder:
     # ---- the end -------------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Leave the record in the folder, once."""
+        """Write the record to the folder, once."""
         if self._is_written:
             return
         self._is_written = True
@@ -280,7 +280,7 @@ class StepRecorder:
         """Write, wait for the other ranks to come as far, and end the process with exit code 0.
 
         Args:
-            why: what is to be said of it.
+            why: the reason, for the report.
         """
         self.facts["end"] = why
         self.write()

@@ -1,8 +1,8 @@
-"""Samples and values in a form that two runs can compare: a number for each sample, a short sketch for each tensor.
+"""Samples and values in a form that two runs can compare: a key for each sample, a short sketch for each tensor.
 
-[Note: samples by content] A sample is known by what is in it, not by an index: two runs with other loaders hand out the
-same samples in other places. Its key is a hash of its rows in all tensors and texts of the batch. A second key leaves
-out padding at the end of a row, so that a sample is known again where it was padded to another length.
+[Note: samples by content] A sample is identified by content, not by index: two runs with different loaders yield the
+same samples in different places. Its key is a hash of its rows in all tensors and texts of the batch. A second key
+ignores padding at the end of a row, so that a sample is recognised if it was padded to another length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROW_VALUES = 13
 _MOST_VALUES = 2048
 # Targets that losses ignore by default. Padding is this, or zeros.
 _IGNORED = -100
-# Longer rows get no second key: nobody pads those.
+# Longer rows get no second key, as they are not padded in practice.
 _LONGEST_PADDED = 1 << 16
 
 
@@ -41,13 +41,13 @@ def _digest(parts: Iterable[bytes]) -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which each rank may hold a part, detached. Collective if so."""
+    """A whole tensor, detached. Collective if each rank holds a part of it."""
     tensor = tensor.whole() if isinstance(tensor, ShardedGradient) else tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _array(tensor: Tensor) -> Array:
-    """Its values, as numpy has them, which no watch of operators sees."""
+    """Its values as a numpy array, without operators that would be recorded."""
     tensor = whole(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         tensor = tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor.to_dense()
@@ -104,9 +104,9 @@ def _says_so(value: Any, count: int) -> bool:
 
 
 def is_time_first(batch: Any, count: int, squares: bool | None = None) -> bool | None:
-    """Whether the samples of a batch, `count` in number, are columns of its tensors, as recurrent networks have them.
+    """Whether the `count` samples of a batch are columns of its tensors, as for recurrent networks.
 
-    `squares` is the answer where the first tensor is as long as wide, and does not say.
+    `squares` is the answer if the first tensor is as long as wide, which leaves it open.
     """
     shapes = [tuple(tensor.shape[:2]) for tensor in tensors_in(batch) if tensor.ndim]
     if not shapes or shapes[0][1:] != (count,) or not all(count in each for each in shapes):
@@ -115,7 +115,7 @@ def is_time_first(batch: Any, count: int, squares: bool | None = None) -> bool |
 
 
 def samples_first(tensors: Iterable[Tensor], count: int) -> list[Tensor]:
-    """Tensors of which `is_time_first` holds, with samples as rows."""
+    """Tensors for which `is_time_first` holds, with samples as rows."""
     return [each.transpose(0, 1) if each.ndim > 1 and each.size(1) == count else each for each in tensors]
 
 
@@ -123,8 +123,8 @@ def sample_keys(batch: Any, count: int | None = None) -> list[tuple[int, int]]:
     """A key for each sample of a batch, and one without padding. See [Note: samples by content].
 
     Args:
-        batch: what a loader yielded, or what went into a module. Where its parts cannot be told apart, it has one pair.
-        count: number of its samples where somebody knows; else the length of its first tensor.
+        batch: a batch from a loader, or the input of a module. If its samples cannot be separated, it gets one pair.
+        count: number of its samples if known; else the length of its first tensor.
     """
     first = next((tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim), None)
     for number in (count, first):
@@ -135,7 +135,7 @@ def sample_keys(batch: Any, count: int | None = None) -> list[tuple[int, int]]:
 
 
 def _key_of(parts: Sequence[Any]) -> tuple[int, int]:
-    """Of anything: its tensors and numbers, or how it is written where it has none."""
+    """The key of any object, from its tensors and numbers, or its text if it has none."""
     exact, unpadded = [], []
     for part in parts:
         if isinstance(part, np.ndarray | np.generic):

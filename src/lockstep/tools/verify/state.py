@@ -1,8 +1,7 @@
-"""Parameters, buffers, optimizers and random numbers: of rank 0 at the beginning of each step, for the one process.
+"""Passes rank 0's parameters, buffers, optimizers and random state at each step's beginning to the one process.
 
-[Note: each step by itself] The one process starts each step from what rank 0 had, so that a difference of one step
-neither hides nor breeds others. What the script keeps elsewhere (a running mean in a variable) is its own on either
-side.
+[Note: each step by itself] The one process starts each step from rank 0's state, so that a difference in one step
+neither hides nor causes others. State that the script keeps elsewhere (a running mean in a variable) is not copied.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ROUNDING = 1e-5  # relative
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what engines put around a model."""
+    """A parameter's name without the prefixes of engines."""
     parts = name.split(".")
     while parts and parts[0] in ("module", "_forward_module", "_orig_mod", "model_engine"):
         parts = parts[1:]
@@ -39,12 +38,12 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _own_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds: of one process, all of it."""
+    """This rank's part of a tensor; in one process, all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _of_optimizer(optimizer: Any) -> list[dict[Any, Any]]:
-    """Its parameters, and what it keeps of each, which is handed out to be changed."""
+    """An optimizer's state of each parameter, returned for modification."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     return [dict(enumerate(parameters)), *(optimizer.state.get(each, {}) for each in parameters)]
 
@@ -60,10 +59,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-    """Write what a step begins with. Collective where ranks hold parts of a tensor, else local.
+    """Write the state at the beginning of a step. Collective if ranks hold parts of a tensor, else local.
 
     Args:
-        path: the file; None on ranks that write none.
+        path: the file; None on ranks that do not write.
         roots: models, in the order in which they were first called.
         optimizers: in the order of their first steps.
     """
@@ -77,7 +76,7 @@ def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequen
 
 
 def write_at_once(path: Path, content: Any) -> None:
-    """Write a file that nobody sees half of."""
+    """Write a file atomically."""
     draft = path.with_suffix(".tmp")
     torch.save(content, draft)
     os.replace(draft, path)
@@ -85,13 +84,13 @@ def write_at_once(path: Path, content: Any) -> None:
 
 def _copy(target: Tensor, source: Any) -> None:
     target = _own_part(target)
-    # What is the same is left alone: a graph may hold it already.
+    # Equal values are left alone: a graph may already refer to the tensor.
     if isinstance(source, Tensor) and target.shape == source.shape and not torch.equal(target, source):
         target.copy_(source)
 
 
 def others_than(path: Path, root: nn.Module) -> list[str]:
-    """Names of the parameters of the first model that are not those which rank 0 began with, by more than rounding."""
+    """Names of the first model's parameters that differ from rank 0's initial ones by more than rounding."""
     if not path.exists():
         return []
     values = torch.load(path, weights_only=True)["roots"][0]
@@ -105,7 +104,7 @@ def others_than(path: Path, root: nn.Module) -> list[str]:
 
 
 def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
-    """Begin a step with what rank 0 had, if it has written that. What it had not is left as it is."""
+    """Begin a step with rank 0's state, if it has been written. State that rank 0 did not have is left unchanged."""
     if not path.exists():
         return
     content = torch.load(path, weights_only=True)

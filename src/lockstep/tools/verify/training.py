@@ -1,4 +1,4 @@
-"""What a process computes: forward passes sample by sample, losses, gradients, and what its optimizers make of them.
+"""Records a process's computation: forward passes sample by sample, losses, gradients, and optimizer steps.
 
 Writes `calls` of a step, the forward passes that train: `name` (class of the outermost module), `resting` (modules in
 eval mode), `keys` and `unpadded` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches of each row, or
@@ -46,11 +46,11 @@ __all__ = ["TrainingWatch"]
 
 _MOST_INNER = 400
 _OF_16_BITS = (torch.float16, torch.bfloat16)
-# Of losses in float16: far from overflow, and from where gradients vanish; and after how many steps it grows.
+# Scale of float16 losses, far from overflow and from vanishing gradients; and the steps after which it grows.
 _SCALE, _NEVER = 1024.0, 2**31 - 1
-# What lockstep.mean and its like leave behind a loss: each rank's then counts one of N, whatever it has of the batch.
+# Graph node of lockstep.mean and similar functions: each rank's loss then has weight 1/N, for any share of the batch.
 _OF_MEANS = "_RescaleBackward"
-# What a group of an optimizer says that two runs can compare.
+# Settings of an optimizer's group that two runs can compare.
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "alpha", "rho")
 
 
@@ -58,7 +58,7 @@ class TrainingWatch:
     """Watches modules, backward passes and optimizers of this process.
 
     Args:
-        recorder: of this process.
+        recorder: recorder of this process.
         on_step: called after a step, before the next begins.
     """
 
@@ -66,18 +66,18 @@ class TrainingWatch:
         self._recorder = recorder
         self._on_step = on_step
         self._thread = threading.get_ident()
-        # Modules that have been called and not returned, the outermost first; and what those inside it returned.
+        # Modules that have been called and have not returned, the outermost first; and the results of those inside it.
         self._stack: list[nn.Module] = []
         self._inner: list[tuple[dict[str, str], list[Tensor], list[Tensor]]] = []
         self._module_names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-        # Parameters by their ids, which no other tensor gets as long as they are kept.
+        # Parameters by id, which is not reused while they are kept.
         self._kept: dict[int, Tensor] = {}
         self._names: dict[int, str] = {}
         self._heard: set[int] = set()
-        self._held: dict[int, int] = {}  # by which engine
-        # What has reached parameters in this backward pass; None outside of one.
+        self._held: dict[int, int] = {}  # number of the engine
+        # Gradients that have reached parameters in this backward pass; None outside one.
         self._local: dict[int, Tensor] | None = None
-        self._left: dict[int, Tensor] = {}  # and what stood in `.grad` after the last
+        self._left: dict[int, Tensor] = {}  # and `.grad` after the last one
         self._stepping: Any = None
         self._before: dict[str, Any] = {}
 
@@ -92,7 +92,7 @@ class TrainingWatch:
         wrap(Optimizer, "__init__", _made(self._see_optimizer))
         wrap(nn.parallel.DistributedDataParallel, "__init__", _made(self._see_engine))
         wrap(OwnDistributedDataParallel, "__init__", _made(self._see_engine))
-        # Before hooks of the script's own, which may change what reaches a parameter.
+        # Before the script's own hooks, which may change a parameter's gradient.
         register_module_parameter_registration_hook(lambda module, name, parameter: self._see(parameter, ""))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -109,7 +109,7 @@ class TrainingWatch:
                 self._see(parameter, f"group{number}[{place}]")
 
     def _see(self, parameter: Tensor | None, name: str) -> None:
-        """Listen to what reaches a parameter."""
+        """Record the gradients that reach a parameter."""
         if parameter is None or not parameter.is_leaf or nn.parameter.is_lazy(parameter):
             return
         key = id(parameter)
@@ -131,7 +131,7 @@ class TrainingWatch:
     # ---- what the script makes -----------------------------------------------------------------------
 
     def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Of a constant scale: a dynamic one skips steps by the size of a loss, and a rank's is of fewer samples."""
+        """Give GradScaler a constant scale: a dynamic one skips steps by the size of a loss, which differs on ranks."""
 
         signature = inspect.signature(original)
 
@@ -146,7 +146,7 @@ class TrainingWatch:
         return init
 
     def _unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The scale is one number in all runs: that it is of float32 makes them no less precise."""
+        """Ignore the scale's float32 in measuring precision: it is the same number in all runs."""
 
         def unscale(*args: Any) -> None:
             with self._recorder.aside():
@@ -188,7 +188,7 @@ class TrainingWatch:
         return _have_numbers(parameters) and any(each.requires_grad for each in parameters)
 
     def _note_untrained(self, module: nn.Module) -> None:
-        """Of a model that is none of those which are trained, such as a mean of their weights: what it consists of."""
+        """Record the weights of a model that is not trained, such as an average of trained weights."""
 
         def own() -> list[Tensor]:
             parameters = list[Tensor](module.parameters())
@@ -205,7 +205,7 @@ class TrainingWatch:
         if self._recorder.is_cut or not torch.is_grad_enabled():
             return
         trains = not self._stack and self._trains(module)
-        # What a communication hook rounds is another matter: the gradients of N ranks.
+        # Rounding by a communication hook does not count here: it affects the gradients of N ranks.
         rounded = [torch.finfo(each.dtype).eps for each in tensors_in(result) if each.dtype in _OF_16_BITS]
         self._recorder.step["rounded"] = max([self._recorder.step["rounded"], *rounded])
         with self._recorder.aside(), torch.no_grad():
@@ -297,7 +297,7 @@ class TrainingWatch:
         if recorder.is_cut:
             recorder.end()
         if self._stepping is not None and optimizer is not self._stepping:
-            return  # one of those that an optimizer is made of, as ZeroRedundancyOptimizer is
+            return  # an inner optimizer, as in ZeroRedundancyOptimizer
         self._stepping = optimizer
         with recorder.aside(), torch.no_grad():
             if not any(optimizer is one for one in recorder.optimizers):
@@ -310,9 +310,9 @@ class TrainingWatch:
             }
 
     def _place(self, backwards: list[dict[str, Any]], parameters: list[Tensor]) -> None:
-        """Let what reached parameters be known by their places.
+        """Identify recorded gradients by the positions of their parameters.
 
-        FSDP2 computes with whole parameters in place of an optimizer's, which have their names.
+        FSDP2 computes with whole parameters instead of an optimizer's, with the same names.
         """
         places = {id(each): place for place, each in enumerate(parameters)}
         named = {self._names.get(key, ""): place for key, place in places.items()}
@@ -359,7 +359,7 @@ class TrainingWatch:
 
 
 def _made(see: Callable[[Any], None]) -> Callable[..., Any]:
-    """What calls `see` with each object that has been made."""
+    """A wrapper for constructors that calls `see` with each new object."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(made: Any, *args: Any, **kwargs: Any) -> None:
@@ -372,7 +372,7 @@ def _made(see: Callable[[Any], None]) -> Callable[..., Any]:
 
 
 def _is_without_numbers() -> bool:
-    """Whether what runs is traced, or transformed by torch.func: tensors have no numbers to read then."""
+    """Whether code is being traced, or transformed by torch.func, so that tensors have no values to read."""
     is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
     is_fake = torch._guards.active_fake_mode() is not None
     return is_traced or is_fake or torch._C._functorch.peek_interpreter_stack() is not None
@@ -383,7 +383,7 @@ def _have_numbers(parameters: Iterable[Tensor]) -> bool:
 
 
 def _count_of(args: Any, inputs: list[Tensor], last: dict[str, Any] | None) -> int:
-    """Rows of what enters a module: a list with an entry for each sample of the batch, or else the first tensor's."""
+    """Number of rows of a module's input: from a list with an entry per sample, else from the first tensor."""
     if last is not None and args and isinstance(args[0], list | tuple) and len(args[0]) == last["rows"]:
         return len(args[0])
     return next((each.size(0) for each in inputs if each.ndim), 0)
