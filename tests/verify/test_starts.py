@@ -85,7 +85,7 @@ BY_PROCESSES = """
     if __name__ == "__main__":
         size, processes = 2, []
         if "spawn" in sys.argv:
-            mp.set_start_method("spawn")
+            mp.set_start_method("spawn", force=True)  # the tests may have set another
         for rank in range(size):
             processes.append(mp.Process(target=work, args=(rank, size, train, sys.argv[1])))
             processes[-1].start()

@@ -106,7 +106,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
         bucket_cap_mb_list: refused.
         batched_grad_copy: ignored; always done here.
         forward_sync_buffers: torch's newer name for `broadcast_buffers`.
-        lazy_bucket_allocation: ignored; buckets are allocated on construction.
+        lazy_bucket_allocation: accepted, and has no effect.
 
     Attributes:
         module: the model. Its `state_dict` has names without `module.`.

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep import env
 from lockstep.errors import InputError
-from lockstep.launch.spawn import spawn
+from lockstep.launch import spawn as launcher
 from lockstep.log import get_logger
 
 __all__ = ["is_this_host", "parse_hosts", "run"]
@@ -134,8 +134,8 @@ def run(
     variables = {env.HOROVOD_SIZE.name: str(num_proc)}
     payload = _pack(func, args, kwargs or {})
     if payload is not None:
-        return spawn(_call, (payload,), num_proc, env=variables)
-    return spawn(_call_plain, (func, tuple(args), dict(kwargs or {})), num_proc, env=variables)
+        return launcher.spawn(_call, (payload,), num_proc, env=variables)
+    return launcher.spawn(_call_plain, (func, tuple(args), dict(kwargs or {})), num_proc, env=variables)
 
 
 _IGNORED = (
