@@ -1,4 +1,4 @@
-"""The single hook on optimizer steps, which consults the engines, and warnings of drift: ranks that step and never communicate.
+"""The single hook on optimizer steps, which consults the engines, and warnings of drift if nothing is communicated.
 
 [Note: quiet steps] Between two steps of data-parallel training there is at least one collective, no matter what does
 the averaging: this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. So if a
