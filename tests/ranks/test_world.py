@@ -32,9 +32,12 @@ from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 
 def listening_ports() -> list[int]:
-    """TCP ports that this process listens on."""
-    sockets = psutil.Process().net_connections(kind="tcp")
-    return [socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN]
+    """TCP ports that this process has opened to listen on; none that it has from the one that forked it."""
+    own, inherited = (
+        {socket.laddr.port for socket in process.net_connections(kind="tcp") if socket.status == psutil.CONN_LISTEN}
+        for process in (psutil.Process(), psutil.Process(os.getppid()))
+    )
+    return sorted(own - inherited)
 
 
 def describe(world: lockstep.World) -> dict[str, Any]:
