@@ -10,7 +10,7 @@ from lockstep.errors import InputError
 if TYPE_CHECKING:
     from lockstep.env import Variable
 
-__all__ = ["distributed_sampler", "read_settings"]
+__all__ = ["distributed_sampler", "read_settings", "run_target"]
 
 
 def distributed_sampler(loader: Any) -> Any:
@@ -35,3 +35,19 @@ def read_settings(variable: Variable[str], command: str) -> dict[str, Any]:
         raise InputError(f"nobody has started this process by `lockstep {command} script.py`")
     found: dict[str, Any] = json.loads(text)
     return found
+
+
+def run_target(arguments: list[str], local_rank_option: str) -> None:
+    """Run a script as the launcher's worker would have.
+
+    Args:
+        arguments: the script and its arguments, or `-m`, a module and its arguments.
+        local_rank_option: the option for the local rank, put where torch.distributed.launch puts it, before the
+            script's own arguments; empty for none.
+    """
+    from lockstep import env
+    from lockstep.launch import worker
+
+    kind, *rest = arguments
+    run, target = (worker.run_module, rest.pop(0)) if kind == "-m" else (worker.run_script, kind)
+    run(target, [*([f"{local_rank_option}={env.LOCAL_RANK.get()}"] if local_rank_option else []), *rest])

@@ -10,8 +10,8 @@ import os
 import sys
 
 from lockstep import env
-from lockstep.launch import worker
 from lockstep.tools.rehearse.settings import RehearsalSettings
+from lockstep.tools.shared import run_target
 
 __all__ = ["install", "set_variables"]
 
@@ -76,18 +76,10 @@ def _main(arguments: list[str]) -> None:
     settings = RehearsalSettings.load()
     set_variables(settings)
     install()
-    if settings.local_rank_option:
-        # Where torch.distributed.launch puts it: before the script's own.
-        first = 2 if arguments[0] == "-m" else 1
-        arguments[first:first] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
     from lockstep.tools.rehearse.watch.recorder import recorder
 
-    kind, *rest = arguments
     with recorder.watching_the_end():
-        if kind == "-m":
-            worker.run_module(rest[0], rest[1:])
-        else:
-            worker.run_script(kind, rest)
+        run_target(arguments, settings.local_rank_option)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import env
 from lockstep.errors import SetupError
-from lockstep.launch import worker
 from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.shared import run_target
 from lockstep.tools.verify.scratch import enter
 from lockstep.tools.verify.settings import RANKS, VerifySettings
 
@@ -100,16 +100,8 @@ def main(arguments: list[str]) -> None:
     if settings.keeper:
         enter(settings.keeper)
     recorder = install(settings)
-    if settings.local_rank_option:
-        # In torch.distributed.launch's position: before the script's own arguments.
-        first = 2 if arguments[0] == "-m" else 1
-        arguments[first:first] = [f"{settings.local_rank_option}={env.LOCAL_RANK.get()}"]
-    kind, *rest = arguments
     try:
-        if kind == "-m":
-            worker.run_module(rest[0], rest[1:])
-        else:
-            worker.run_script(kind, rest)
+        run_target(arguments, settings.local_rank_option)
         recorder.facts["returned"] = True
     except Exception as error:
         if isinstance(error, SetupError) and not recorder.steps:  # the ranks have not met

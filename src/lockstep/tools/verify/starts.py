@@ -62,8 +62,7 @@ class StartWatch:
 
     def install(self) -> None:
         """Watch from now on."""
-        wrap(torch.distributed.distributed_c10d, "init_process_group", self._join)
-        torch.distributed.init_process_group = torch.distributed.distributed_c10d.init_process_group
+        wrap_everywhere(torch.distributed.distributed_c10d, "init_process_group", self._join)
         wrap_everywhere(torch.multiprocessing, "start_processes", self._start_processes)
         for place in (lockstep, launch_spawn):  # which horovod.run takes it from
             wrap(place, "spawn", self._spawn)
