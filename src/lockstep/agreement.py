@@ -7,18 +7,36 @@ in their next collective. With these functions all ranks take the same branch::
         continue
     if lockstep.all(error < tolerance):       # all ranks are done
         break
+
+Below them: how packages exchange numbers, texts, and small tensors over the ranks of a group.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.flight_recorder import fingerprint
 from lockstep.errors import InputTypeError
 from lockstep.torch_private.groups import device_types_of
 
-__all__ = ["all", "any", "collective_device"]
+__all__ = [
+    "all",
+    "all_reduce_number",
+    "all_reduce_options",
+    "any",
+    "broadcast_tensors",
+    "collective_device",
+    "first_that_differ",
+    "gather",
+    "texts_that_differ",
+]
+
+_GROUP_BYTES = 32 << 20  # total size of small tensors that are broadcast in one call
 
 
 def any(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> bool:
@@ -98,3 +116,75 @@ def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(min(kinds)) if accelerator is None or accelerator.type not in kinds else accelerator
+
+
+def all_reduce_options(op: Any) -> Any:
+    """Options for a group's own `allreduce`, for a call that is waited for later. Local."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = op
+    if hasattr(options, "asyncOp"):  # since torch 2.7; before, all calls were asynchronous
+        options.asyncOp = True
+    return options
+
+
+def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensors of all ranks, stacked, on the host. Collective."""
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(rows, own, group=group)
+    return torch.stack(rows).cpu()
+
+
+def all_reduce_number(number: int, op: Any, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The sum, or maximum, of a number over ranks; through a tensor on that device. Collective."""
+    combined = torch.tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(combined, op, group=group)
+    return int(combined.item())
+
+
+def texts_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, str]]:
+    """Rank and text of the first rank, and of the first with another text; empty if all agree. Collective."""
+    number = fingerprint(text)
+    pair = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+    return first_that_differ(text, group, device) if int(pair.sum()) else []
+
+
+def first_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, str]]:
+    """Rank and text of the first rank, and of the first with another text; there must be one. Collective."""
+    own = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+    lengths = gather(torch.tensor(len(own), device=device), group)
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
+    padded[: len(own)] = own
+    texts = [bytes(row.numpy()).rstrip(b"\0").decode() for row in gather(padded.to(device), group)]
+    other = next(rank for rank, each in enumerate(texts) if each != texts[0])
+    return [(dist.get_global_rank(group, rank), texts[rank]) for rank in (0, other)]
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int | None = None) -> None:
+    """Overwrite `tensors` with those of one rank. Collective.
+
+    Args:
+        tensors: tensors with the same shapes and dtypes on all ranks.
+        group: the ranks that take part.
+        source: rank in the group to copy from; by default the first.
+
+    Writes through `.data`, so that a tensor which autograd has saved may be overwritten: the running
+    statistics of batch normalisation, which its backward pass does not use.
+    """
+    if group.size() == 1:
+        return
+    source_in_group = source or 0
+    global_source = dist.get_process_group_ranks(group)[source_in_group]
+    together: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
+    num_bytes = 0
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            together.setdefault((tensor.dtype, tensor.device, num_bytes // _GROUP_BYTES), []).append(tensor.data)
+            num_bytes += tensor.nbytes
+    for members in together.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        dist.broadcast(flat, global_source, group=group)
+        if group.rank() != source_in_group:
+            pieces = torch.split(flat, [tensor.numel() for tensor in members])
+            for tensor, piece in zip(members, pieces, strict=True):
+                tensor.copy_(piece.view(tensor.shape))

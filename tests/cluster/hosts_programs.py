@@ -275,6 +275,19 @@ def train(steps: int) -> dict[str, Any]:
         return {"rank": opened.rank, "weights": weights.tolist()}
 
 
+def overflow(wire: str) -> list[str]:
+    """Steps over a wire that rounds; the second has an infinite gradient, as with a GradScaler, the last other rows."""
+    with world(wire=wire) as opened:
+        model = lockstep.DistributedDataParallel(torch.nn.Linear(3, 1))
+
+        def step(rows: int, factor: float) -> str:
+            model.zero_grad()
+            name, *_ = raised_by(lambda: (model(torch.ones(rows, 3)).sum() * factor).backward())  # type: ignore[no-untyped-call]
+            return name or str(model.module.bias.grad)
+
+        return [step(2, 1.0), step(2, float("inf")), step(2, -7.0), step(2 + opened.rank // 2, 1.0)]
+
+
 # ---- trouble -----------------------------------------------------------------------------------------
 
 _Outcome = tuple[str, str, float, tuple[int, ...]]

@@ -164,6 +164,16 @@ def test_training_is_that_of_one_process(hosts: Cluster) -> None:
             assert float(difference) <= 1e-12, sizes
 
 
+@pytest.mark.parametrize("wire", ["fp16", "int8"])
+def test_rounding_between_hosts_is_no_difference_of_batches(hosts: Cluster, wire: str) -> None:
+    """Both formats make a whole block nan if one value of it is infinite."""
+    for first, infinite, last, other_rows in well(hosts.run(programs.overflow, (2, 1), wire)):
+        assert first.startswith("tensor([2")
+        assert "nan" in infinite or "inf" in infinite
+        assert last.startswith("tensor([-14")
+        assert other_rows == "CollectiveMismatch"
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 3, 3)], ids=str)
 def test_mismatches(hosts: Cluster, sizes: tuple[int, ...]) -> None:
     for rank, found in enumerate(well(hosts.run(programs.mismatches, sizes))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -515,9 +514,9 @@ def claim_on_a_gpu(num_after: int, is_local: bool) -> list[str]:
     """An engine whose comparisons arrive late, as a GPU's do; ranks differ in one step. Returns the errors."""
     found = []
     try:
-        with lockstep.init() as world, mock.patch("torch.cuda.Event", SlowEvent), unpinned():
+        with lockstep.init() as world, mock.patch("torch.cuda.Event", SlowEvent):
             model: Any = DistributedDataParallel(torch.nn.Linear(3, 1))
-            model._agreement._on_gpu = True
+            model._agreement.claims._memory = None  # as of elements on a GPU
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(3 + num_after):
                 rows = 5 + (world.rank if step == 2 else 0)
@@ -529,11 +528,6 @@ def claim_on_a_gpu(num_after: int, is_local: bool) -> list[str]:
     except CollectiveMismatch as error:
         found.append(str(error))
     return found
-
-
-def unpinned() -> Any:
-    make = functools.partial(torch.empty, 2, dtype=torch.int64)  # one for each step
-    return mock.patch("lockstep.parallel.rank_agreement._pinned_pair", make)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
+from lockstep.parallel.claims import NUM_ELEMENTS, Claims
 from lockstep.parallel.losses import Origin
-from lockstep.parallel.rank_agreement import RankAgreement, Words
 from lockstep.testing import run_ranks
 
 META = torch.device("meta")
@@ -30,16 +30,19 @@ class Operators(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_move = func._schema.name == "aten::_to_copy" and args[0].device != META
+        goes_there = (kwargs or {}).get("device") == META
+        is_move = func._schema.name == "aten::_to_copy" and goes_there and args[0].device != META
         self.names.append("from the host" if is_move else func._schema.name)
         return func(*args, **(kwargs or {}))
 
 
 def compare_claims() -> set[str]:
-    agreement = RankAgreement(["weight"], [torch.ones(1)], dist.group.WORLD, META)
-    with Operators() as operators, mock.patch.object(agreement, "_group"):
-        agreement.begin_comparing_claims(Words("8 rows on each rank"))
-    assert "aten::full" in operators.names
+    """The operators of the writing of a new claim that make a host wait; it ends with a copy on the device."""
+    claims = Claims(dist.group.WORLD, META)
+    claims.travel_in(torch.empty(NUM_ELEMENTS, device=META))
+    with Operators() as operators:
+        claims.write("8 rows on each rank")
+    assert operators.names.pop() == "aten::copy_"
     return COPIES & set(operators.names)
 
 

@@ -20,9 +20,14 @@ import torch
 
 from lockstep.errors import InputError
 
-__all__ = ["behind_caller", "cuda_devices", "host_memory", "mark_now"]
+__all__ = ["behind_caller", "cuda_devices", "host_memory", "is_capturing", "mark_now"]
 
 _local = threading.local()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of this device is being recorded as a CUDA graph. Local."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def host_memory(tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
@@ -35,7 +40,7 @@ def host_memory(tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
     Raises:
         InputError: the stream is being recorded as a CUDA graph.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing(tensor.device):
         raise InputError(
             "a lockstep group copies tensors of a GPU through memory of the host, which a CUDA graph cannot record; "
             "use nccl inside of graphs"

@@ -12,6 +12,7 @@ General layout. `DistributedDataParallel`, one model on every rank:
 * `transports`, `symmetric`: average a full bucket; `comm_hooks`: through the user's hook.
 * `sharded`: a share of each parameter on each rank; a package with its own layout.
 * `rank_agreement`: whether all ranks have the same model, interpret a step alike, and hold the same parameters.
+* `claims`: whether they interpret a step alike, over groups that only add.
 * `joined`: ranks that run out of batches at different times; `closures`: `torch.optim.LBFGS`.
 * `parameter_changes`: parameters that no engine averages.
 * `powersgd`: a communication hook that sends fewer bytes.

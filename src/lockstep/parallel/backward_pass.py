@@ -70,13 +70,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 
+from lockstep.agreement import all_reduce_number
 from lockstep.drift.engines import engines
 from lockstep.errors import ModelError, UnusedParameters
 from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.graph import begins_with_checkpoint, reachable_leaves, runs_backward_by, runs_backward_to
 from lockstep.parallel.joined import Steps
 from lockstep.parallel.parameter_changes import ParameterChanges
-from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, all_reduce_number
+from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement
 from lockstep.parallel.reducer import Reducer
 from lockstep.torch_private.autograd import current_graph_task_id, current_node, queue_callback
 from lockstep.torch_private.dynamo import left_out

@@ -59,6 +59,13 @@ class BucketPlan:
         """Size of the bucket in bytes."""
         return self.numel * self.dtype.itemsize
 
+    def gaps(self) -> torch.Tensor:
+        """The positions of elements that belong to no gradient."""
+        is_gap = torch.ones(self.numel, dtype=torch.bool, device=self.device)
+        for placement in self.placements:
+            is_gap[placement.offset : placement.offset + placement.numel] = False
+        return is_gap.nonzero().flatten()
+
 
 def plan_buckets(
     parameters: Sequence[torch.Tensor],

@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep import batch
-from lockstep.agreement import collective_device
+from lockstep.agreement import collective_device, gather
 from lockstep.drift.engines import StepArguments
 from lockstep.errors import CollectiveMismatch, InputError
 from lockstep.parallel.backward_pass import BackwardPass
 from lockstep.parallel.losses import find_origin
-from lockstep.parallel.rank_agreement import gather
 
 __all__ = ["with_mean_of_closure"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep import batch, seeding
-from lockstep.agreement import collective_device
+from lockstep.agreement import broadcast_tensors, collective_device
 from lockstep.drift.engines import StepArguments, engines, note_engine, parameters_of
 from lockstep.drift.watch import describe_step, watch_steps
 from lockstep.errors import InputTypeError, ModelError
@@ -49,7 +49,7 @@ from lockstep.parallel.forward_pass import ForwardPass
 from lockstep.parallel.gradient_memory import keep_memory_of_gradients
 from lockstep.parallel.joined import JoinedRank, RepeatableJoin, Steps
 from lockstep.parallel.parameter_changes import ParameterChanges
-from lockstep.parallel.rank_agreement import RankAgreement, broadcast_tensors, check_same_model
+from lockstep.parallel.rank_agreement import RankAgreement, check_same_model
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.sharded.gradients import JOIN_ADVICE, ShardedGradient, find_stand_ins, refuse_others
 from lockstep.parallel.transports import make_transport
@@ -492,7 +492,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             CollectiveMismatch: the ranks averaged gradients of different batches.
         """
         if "_agreement" in vars(self):
-            self._agreement.read_claims(0)
+            self._agreement.claims.read_arrived(0)
 
     @property
     def has_averaged(self) -> bool:

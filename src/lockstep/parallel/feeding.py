@@ -43,11 +43,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep import batch
+from lockstep.agreement import all_reduce_number
 from lockstep.batch.plans import Division
 from lockstep.batch.share import BatchShare
 from lockstep.batch.tags import Tag
 from lockstep.errors import InputError, InputTypeError
-from lockstep.parallel.rank_agreement import all_reduce_number
 from lockstep.parallel.rows import rows_in, show_inputs
 from lockstep.tree import tensors_in
 
@@ -239,13 +239,7 @@ class Feeding:
         show: Callable[[], str],
         rows_of_ranks: tuple[int, ...] | None = None,
     ) -> Feed:
-        """The samples of inputs with this number of rows. Local.
-
-        Args:
-            rows: number of rows that may identify a batch.
-            trains: whether the model is in training mode.
-            show: describes the inputs, for an error.
-            rows_of_ranks: number of rows on each rank; None if the ranks were not asked.
+        """The samples of inputs with this number of rows, or these on each rank, if the ranks were asked. Local.
 
         Raises:
             InputError: they match no batch, or several with different weights.

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from lockstep.agreement import all_reduce_number, broadcast_tensors
 from lockstep.batch.share import BatchShare
 from lockstep.errors import InputError
 from lockstep.parallel.checks import named_tensors
-from lockstep.parallel.rank_agreement import all_reduce_number, broadcast_tensors
 from lockstep.torch_private.groups import join_config_of, tell_join_config
 
 __all__ = ["JoinableEngine", "JoinedRank", "RepeatableJoin", "Steps"]

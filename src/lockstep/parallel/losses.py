@@ -49,10 +49,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import batch
-from lockstep.agreement import collective_device
+from lockstep.agreement import collective_device, gather
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.forward_pass import ForwardPass
-from lockstep.parallel.rank_agreement import gather
 
 __all__ = ["Origin", "all_gather", "find_origin", "global_loss", "mean", "sum"]
 

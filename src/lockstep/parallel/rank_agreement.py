@@ -5,9 +5,8 @@ A difference is an error.
 Each rank sends a few words with every averaging (`Words`): its claim, that is its interpretation of the batch; which
 batches of a loader its gradients come from; one value of one parameter; whether gradients bypassed the engine. On a
 lockstep group of one host they are in shared memory, and the claim is part of the description that the averaging
-compares anyway, without another collective. Other groups compare claims by a small all_reduce, and the rest only now
-and then. With a GPU, no rank waits for the result: it is read once it has arrived, in one of the next steps or when the
-world is left.
+compares anyway. On other groups it travels with the gradients (`claims.py`), and the rest is compared only now and
+then.
 
 All checks compare ranks with each other, so none can fail if the ranks do the same.
 
@@ -34,41 +33,36 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
+from lockstep.agreement import gather, texts_that_differ
 from lockstep.comm.flight_recorder import fingerprint
+from lockstep.comm.staging import is_capturing
 from lockstep.comm.wording import describe_tensor
 from lockstep.drift.comparison import rounding_of
 from lockstep.errors import CollectiveMismatch, ModelMismatch
+from lockstep.parallel.claims import Claims
 from lockstep.torch_private.autograd import version_of
 
 __all__ = [
-    "ADVICE",
     "NO_WORDS",
     "RankAgreement",
     "Words",
-    "all_reduce_number",
-    "all_reduce_options",
-    "broadcast_tensors",
     "check_same_model",
     "describe_batches",
     "fingerprint_of",
-    "gather",
-    "texts_that_differ",
 ]
 
-_GROUP_BYTES = 32 << 20  # total size of small tensors that are broadcast in one call
 _COMPARED_VALUES = 4096  # per parameter
 _MEASURED_PARAMETERS = 8  # of those that differ
 _COLLECTIVE_EVERY = 4  # factor between the averagings that are compared
 _POSITION_STEP = 2654435761  # between the compared positions of a parameter; modulo its size it reaches all of them
-_MOST_UNREAD = 16  # steps by which a host may be ahead of its GPU without waiting for the comparison of claims
 _UNKNOWN, _ZERO = 0, 1  # values of `Words.sample`
 _STRAYED = 1  # a value of `Words.signs`
 _LOOKS_AT_STRAYS = 3  # comparisons after which gradients that bypass the engine count as equal, as a regulariser's are
@@ -78,10 +72,6 @@ _NAME = re.compile(r"samples (\d+) to \d+ of epoch (\d+)")
 _FIRST_BITS, _EPOCH_BITS, _HASH_BITS = 32, 12, 18
 _FIRST_MASK, _EPOCH_MASK, _HASH_MASK = (1 << _FIRST_BITS) - 1, (1 << _EPOCH_BITS) - 1, (1 << _HASH_BITS) - 1
 
-ADVICE = (
-    "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
-    "model.samples(n):`; hand a loss that is divided by a count of all ranks to lockstep.global_loss, too"
-)
 _ADVICE_ON_DATA = (
     "their loaders hold other samples, or the same in another order. All ranks need the same, and a rank has of its "
     "own what it draws after lockstep.init (a split, a shuffle, negatives), finds in a folder, or collects from a "
@@ -167,6 +157,7 @@ class RankAgreement:
         device: device of tensors in the group's collectives.
 
     Attributes:
+        claims: compares claims over groups that do not compare descriptions.
         sends_samples: whether words are sent to other ranks with each averaging.
         num_averagings: number of averagings so far.
     """
@@ -189,14 +180,7 @@ class RankAgreement:
         self._version_accumulated: int | None = None  # versions of all parameters when a pass without averaging began
         self._is_known = True  # see [Note: different on purpose]
         self.sends_samples = True
-        self._claim: str | None = None  # the claim in the pair
-        self._on_gpu = device.type != "cpu"
-        self._options = all_reduce_options(dist.ReduceOp.MAX)
-        self._pair = torch.empty(0, device=device)  # claims' maximum over ranks, and that of their negatives
-        self._work: Any = None
-        # With a GPU: the claim, the compared values on the host, and the event at the end of their copy.
-        self._unread: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
-        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # already read
+        self.claims = Claims(group, device)
 
     # ---- what happens between two averagings ------------------------------------------------------
 
@@ -250,51 +234,6 @@ class RankAgreement:
         self.forget_claims()
         return words
 
-    def begin_comparing_claims(self, words: Words) -> Callable[[], None] | None:
-        """Begin to compare claims over a group that does not compare descriptions, in parallel with the averaging.
-
-        Collective.
-
-        Returns:
-            A function that waits for the result, or None. It raises CollectiveMismatch if the ranks' claims differ,
-            for this step or, on a GPU, for one of the sixteen before.
-        """
-        if self._is_capturing():
-            return None  # A CUDA graph repeats one step, and could not report a result.
-        self.read_claims(_MOST_UNREAD)
-        # Includes claims from tags: another rank may have copied its batch, and know it only by size.
-        if words.claim != self._claim:
-            # Created on the device: a copy from the host would wait for it.
-            self._pair = torch.full((2,), fingerprint(words.claim), dtype=torch.int64, device=self._device)
-            self._pair[1].neg_()
-            self._claim = words.claim
-        # If all claims are equal, maximum and minimum agree: the pair can be reused in the next step.
-        self._work = self._group.allreduce([self._pair], self._options)
-        return self._end_comparing
-
-    def _end_comparing(self) -> None:
-        self._work.wait()
-        assert self._claim is not None  # it has begun
-        if not self._on_gpu:
-            self._compare_claims(self._claim, self._pair)
-            return
-        values, event = self._spare.pop() if self._spare else (_pinned_pair(), torch.cuda.Event())  # type: ignore[no-untyped-call]
-        values.copy_(self._pair, non_blocking=True)
-        event.record()
-        self._unread.append((self._claim, values, event))
-
-    def read_claims(self, num_unread: int) -> None:
-        """Check the results that have arrived from a GPU, waiting for all but the latest `num_unread`. Local.
-
-        Raises:
-            CollectiveMismatch: the ranks' claims differed.
-        """
-        while self._unread and (len(self._unread) > num_unread or self._unread[0][2].query()):  # type: ignore[no-untyped-call]
-            text, values, event = self._unread.pop(0)
-            event.synchronize()
-            self._compare_claims(text, values)
-            self._spare.append((values, event))
-
     def compare(self, by_rank: Sequence[Words] | None, own: Words = NO_WORDS, is_first_only: bool = False) -> None:
         """Compare the ranks' words, and parameters if it is time. Collective; called in each averaging.
 
@@ -321,28 +260,12 @@ class RankAgreement:
             samples.discard(_UNKNOWN)
             differ = len(samples) > 1 and self.num_averagings >= self._next_look
             is_due = (differ or has_strayed) and not is_first_only
-        if not (is_first or is_due) or self._is_capturing():
+        if not (is_first or is_due) or is_capturing(self._parameters[0].device):
             return
         self._next_look = self.num_averagings * (_COLLECTIVE_EVERY if by_rank is None else 2)
         self._compare_parameters(is_first, own, has_strayed)
 
     # ---- claims and batches -----------------------------------------------------------------------
-
-    def _is_capturing(self) -> bool:
-        return self._on_gpu and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _compare_claims(self, text: str, pair: torch.Tensor) -> None:
-        greatest, negative_least = pair.tolist()
-        if greatest != -negative_least:
-            self._claim = None
-            came = f"rank {dist.get_rank()} came with {text}, another rank with something else"
-            if not self._on_gpu:  # there, ranks may have moved on by now
-                found = _first_that_differ(text, self._group, self._device)
-                came = ", ".join(f"rank {rank} came with {each or 'an averaging'}" for rank, each in found)
-            raise CollectiveMismatch(
-                f"the ranks averaged gradients of different batches: {came}. Every rank must make the same passes, and "
-                f"take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
-            )
 
     def _compare_batches(self, batches: Sequence[int]) -> None:
         if len({value for value in batches if value}) < 2:
@@ -432,19 +355,6 @@ class RankAgreement:
         return index, distance_of_all
 
 
-def _pinned_pair() -> torch.Tensor:
-    return torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
-
-
-def all_reduce_options(op: Any) -> Any:
-    """Options for a group's own `allreduce`, for a call that is waited for later. Local."""
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = op
-    if hasattr(options, "asyncOp"):  # since torch 2.7; before, all calls were asynchronous
-        options.asyncOp = True
-    return options
-
-
 def _offset_of(tensor: torch.Tensor, position: int) -> int:
     """Offset in the storage of the element at a position of the flattened tensor."""
     offset = int(tensor.storage_offset())
@@ -463,20 +373,6 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
         parts = list(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
     texts = [part.cpu().numpy().tobytes() for part in parts]
     return [fingerprint(text) for text in texts]
-
-
-def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensors of all ranks, stacked, on the host. Collective."""
-    rows = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(rows, own, group=group)
-    return torch.stack(rows).cpu()
-
-
-def all_reduce_number(number: int, op: Any, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The sum, or maximum, of a number over ranks; through a tensor on that device. Collective."""
-    combined = torch.tensor(number, dtype=torch.int64, device=device)
-    dist.all_reduce(combined, op, group=group)
-    return int(combined.item())
 
 
 def _some_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -525,51 +421,3 @@ def _describe(tensor: torch.Tensor) -> str:
     # Gradients are stored in buckets in memory order.
     laid_out = torch.empty_like(tensor, device="meta")
     return text if laid_out.is_contiguous() else f"{text} with strides {list(laid_out.stride())}"
-
-
-def texts_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, str]]:
-    """Rank and text of the first rank, and of the first with another text; empty if all agree. Collective."""
-    number = fingerprint(text)
-    pair = torch.tensor([number, -number], dtype=torch.int64, device=device)  # as `begin_comparing_claims` compares
-    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
-    return _first_that_differ(text, group, device) if int(pair.sum()) else []
-
-
-def _first_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, str]]:
-    own = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-    lengths = gather(torch.tensor(len(own), device=device), group)
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
-    padded[: len(own)] = own
-    texts = [bytes(row.numpy()).rstrip(b"\0").decode() for row in gather(padded.to(device), group)]
-    other = next(rank for rank, each in enumerate(texts) if each != texts[0])
-    return [(dist.get_global_rank(group, rank), texts[rank]) for rank in (0, other)]
-
-
-def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int | None = None) -> None:
-    """Overwrite `tensors` with those of one rank. Collective.
-
-    Args:
-        tensors: tensors with the same shapes and dtypes on all ranks.
-        group: the ranks that take part.
-        source: rank in the group to copy from; by default the first.
-
-    Writes through `.data`, so that a tensor which autograd has saved may be overwritten: the running
-    statistics of batch normalisation, which its backward pass does not use.
-    """
-    if group.size() == 1:
-        return
-    source_in_group = source or 0
-    global_source = dist.get_process_group_ranks(group)[source_in_group]
-    together: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
-    num_bytes = 0
-    for tensor in tensors:
-        if tensor.numel() > 0:
-            together.setdefault((tensor.dtype, tensor.device, num_bytes // _GROUP_BYTES), []).append(tensor.data)
-            num_bytes += tensor.nbytes
-    for members in together.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in members])
-        dist.broadcast(flat, global_source, group=group)
-        if group.rank() != source_in_group:
-            pieces = torch.split(flat, [tensor.numel() for tensor in members])
-            for tensor, piece in zip(members, pieces, strict=True):
-                tensor.copy_(piece.view(tensor.shape))

@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 
+from lockstep.agreement import broadcast_tensors
 from lockstep.errors import ModelError
 from lockstep.parallel.buckets import BucketPlan, copy_all
 from lockstep.parallel.checks import SPARSE_ADVICE
 from lockstep.parallel.comm_hooks import CommHook, HookedBuckets
 from lockstep.parallel.gradient_memory import GradientViews, can_renew, find_held
 from lockstep.parallel.graph import AccumulationHook, Listener, remove_all, without_way_back
-from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words, broadcast_tensors
+from lockstep.parallel.rank_agreement import NO_WORDS, RankAgreement, Words
 from lockstep.parallel.sparse_gradients import SparseGradients
 from lockstep.parallel.transports import Transport
 from lockstep.torch_private.autograd import version_of
@@ -423,8 +424,6 @@ class Reducer:
                 with torch.no_grad():
                     buffer.copy_(result.view(-1))
         # Not earlier: hooks call collectives themselves as results arrive.
-        compare = self._agreement.begin_comparing_claims(words)
-        if compare is not None:
-            compare()
+        self._agreement.claims.exchange(words.claim)
         if buffers:
             broadcast_tensors(buffers, self._group)

@@ -23,9 +23,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.agreement import collective_device
+from lockstep.agreement import collective_device, gather
 from lockstep.parallel.graph import AccumulationHook, Listener, remove_all
-from lockstep.parallel.rank_agreement import gather
 from lockstep.torch_private.tensors import indices_of, make_sparse, values_of
 
 __all__ = ["SparseGradients"]

@@ -25,7 +25,8 @@ from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.wording import describe_tensor
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.rank_agreement import ADVICE, Words
+from lockstep.parallel.claims import ADVICE
+from lockstep.parallel.rank_agreement import Words
 from lockstep.shm.algorithms import ROWS_BYTES, reduce_in_place
 from lockstep.shm.kernels import Kernel, find_kernel
 from lockstep.shm.row_tree import RowShare, even_bounds

@@ -15,11 +15,13 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from lockstep.agreement import all_reduce_options, broadcast_tensors
 from lockstep.comm import clock
 from lockstep.comm.backend import backend_name, engine_of
 from lockstep.comm.engine import Engine
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
-from lockstep.parallel.rank_agreement import RankAgreement, Words, all_reduce_options, broadcast_tensors
+from lockstep.parallel.claims import NUM_ELEMENTS
+from lockstep.parallel.rank_agreement import RankAgreement, Words
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.parallel.sharded.transport import OwnersBucket, ShardedTransport, begin_pass, find_way
 from lockstep.parallel.symmetric import SymmetricTransport
@@ -29,6 +31,8 @@ __all__ = ["GroupTransport", "Transport", "make_transport"]
 
 class GroupTransport:
     """One asynchronous all_reduce per bucket, by any process group; sharded parameters' buckets go to their owners.
+
+    The last bucket takes the claim along ([Note: claims as bits]), and is sent in `finish`, when that is known.
 
     Args:
         plans: the parameters in each bucket, and their positions.
@@ -44,8 +48,9 @@ class GroupTransport:
         device: torch.device,
         stand_ins: Mapping[int, ShardedGradient],
     ) -> None:
-        self._group = group
-        self._world_size = group.size()
+        self._group, self._world_size = group, group.size()
+        self._agreement = agreement
+        agreement.sends_samples = False
         # On several hosts: buckets in the shared memory of each host's ranks, reduced in place.
         self._symmetric = _symmetric_engine(group)
         is_ours = self._symmetric is not None and engine_of(group, device) is not None
@@ -58,15 +63,19 @@ class GroupTransport:
                 assert way is not None
                 self._owners[bucket] = OwnersBucket(bucket, plan, stand_ins, group, way)
         self._plans = plans
-        if self._world_size > 1:
-            self._buffers  # noqa: B018  all ranks are here
+        last = len(plans) - 1
+        # The bucket with the claim; none if values are rounded between hosts, which would change it.
+        self._carrier = last if plans and not is_ours and last not in self._owners else None
+        # A wire that rounds makes whole blocks nan, and what is nan between gradients would do so in every later step.
+        self._gaps = [plan.gaps() if is_ours else None for plan in plans]
+        self._divisor = torch.tensor(float(self._world_size), device="cpu")  # a number would be made one in each step
         self._ready: set[int] = set()
         self._works: list[Any] = []
         self._options = all_reduce_options(dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM)
         # A group starts its collectives in the order of calls, which must be the same on all ranks.
         self._next = 0
-        self._agreement = agreement
-        agreement.sends_samples = False
+        if self._world_size > 1:
+            self._buffers  # noqa: B018  all ranks are here
 
     @property
     def can_renew(self) -> bool:
@@ -82,12 +91,18 @@ class GroupTransport:
     def _allocate(self, bucket: int, plan: BucketPlan) -> torch.Tensor:
         if bucket in self._owners:
             return torch.empty(0, dtype=plan.dtype, device=plan.device)
+        numel = plan.numel + NUM_ELEMENTS if bucket == self._carrier else plan.numel
         if plan.device.type == "cpu" and self._symmetric is not None and self._world_size > 1:
-            return self._symmetric.symmetric_empty((plan.numel,), plan.dtype)
-        return torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+            buffer = self._symmetric.symmetric_empty((numel,), plan.dtype)
+        else:
+            buffer = torch.zeros(numel, dtype=plan.dtype, device=plan.device)
+        if bucket == self._carrier:
+            self._agreement.claims.travel_in(buffer[-NUM_ELEMENTS:])
+        return buffer
 
     def buffer(self, bucket: int) -> torch.Tensor:
-        return self._buffers[bucket]
+        buffer = self._buffers[bucket]
+        return buffer[:-NUM_ELEMENTS] if bucket == self._carrier else buffer
 
     def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
         """A tensor of `like`'s shape at an offset of a bucket; empty if there is no bucket."""
@@ -96,7 +111,7 @@ class GroupTransport:
         return view_like(self._buffers[bucket][offset : offset + like.numel()], like)
 
     def renew(self, bucket: int) -> None:
-        self._buffers[bucket] = torch.zeros_like(self._buffers[bucket])
+        self._buffers[bucket] = self._allocate(bucket, self._plans[bucket])
 
     def fill(
         self,
@@ -116,28 +131,38 @@ class GroupTransport:
 
     def publish(self, bucket: int) -> None:
         self._ready.add(bucket)
-        while self._next in self._ready:
-            buffer = self._buffers[self._next]
-            if self._next in self._owners:
-                self._works += self._owners[self._next].start()
-            else:
-                if not self._averages:
-                    # Divide first, which keeps 16-bit sums in range, as torch's DDP and nccl's average do.
-                    buffer.div_(self._world_size)
-                # The group's own method: `dist.all_reduce` spends more time on its arguments than on the start.
-                self._works.append(self._group.allreduce([buffer], self._options))
+        while self._next in self._ready and self._next != self._carrier:
+            self._start(self._next)
             self._next += 1
+
+    def _start(self, bucket: int) -> None:
+        if bucket in self._owners:
+            self._works += self._owners[bucket].start()
+            return
+        buffer, gaps = self._buffers[bucket], self._gaps[bucket]
+        if gaps is not None:
+            buffer.index_fill_(0, gaps, 0)
+        if not self._averages:
+            # Divide first, which keeps 16-bit sums in range, as torch's DDP and nccl's average do.
+            buffer.div_(self._divisor)
+        # The group's own method: `dist.all_reduce` spends more time on its arguments than on the start.
+        self._works.append(self._group.allreduce([buffer], self._options))
 
     def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words] | None:
         """Wait for all reductions, compare claims, and broadcast the buffers."""
         start = time.perf_counter()
-        compare = self._agreement.begin_comparing_claims(words)
-        if compare is not None:
-            compare()  # first: a rank with another claim sends nothing
+        claims, carrier = self._agreement.claims, self._carrier
+        if carrier is None:
+            claims.exchange(words.claim)
+        else:
+            claims.write(words.claim)
+            self._start(carrier)
         for work in self._works:
             work.wait()
         clock.add(time.perf_counter() - start)
         self._begin_anew()
+        if carrier is not None:
+            claims.read()
         if buffers:
             broadcast_tensors(buffers, self._group)
         return None

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
-from lockstep.agreement import collective_device
+from lockstep.agreement import collective_device, texts_that_differ
 from lockstep.comm.engine import Engine
 from lockstep.drift.comparison import digest
 from lockstep.errors import InputError, ModelError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
-from lockstep.parallel.rank_agreement import texts_that_differ
 from lockstep.parallel.sharded.engines import shard
 from lockstep.parallel.sharded.exchange import compare, exchange
 from lockstep.parallel.sharded.gradients import ShardedGradient, whole_gradients

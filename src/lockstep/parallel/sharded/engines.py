@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep import agreement
+from lockstep.agreement import gather
 from lockstep.comm.backend import engine_of
 from lockstep.comm.engine import Engine
 from lockstep.comm.names import BACKEND_NAME
 from lockstep.drift.engines import engines
 from lockstep.errors import InputError, SharedMemoryError
 from lockstep.parallel.distributed import DistributedDataParallel
-from lockstep.parallel.rank_agreement import gather
 from lockstep.parallel.sharded.gradients import ShardedGradient
 
 __all__ = ["find_models", "group_of_host", "shard"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.agreement import texts_that_differ
 from lockstep.comm.backend import engine_of
 from lockstep.errors import CollectiveMismatch
-from lockstep.parallel.rank_agreement import texts_that_differ
 from lockstep.parallel.sharded.shares import Share
 from lockstep.torch_private.tensors import foreach_copy_
 

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep import batch, seeding
+from lockstep.agreement import broadcast_tensors
 from lockstep.batch.share import BatchShare
 from lockstep.comm.backend import engine_of
 from lockstep.errors import InputError, SetupError, SharedMemoryError
-from lockstep.parallel.rank_agreement import broadcast_tensors
 from lockstep.train import Parallel, Update
 from lockstep.world import World
 

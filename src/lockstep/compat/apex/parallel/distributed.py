@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchEngine
 
 import lockstep
+from lockstep.agreement import broadcast_tensors
 from lockstep.drift.engines import engines
 from lockstep.errors import InputError, InputTypeError, NotInitialized
 from lockstep.log import get_logger, warn_once
 from lockstep.parallel.comm_hooks import GradBucket
-from lockstep.parallel.rank_agreement import broadcast_tensors
 
 __all__ = [
     "DistributedDataParallel",
