@@ -61,6 +61,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from enum import Enum
 from itertools import repeat
 from operator import is_
@@ -456,18 +457,14 @@ class BackwardPass(PassState):
             self.accumulate()
             self._agreement.forget_claims()
             return
-        has_gradients = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-        try:
-            with profiler_range("lockstep.DistributedDataParallel.reduce"):
-                self.average()
-                reducer.send_rest()
-                unused = frozenset(frozen)
-                if may_be_unused or self._static_any_unused:
-                    unused |= self.used_nowhere(missing)
-                self._meet(engine, reducer, none, unused)
-        finally:
-            torch.set_grad_enabled(has_gradients)
+        without_graph = torch.no_grad() if torch.is_grad_enabled() else nullcontext()  # enabled with create_graph=True
+        with without_graph, profiler_range("lockstep.DistributedDataParallel.reduce"):
+            self.average()
+            reducer.send_rest()
+            unused = frozenset(frozen)
+            if may_be_unused or self._static_any_unused:
+                unused |= self.used_nowhere(missing)
+            self._meet(engine, reducer, none, unused)
 
     def _meet(
         self,
