@@ -288,6 +288,20 @@ RIGHT = {
                 cross_entropy(model(batch[0]), batch[1]).backward()
                 optimizer.step()
     """,
+    "whole batches of a stream, by turns": """
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                for number in range(world.rank, 12, world.world_size):
+                    x, y = data[5 * number : 5 * number + 5]
+                    yield {"x": x, "y": y, "kind": "a"}
+
+        model, optimizer = by_torch()
+        for epoch in range(2):
+            for batch in torch.utils.data.DataLoader(Stream(), batch_size=None):
+                optimizer.zero_grad()
+                cross_entropy(model(batch["x"]), batch["y"]).backward()
+                optimizer.step()
+    """,
     "so many batches by next()": """
         model, optimizer = trained(net)
         for epoch in range(3):
@@ -335,7 +349,7 @@ UNKNOWN = {
         """,
     ),
     "streams of their own, for parts of the passes of a step": (
-        "each rank reads a stream of its own",
+        "One process that was given the ranks' batches gave their answer",
         """
         import random
 

@@ -592,4 +592,44 @@ WRONG = {
                     print(f"accuracy {right / count:.4f}")
         """,
     ),
+    "streams of their own, for parts of the passes of a step, and a divisor that stays": (
+        ("loss", "passes"),
+        """
+        import random
+
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                draw = random.Random(world.rank)
+                while True:
+                    yield data[draw.randrange(60)]
+
+        model, optimizer = by_torch()
+        count = 4 // world.world_size
+        batches = iter(torch.utils.data.DataLoader(Stream(), batch_size=5))
+        x, y = next(batches)
+        for step in range(4):
+            optimizer.zero_grad()
+            for place in range(count):
+                loss = cross_entropy(model(x), y) / 4
+                x, y = next(batches)
+                loss.backward()
+            optimizer.step()
+        """,
+    ),
+    "a stream in blocks, one for each rank": (
+        ("samples", "order"),
+        """
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                size = 60 // world.world_size
+                yield from (data[number] for number in range(world.rank * size, (world.rank + 1) * size))
+
+        model, optimizer = by_torch()
+        for epoch in range(2):
+            for x, y in torch.utils.data.DataLoader(Stream(), batch_size=5):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y, reduction="sum").backward()
+                optimizer.step()
+        """,
+    ),
 }

@@ -204,7 +204,8 @@ def loader_of(dataset: Any) -> tuple[Any, Any]:
         sampler = None
     if kind == "episodes":
         episodes = [dataset[place : place + 6] for place in range(0, COUNT - 6, 6)]
-        return DataLoader(episodes, batch_size=None, sampler=DistributedSampler(episodes, seed=seed)), None
+        sampler = DistributedSampler(episodes, seed=seed)
+        return DataLoader(episodes, batch_size=None, sampler=sampler), sampler
     if kind == "batch_sampler":
         return DataLoader(dataset, batch_sampler=BatchSampler(sampler, BATCH, drop_last=True)), sampler
     if kind == "nodes":

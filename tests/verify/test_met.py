@@ -82,6 +82,14 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ", "save(")), written
 
 
+def test_what_follows_the_samples_of_streams_is_told_too(tmp_path: Path) -> None:
+    _, program = WRONG["a stream in blocks, one for each rank"]
+    verdict, text = verdict_on(program, tmp_path)
+    assert [each.cause for each in verdict.differences] == ["order", "sum"], text
+    right, text = verdict_on(program.replace(', reduction="sum"', ""), tmp_path)
+    assert [each.cause for each in right.differences] == ["order"], text
+
+
 @pytest.mark.parametrize("name", met_projects.IN_FLOAT32)
 def test_what_rounding_hides_or_makes_up_is_compared_in_float64(name: str, tmp_path: Path) -> None:
     cause, program = met_projects.IN_FLOAT32[name]

@@ -106,6 +106,7 @@ RIGHT = {
     "sharded_state": "the answer of one process in 24 steps",
     "own_order": "it was given theirs",
     "queue": "the answer of one process in 12 steps",
+    "episodes": "one process was given the ranks' batches",
     "pieces": "cuts its batches into pieces",
     "logs": "note: logged",
     "resumes": "note: files: nothing of yours was changed; the runs wrote",
@@ -115,7 +116,6 @@ RIGHT = {
 UNKNOWN = {
     "own_data": "no loader gives the samples",
     "own_rollouts": "each rank makes a dataset of its own",
-    "episodes": "has no batch size that one process could have N times",
     "undetermined": "differ by themselves",
 }
 # Stage, cause and what is said, from the table of docs/verify.md, where … stands for what is measured.

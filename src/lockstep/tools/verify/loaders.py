@@ -1,12 +1,18 @@
 """Records the samples of every batch of loaders, and gives the one process the batches of all ranks.
 
+[Note: streams of ranks] A stream (an IterableDataset), or a loader without a batch size, has no order that one process
+could be given, nor a size. So each rank saves the batches that it trains on, unless they are too large or cannot be
+saved, and one process is given these: one of each rank at a time, joined, or if it makes the passes of all ranks, one
+after the other.
+
 Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: how many samples, `time_first`, None
 where nobody knows, `joins`: has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much
 of the step its loader takes it for, or None; `indices` of the dataset or None), the facts `asked` and `made` (batch
 sizes of torch's loaders, in the order in which they were made: what the script said, and what they have), `loaders`
 (see `_describe`) and `passes` (`loader`, `anew`: it is the first one over this object, `line`, `keys`, `trains`,
 `optimizer`: that has stepped last by it, `finished`, `asked`: the indices of each batch, None where they are no
-numbers, `stream`: has no length, `epoch`: that its sampler was told).
+numbers, `endless`: has no length, `stream` and `kept`: see [Note: streams of ranks], `epoch`: that its sampler was
+told).
 """
 
 from __future__ import annotations
@@ -34,7 +40,8 @@ from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder, line_of_script
 from lockstep.tools.verify.rows import is_time_first, sample_keys, samples_first
-from lockstep.tools.verify.settings import OF_RANK_0, Orders
+from lockstep.tools.verify.settings import IN_TURN, OF_RANK_0, RANKS, Orders
+from lockstep.torch_private.trees import tree_flatten, tree_unflatten
 from lockstep.tree import tensors_in
 
 __all__ = ["LoaderWatch"]
@@ -42,6 +49,8 @@ __all__ = ["LoaderWatch"]
 _PASS, _MADE = "_lockstep_pass", "_lockstep_made"
 # Number of batches fetched without training on them to reach the last one of an epoch.
 _MOST_SKIPPED = 500
+# Of batches of streams that are saved for the one process.
+_MOST_BYTES_KEPT = 1 << 30
 
 
 @dataclass
@@ -54,6 +63,8 @@ class _Pass:
         facts: its entry in `passes`; empty before it begins, when its workers already request samples.
         most: number of batches to yield.
         fetching: requested indices of each batch that has not been yielded yet.
+        has_own_batches: whether one process could not get the batches of N ranks by another batch size or order.
+        given: number of batches that came from the ranks.
         ahead: batches fetched to find out how many there are.
     """
 
@@ -63,6 +74,8 @@ class _Pass:
     most: int = sys.maxsize
     fetching: deque[list[Any] | None] = field(default_factory=deque)
     ahead: deque[Any] = field(default_factory=deque)
+    has_own_batches: bool = False
+    given: int = 0
 
 
 class _BySample:
@@ -107,7 +120,7 @@ class LoaderWatch:
         self._trains: set[int] = set()
         self._iterators: dict[int, weakref.ref[Any]] = {}  # by number of the pass
         self._ended: set[int] = set()  # passes that were walked to their ends
-        self._depth = 0
+        self._depth = self._bytes_kept = 0
         orders = recorder.settings.file("orders")
         is_given = recorder.settings.is_reference and orders.exists()
         self._orders: Orders = torch.load(orders, weights_only=True) if is_given else {}
@@ -130,7 +143,7 @@ class LoaderWatch:
         for number in numbers:
             # The latest, which may have ended before the step; none that was only looked into before.
             latest = [one for one in self._passes if one["loader"] == number][-1]
-            if latest["stream"] and not latest["trains"]:
+            if latest["endless"] and not latest["trains"]:
                 self._recorder.end_whole_epoch()
             latest["trains"] = True
             latest["optimizer"] = self._recorder.step["optimizer"]
@@ -192,6 +205,9 @@ class LoaderWatch:
         is_new = loader not in self._numbers
         one = self._pass_of(iterator)
         one.number = len(self._passes)
+        is_of_torch = isinstance(iterator, _BaseDataLoaderIter)
+        is_stream = is_of_torch and iterator._dataset_kind == _DatasetKind.Iterable
+        one.has_own_batches = is_stream or (is_of_torch and _batch_size_of(loader) is None)
         one.facts = {
             "loader": self._number_of(loader),
             "anew": is_new,
@@ -201,7 +217,9 @@ class LoaderWatch:
             "trains": False,
             "finished": False,
             "asked": one.asked,
-            "stream": _length_of(iterator) is None,
+            "endless": _length_of(iterator) is None,
+            "stream": one.has_own_batches,
+            "kept": True,
             "epoch": getattr(distributed_sampler(loader), "epoch", None),
         }
         self._passes.append(one.facts)
@@ -245,12 +263,27 @@ class LoaderWatch:
     def _fetch(self, one: _Pass, iterator: Any, original: Callable[[Any], Any]) -> Any:
         if one.ahead:
             return one.ahead.popleft()
+        if self._recorder.settings.streams and one.has_own_batches and torch.is_grad_enabled():
+            return self._batch_of_ranks(one)
         self._depth += 1
         try:
             with self._recorder.aside():
                 return original(iterator)
         finally:
             self._depth -= 1
+
+    def _batch_of_ranks(self, one: _Pass) -> Any:
+        """The next batch that one process is given of the ranks' streams; see [Note: streams of ranks]."""
+        settings = self._recorder.settings
+        number, rank = divmod(one.given, settings.world_size) if settings.streams == IN_TURN else (one.given, None)
+        ranks = range(settings.world_size) if rank is None else [rank]
+        files = [settings.file("stream", one.number, number, each) for each in ranks]
+        if not all(file.exists() for file in files):
+            raise StopIteration
+        one.given += 1
+        # Written by the same script.
+        batches = [torch.load(file, weights_only=False) for file in files]
+        return batches[0] if rank is not None else _joined(batches, 1 if settings.time_first else 0)
 
     def _take(self, iterator: Any, one: _Pass, fetch: Callable[[], Any]) -> Any:
         """The next batch of a pass, for the script; see [Note: when it ends] in recorder.py."""
@@ -272,7 +305,7 @@ class LoaderWatch:
             facts["finished"] = True
             self._ended.add(one.number)
             recorder.note_progress(one.number)
-            if trains and not facts["stream"]:
+            if trains and not facts["endless"]:
                 recorder.end_whole_epoch()
             raise
         self._note(iterator, one, batch)
@@ -336,6 +369,8 @@ class LoaderWatch:
         self._forget_looked_at(facts["loader"])
         recorder.note_line("batch")
         lengths = [each.size(0) for each in tensors_in(batch) if each.ndim]
+        if one.has_own_batches and recorder.settings.role == RANKS:
+            self._keep(one, batch)
         recorder.step["batches"].append(
             {
                 "loader": facts["loader"],
@@ -349,6 +384,17 @@ class LoaderWatch:
                 "indices": _numbers(indices),
             }
         )
+
+    def _keep(self, one: _Pass, batch: Any) -> None:
+        """Save a batch of a stream for the one process; see [Note: streams of ranks]."""
+        path = self._recorder.settings.file("stream", one.number, len(one.facts["keys"]) - 1, self._recorder.rank)
+        try:
+            with self._recorder.aside():
+                torch.save(batch, path)
+            self._bytes_kept += path.stat().st_size
+        except Exception:  # a batch may hold anything
+            one.facts["kept"] = False
+        one.facts["kept"] &= self._bytes_kept <= _MOST_BYTES_KEPT
 
     def _forget_looked_at(self, loader: int) -> None:
         """Drop batches of passes that were abandoned before anything was computed from them, or that evaluated.
@@ -375,6 +421,29 @@ def _length_of(thing: Any) -> int | None:
         return len(thing)
     except TypeError:
         return None
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """The batch size of a loader, or of its batch sampler; None if it has none."""
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _joined(batches: Sequence[Any], dim: int) -> Any:
+    """One batch of the rows of several, which have the same structure; ValueError if nobody knows how."""
+    flat, specs = zip(*map(tree_flatten, batches), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise ValueError("lockstep verify: the ranks' batches have different structures")
+    leaves = []
+    for column in zip(*flat, strict=True):
+        if isinstance(column[0], torch.Tensor):
+            leaves.append(torch.cat(column, dim))
+        elif all(each == column[0] for each in column):
+            leaves.append(column[0])
+        else:
+            raise ValueError(f"lockstep verify: the ranks' batches hold other things than tensors: {column[0]!r}")
+    return tree_unflatten(leaves, specs[0])
 
 
 def _may_come_to_last(iterator: Any) -> bool:

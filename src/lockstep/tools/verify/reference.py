@@ -10,11 +10,12 @@ out, so that they are reported.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 
 from lockstep.tools.verify.samples import Record, Samples, batches_of, passes_are_shared_out, rows_of
 from lockstep.tools.verify.script import Script, said_number
-from lockstep.tools.verify.settings import OF_RANK_0, ONE, Orders
+from lockstep.tools.verify.settings import IN_TURN, JOINED, OF_RANK_0, ONE, Orders
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict, first_steps
 
@@ -23,8 +24,10 @@ __all__ = [
     "evaluation_of_first",
     "has_begun",
     "order_of_ranks",
+    "reads_streams_of_ranks",
     "run_one",
     "run_one_by_option",
+    "streams_of_ranks",
     "why_not_given",
 ]
 
@@ -33,11 +36,11 @@ OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-samp
 _MOST_OPTIONS = 3  # number of options that are tried
 _NO_SIZE = (
     "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
-    "batch_size), so it cannot be given the batches of all ranks"
+    "batch_size), and by itself it would read other samples than the ranks"
 )
 _OF_STREAMS = (
     "each rank reads a stream of its own (an IterableDataset) for its part of the passes of a step, and one process "
-    "cannot be given the ranks' batches, pass by pass"
+    "would read one of these, or others"
 )
 
 
@@ -139,8 +142,28 @@ def _times_rows(ranks: Sequence[Record], one: Record) -> float:
     return times * sum(int(each[0]["rows"]) for each in theirs) / max(1, int(own[0]["rows"]))
 
 
+def streams_of_ranks(runs: Runs, verdict: Verdict) -> str:
+    """How to give one process the batches of the ranks' streams; empty if it has them, or there are none."""
+    passes = [one for each in runs.ranks for one in each["facts"]["passes"] if one["stream"] and one["trains"]]
+    if verdict.first != ("samples", "order") or not passes or not all(one["kept"] for one in passes):
+        return ""
+    own, *ranks = (each["steps"][0] for each in (runs.one, *runs.ranks))
+    return IN_TURN if passes_are_shared_out(own, ranks) else JOINED
+
+
+def reads_streams_of_ranks(runs: Runs) -> bool:
+    """Whether one process by itself reads the ranks' batches in their order, one rank after the other."""
+    for passes in zip(*(each["facts"]["passes"] for each in (runs.one, *runs.ranks)), strict=False):
+        own, *ranks = (one["keys"] for one in passes)
+        of_ranks = (key for batches in zip(*ranks, strict=False) for batch in batches for key in batch)
+        of_one = (key for batch in own for key in batch)
+        if passes[0]["trains"] and any(map(operator.ne, of_ranks, of_one)):
+            return False
+    return True
+
+
 def why_not_given(runs: Runs) -> str:
-    """Why one process could not get the samples of all ranks in its first step; empty if it did."""
+    """Why one process by itself does not get as many samples as the ranks in its first step; empty if it does."""
     own, *ranks = (each["steps"][0] for each in (runs.one, *runs.ranks))
     facts = runs.ranks[0]["facts"]
     if None in facts["made"] and rows_of(own) < sum(map(rows_of, ranks)):

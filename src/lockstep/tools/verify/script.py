@@ -88,6 +88,7 @@ class Script:
         replaces: see `VerifySettings`.
         devices: number of simulated GPUs in the run on N ranks; 0 for none.
         devices_of_one: number of these that one process sees.
+        streams: see `VerifySettings`; set before another run on one process.
         notes: notes for the report.
         failure_of_ranks: the error that ended the run on N ranks; empty for none.
     """
@@ -98,6 +99,7 @@ class Script:
         self.replaces = 0
         self.devices = world_size if what.devices == "gpu" else 0
         self.devices_of_one = 1
+        self.streams = ""
         self.notes: list[str] = []
         self.failure_of_ranks = ""
         # See `VerifySettings`.
@@ -129,6 +131,7 @@ class Script:
             replaces=self.replaces,
             local_rank_option=self._option,
             across=self._across,
+            streams=self.streams,
         )
         if orders is not None:
             torch.save(orders, settings.file("orders"))

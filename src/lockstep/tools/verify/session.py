@@ -13,8 +13,10 @@ from lockstep.tools.verify.reference import (
     evaluation_of_first,
     has_begun,
     order_of_ranks,
+    reads_streams_of_ranks,
     run_one,
     run_one_by_option,
+    streams_of_ranks,
     why_not_given,
 )
 from lockstep.tools.verify.samples import Record
@@ -158,10 +160,11 @@ def _comes_further(second: Verdict, first: Verdict) -> bool:
 def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdict:
     failure = script.failure_of_ranks
     verdict = judge(runs, failure)
-    orders = order_of_ranks(runs, verdict)
-    if orders:
+    orders, by_itself = order_of_ranks(runs, verdict), (runs, verdict)
+    script.streams = "" if orders else streams_of_ranks(runs, verdict)
+    if orders or script.streams:
         _, given = script.run(ONE, sizes, orders)
-        runs = Runs(runs.ranks, *given) if given else runs
+        runs = Runs(runs.ranks, *given) if has_begun(given) else runs
         verdict = judge(runs, failure)
     if verdict.code != 0 or any(each.startswith(LOGGED) for each in verdict.notes):
         _, again = script.run(HALVES, sizes, orders)
@@ -172,11 +175,34 @@ def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdic
         if verdict.first[0] == "evaluated":
             _, moved = script.run(ONE, sizes, {**orders, **evaluation_of_first(runs)})
             verdict = judge(dataclasses.replace(runs, moved=moved[0] if moved else None), failure)
+    if script.streams and runs is not by_itself[0]:
+        return _beside_streams(*by_itself, verdict)
     why = why_not_given(runs) if verdict.first == ("samples", "order") else ""
     if why:
         return Verdict(script.world_size, unknown=why)
     if orders and verdict.first not in OTHER_ORDER:
         verdict.notes.append(_GIVEN)
+    return verdict
+
+
+def _beside_streams(runs: Runs, by_itself: Verdict, verdict: Verdict) -> Verdict:
+    """Combine the verdict on one process that read streams by itself with the verdict on one given the ranks' batches.
+
+    Args:
+        runs: the runs with the process that read by itself.
+        by_itself: its verdict.
+        verdict: the other verdict.
+    """
+    if verdict.unknown:
+        return verdict
+    if not reads_streams_of_ranks(runs):
+        why = why_not_given(runs)
+        if not why:
+            verdict.differences = [*by_itself.differences[:1], *verdict.differences]
+        elif not verdict.differences:
+            verdict.unknown = f"{why}. One process that was given the ranks' batches gave their answer"
+            return verdict
+    verdict.notes.append("streams: one process was given the ranks' batches")
     return verdict
 
 

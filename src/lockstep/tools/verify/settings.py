@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep import env
 from lockstep.tools.shared import read_settings
 
-__all__ = ["HALVES", "OF_RANK_0", "ONE", "RANKS", "Orders", "Verification", "VerifySettings"]
+__all__ = ["HALVES", "IN_TURN", "JOINED", "OF_RANK_0", "ONE", "RANKS", "Orders", "Verification", "VerifySettings"]
 
 # The three roles that a run of the script may have.
 RANKS, ONE, HALVES = "ranks", "one", "halves"
@@ -17,6 +17,8 @@ RANKS, ONE, HALVES = "ranks", "one", "halves"
 # rank 0's part.
 Orders = dict[int, list[list[int]]]
 OF_RANK_0 = -1
+# How one process is given the batches of the ranks' streams: one batch of each rank at a time, or one after the other.
+JOINED, IN_TURN = "joined", "in turn"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class VerifySettings:
         local_rank_option: option with the local rank, put before the script's own arguments; empty for none.
         across: draws with several rows per sample have the first row of all samples, then the second, as for joined
             views; otherwise all rows of the first sample, then of the second, as for attention heads.
+        streams: in one process, how it is given the batches of the ranks' streams; empty for its own batches.
     """
 
     role: str
@@ -81,6 +84,7 @@ class VerifySettings:
     replaces: int = 0
     local_rank_option: str = ""
     across: bool = False
+    streams: str = ""
 
     @property
     def is_reference(self) -> bool:
@@ -93,7 +97,8 @@ class VerifySettings:
         Args:
             name: "record", a role and a rank: what a process recorded; "state" and a step from 0: parameters, buffers,
                 optimizers and random state of rank 0 at its beginning; "draws", a step and a rank: the random numbers
-                that it drew, and its samples; "orders": the indices that loaders of the one process hand out, where not
+                that it drew, and its samples; "stream", a pass, a number and a rank: a batch of a stream;
+                "orders": the indices that loaders of the one process hand out, where not
                 their own; "target": the function of processes that a script starts as ranks; "epoch", a number and a
                 word: that rank 0 has begun it, and "goes" on to record or "stops".
         """

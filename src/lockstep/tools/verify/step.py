@@ -312,10 +312,10 @@ class StepOfJob:
         if len(passes) > 1 or len(self.one["backwards"]) in passes or self.samples.differ:
             return False
         batches = len(self.one["batches"])
-        return all(len(each["batches"]) != batches for each in self.ranks) if batches else self._has_same_rows
+        return all(len(each["batches"]) != batches for each in self.ranks) if batches else self.has_same_rows
 
     @functools.cached_property
-    def _has_same_rows(self) -> bool:
+    def has_same_rows(self) -> bool:
         """Whether the same rows enter models, in any of their calls."""
         return entered(self.one) == entered(*self.ranks)
 
@@ -323,7 +323,7 @@ class StepOfJob:
     def calls(self) -> Calls:
         """The inputs and outputs of the models, pass by pass."""
         are_others = any(len(each["calls"]) != len(self.one["calls"]) for each in self.ranks)
-        if self.is_cut_otherwise or (are_others and self._has_same_rows):
+        if self.is_cut_otherwise or (are_others and self.has_same_rows):
             return Calls()
         return measure_calls(self.ranks, self.one, limit_of(self.noise, self.precision), self.samples.padded > 0)
 
