@@ -32,12 +32,12 @@ __all__ = [
 OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
 _MOST_OPTIONS = 3  # number of options that are tried
 _NO_SIZE = (
-    "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
-    "batch_size), so it cannot be given the batches of all ranks"
+    "a loader has no batch size to multiply for one process (batch_size=None, or a batch_sampler without "
+    "batch_size), so one process cannot get the batches of all ranks"
 )
 _OF_STREAMS = (
-    "each rank reads a stream of its own (an IterableDataset) for its part of the passes of a step, and one process "
-    "cannot be given the ranks' batches, pass by pass"
+    "each rank reads its own stream (an IterableDataset) for its part of a step's passes, so one process cannot get "
+    "the ranks' batches pass by pass"
 )
 
 
