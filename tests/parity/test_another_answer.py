@@ -80,7 +80,7 @@ def with_means_in_a_loss(site: Site) -> None:
 
 
 def test_gradients_within_a_loss() -> None:
-    assert_refused(with_means_in_a_loss, "They are means over the ranks, through which no gradient goes back")
+    assert_refused(with_means_in_a_loss, "These are means over the ranks, and no gradient flows back through them")
 
 
 def stepped_by_hooks(site: Site) -> None:
@@ -103,7 +103,7 @@ def stepped_by_hooks(site: Site) -> None:
 
 
 def test_optimizers_within_the_backward_pass() -> None:
-    assert_refused(functools.partial(unheeded, stepped_by_hooks), "the optimizer steps within the backward pass")
+    assert_refused(functools.partial(unheeded, stepped_by_hooks), "the optimizer steps during the backward pass")
     assert_same(stepped_by_hooks)
 
 
@@ -147,7 +147,7 @@ def split(site: Site) -> None:
 
 def test_random_splits_and_lists_of_files() -> None:
     for backend in ("lockstep", "gloo"):
-        assert_refused(functools.partial(unheeded, split), "but of different data", backend=backend)
+        assert_refused(functools.partial(unheeded, split), "but with different data", backend=backend)
     assert_same(split)
 
 

@@ -141,7 +141,7 @@ def look_at_buckets() -> list[tuple[Any, ...]]:
     model.register_comm_hook(seen, hook)
     error = error_of(model.register_comm_hook, seen, hook)
     assert isinstance(error, ModelError)
-    assert "there can be only one" in str(error)
+    assert "only one is allowed" in str(error)
     for seed in range(2):
         seen.clear()
         inputs = data(5, 4, seed=seed)

@@ -60,9 +60,9 @@ def test_unused_parameters_are_named(backend: str, world_size: int, options: dic
         )
         assert "find_unused_parameters=True" in error
         assert late.startswith(
-            f"2 parameter(s) got no gradient on rank {rank} in the step before this one: right.weight, right.bias. "
+            f"2 parameter(s) got no gradient on rank {rank} in the previous step: right.weight, right.bias. "
         )
-        assert "outputs of the model that took no part in the loss" in late
+        assert "outputs of the model that the loss did not use" in late
 
 
 def find_unused(bucket_cap_mb: float | None) -> None:

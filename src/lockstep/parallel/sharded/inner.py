@@ -36,8 +36,8 @@ _ELEMENTWISE = frozenset(
     )
 )
 _REFUSED: Mapping[type, str] = {
-    torch.optim.LBFGS: "it looks at all parameters together, several times in a step; use it as it is, unsharded",
-    torch.optim.SparseAdam: "gradients that are sparse are not sharded; use it as it is",
+    torch.optim.LBFGS: "it uses all parameters together, several times per step; use it unsharded",
+    torch.optim.SparseAdam: "sparse gradients are not sharded; use it unsharded",
 }
 
 
@@ -97,9 +97,9 @@ class ShardPiece:
             (before, strides_before), (now, strides_now) = self.layout, layout
             raise ModelError(
                 f"a parameter of ZeroRedundancyOptimizer had shape {before} and strides {strides_before} when the "
-                f"optimizer was made, and has {now} and {strides_now} now: its shares and its state lie as it did. "
-                "Reshape the model, and give it its memory format (model.to(memory_format=...)), before it is wrapped, "
-                "and make the optimizer then"
+                f"optimizer was created, but now has {now} and {strides_now}. Its shares and state have the old "
+                "layout. Reshape the model, or change its memory format (model.to(memory_format=...)), before "
+                "wrapping it, then create the optimizer"
             )
         self.parameter.data = self._memory(flat)
 

@@ -221,8 +221,8 @@ class PieceStates(MutableMapping[torch.Tensor, Any]):
 
 def _refuse_to_look() -> NoReturn:
     raise ModelError(
-        "optimizer.state[parameter]: of the state of ZeroRedundancyOptimizer each rank has a share. "
+        "optimizer.state[parameter]: the state of ZeroRedundancyOptimizer is sharded over the ranks. "
         "optimizer.state_dict()['state'][number of the parameter] has it whole (collective: on every rank), and "
-        "load_state_dict puts it back; optimizer.state.pop(parameter, None), .clear() and optimizer.state = {} begin "
-        "anew, on every rank"
+        "load_state_dict restores it; optimizer.state.pop(parameter, None), .clear() and optimizer.state = {} reset "
+        "it, on every rank"
     )
