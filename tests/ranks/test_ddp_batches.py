@@ -151,7 +151,7 @@ def test_what_is_a_ranks_own_business_is_not_compared(backend: str) -> None:
 
 def test_ranks_with_other_data_are_told_with_a_communication_hook() -> None:
     for message in run_ranks(split_by_itself, 2, "split", allreduce_hook):
-        assert "of different data" in message
+        assert "with different data" in message
 
 
 def leave_out_by_gloo() -> str:

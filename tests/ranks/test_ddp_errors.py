@@ -399,7 +399,7 @@ def test_models_that_were_changed_after_they_were_wrapped_are_an_error(how: str)
     """Each rank trained a model of its own, from other values."""
     for error in run_ranks(change_after_wrapping, 2, how):
         assert error.startswith("ranks hold different values of ")
-        assert "such as 0.weight on rank 1. All had those of rank 0 when" in error
+        assert "such as 0.weight on rank 1. All had rank 0's values when" in error
 
 
 @pytest.mark.parametrize("how", ["initialised alike", "loaded on all", "not at all"])

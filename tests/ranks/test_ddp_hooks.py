@@ -191,4 +191,4 @@ def misbehave() -> list[str]:
 def test_hooks_that_misbehave(backend: str) -> None:
     for not_callable, no_future in run_ranks(misbehave, 2, backend=backend):
         assert not_callable == "a communication hook must be callable, got str"
-        assert no_future.startswith("the communication hook returned Tensor; it must return a torch.futures.Future")
+        assert no_future.startswith("the communication hook returned Tensor; expected a torch.futures.Future")
