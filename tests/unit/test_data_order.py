@@ -230,7 +230,7 @@ class Grows(NotIndices):
     ("items", "length", "expected"),
     [
         ([0, 1, 2], 4, "yielded 3 indices in epoch 6, but its length is 4"),
-        ([0, 1, 2], 2, "yielded more indices in epoch 6, but its length is 2.*fix its __len__"),
+        ([0, 1, 2], 2, "yielded more indices in epoch 6, but its length is 2.*Fix its __len__"),
         # As samplers for loops without epochs, which have a length all the same.
         (Endless(), 8, "yielded more indices.*, but its length is 8.*endless, .*drop it and pass shuffle=True"),
         ([0.5, 1], 2, "not an index"),

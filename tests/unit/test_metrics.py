@@ -347,7 +347,7 @@ def test_sums_of_a_matrix_are_handed_over_one_by_one(contributions, shapes):
             return sums[3]
 
     metric = Confusion()
-    with pytest.raises(InputError, match=rf"expected 4 single numbers, .* shapes {shapes}; .*accumulate\(\*tensor"):
+    with pytest.raises(InputError, match=rf"expected 4 single numbers, .* shapes {shapes}\. .*accumulate\(\*tensor"):
         metric.update(*contributions)
     metric.update(*torch.eye(2).flatten())
     assert metric.compute() == 1.0
