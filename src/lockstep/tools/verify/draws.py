@@ -108,7 +108,7 @@ class DrawWatch:
                 step["unlike_draws"].append(_unlike(name, values, [values] * self._settings.world_size, by_pass=True))
                 step["given"] += not torch.equal(joined, values)
                 return joined
-            # Counted from the last batch: what only one rank drew before it, to show samples, does not shift the others.
+            # Counted from the last batch: what only one rank drew before it, to show samples, shifts no others.
             place = step["own_draws"].count(after)
             step["own_draws"].append(after)
             every = [
@@ -294,13 +294,13 @@ def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[
 
 
 def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:
-    """The only dimension along which the ranks' draws add up to that of one process; None if there is not exactly one."""
+    """The only dimension along which the ranks' draws add up to that of one process; else None."""
     axes = [axis for axis in range(own.ndim) if _make(own, drawn, axis)]
     return axes[0] if len(axes) == 1 else None
 
 
 def _make(whole: Tensor, parts: list[Tensor], axis: int) -> bool:
-    """Whether parts add up to the whole along a dimension; in others they may be shorter, such as with padded samples."""
+    """Whether parts add up to the whole along a dimension; in others they may be shorter (padded samples)."""
     if not parts or any(each.ndim != whole.ndim for each in parts):
         return False
     sizes = zip(*(each.shape for each in parts), strict=True)
