@@ -157,7 +157,7 @@ def test_stranger_is_named_by_address(token: bool, job: Job, hosts: Cluster) -> 
     launchers = [job.processes[host.name] for host in (first, second)]
     wait_until(lambda: all(launcher.poll() is not None for launcher in launchers), job, hosts)
     assert [launcher.returncode for launcher in launchers] == [0, 0]
-    assert (job.said(first) + job.said(second)).count("lockstep: warning: somebody who does not have") == 1
+    assert (job.said(first) + job.said(second)).count("lockstep: warning: a process without this job's token") == 1
 
 
 def test_hosts_that_lose_their_power_are_done_without(job: Job, hosts: Cluster) -> None:
@@ -194,7 +194,7 @@ def test_hosts_that_lose_their_power_are_done_without(job: Job, hosts: Cluster) 
     # other.
     assert (
         f"lockstep: host {three.name} (launcher pid " in said
-        or said.count("; the hosts that are left meet elsewhere") == 2
+        or said.count("; the remaining hosts meet elsewhere") == 2
         or re.search(rf"RankLost at train.py:\d+: .*rank \d \({three.name}, ", said)
     ), said
     (job.folder / "stop").touch()

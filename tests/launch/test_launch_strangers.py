@@ -43,7 +43,7 @@ FORGED = {
     "closed": "the stranger says so",
     "exit_code": 0,
 }
-WARNING = "lockstep: warning: somebody who does not have this job's token came to 127.0.0.1, port "
+WARNING = "lockstep: warning: a process without this job's token connected to 127.0.0.1, port "
 
 
 class Job:
@@ -218,7 +218,7 @@ def test_launchers_without_the_token_are_refused_by_name(launches: Launches) -> 
     for other in [job.start(2, conf) for conf in ("", ",token_file=other")]:
         _, err = other.communicate(timeout=limit_s(60))
         assert other.returncode == 2, err
-        assert "has no part in the job at 127.0.0.1, port " in err
+        assert "cannot join the job at 127.0.0.1, port " in err
         assert "it was made with another token" in err
         assert "Traceback" not in err
     ends = job.end()

@@ -149,8 +149,8 @@ def parse_conf(text: str) -> dict[str, float | bool | str]:
             found["token_file"] = value
         elif key in ("token", "secret"):
             raise LaunchError(
-                f"--rdzv-conf has {key}=…: what stands on a command line, everybody on the host can read. Put the "
-                "token into a file, and give token_file=PATH"
+                f"--rdzv-conf has {key}=…, but everybody on the host can read command lines. Put the token into a "
+                "file, and pass token_file=PATH"
             )
         elif key == "is_host":
             if value.lower() not in ("0", "1", "true", "false"):
