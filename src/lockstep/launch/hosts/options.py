@@ -199,7 +199,9 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         help="one of the hosts, where the launchers meet, instead of --master-addr and --node-rank",
     )
     parser.add_argument("--rdzv-id", "--rdzv_id", metavar="NAME", help="a name for the job, the same on all hosts")
-    parser.add_argument("--rdzv-backend", "--rdzv_backend", metavar="KIND", help="c10d (default) or static, alike here")
+    parser.add_argument(
+        "--rdzv-backend", "--rdzv_backend", metavar="KIND", help="c10d (default) or static; here they are the same"
+    )
     parser.add_argument(
         "--rdzv-conf",
         "--rdzv_conf",
