@@ -151,7 +151,7 @@ def test_stranger_is_named_by_address(token: bool, job: Job, hosts: Cluster) -> 
     assert ("this job has no token" in job.said(first)) is not token
     (job.folder / "stranger.py").write_text(STRANGER)
     job.start_alone(third, "stranger.py", first.address)
-    wait_until(lambda: "It is refused, and the job continues" in job.said(first), job, hosts)
+    wait_until(lambda: "It was rejected, and the job continues" in job.said(first), job, hosts)
     assert f"connected there, from no host of this job: {third.address}." in job.said(first)
     (job.folder / "stop").touch()
     launchers = [job.processes[host.name] for host in (first, second)]

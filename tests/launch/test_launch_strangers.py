@@ -148,7 +148,7 @@ def test_job_goes_on(what: str, launches: Launches) -> None:
     assert [code for code, _, _ in ends] == [0] * len(ends), ends
     said = "".join(err for _, _, err in ends)
     assert said.count(WARNING) == 1, said
-    assert "refused, and the job continues" in said
+    assert "rejected, and the job continues" in said
     assert not (launches.folder / "up-1-0").exists(), "no rank was started again"
 
 
@@ -194,7 +194,7 @@ def test_recording_of_an_earlier_job_ends_no_launcher(launches: Launches) -> Non
         is_over.set()
     ends = job.end()
     assert [code for code, _, _ in ends] == [0, 0], ends
-    assert "refused, and the job continues" in "".join(err for _, _, err in ends)
+    assert "rejected, and the job continues" in "".join(err for _, _, err in ends)
 
 
 def test_job_that_was_over_before_a_launcher_came_is_no_success(launches: Launches) -> None:

@@ -277,7 +277,7 @@ def checkpoint_one_of_two_passes(outside_first: bool) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_static_graph_has_unused_parameters(backend: str, late: bool) -> None:
     for (error,) in run_ranks(keep_the_graph, 3, late, backend=backend):
-        assert "in this step: left.weight, left.bias. static_graph=True says" in error
+        assert "in this step: left.weight, left.bias. static_graph=True requires" in error
 
 
 @backends
