@@ -475,7 +475,7 @@ def test_an_iteration_may_begin_before_the_engine_is_made() -> None:
 def test_one_row_beside_the_batches_is_no_batch_of_one_sample() -> None:
     """It counted twice on rank 0, and not at all on rank 1, without a word."""
     for message in run_ranks(train_by_a_code, 2, False):
-        assert "The first tensor has as many rows as no batch" in str(message)
+        assert "No batch has as many rows as the first tensor" in str(message)
         assert "with model.samples(n)" in str(message)
     (expected,) = run_ranks(train_by_a_code, 1, True)
     for found in run_ranks(train_by_a_code, 2, True):

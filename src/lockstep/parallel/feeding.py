@@ -358,7 +358,7 @@ def _what_to_write(rows: int | None) -> str:
             "lockstep.all_gather(a), lockstep.all_gather(b)"
         )
     return (
-        "The first tensor has as many rows as no batch. Say how many samples this rank's loss is the mean over: "
+        "No batch has as many rows as the first tensor. Say how many samples this rank's loss is the mean over: "
         "`with model.samples(n): model(…)` (0 if lockstep.is_filler(batch)). If the loss compares samples with each "
         "other, also pass it lockstep.all_gather(model(…))"
     )

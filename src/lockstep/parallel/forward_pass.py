@@ -121,8 +121,8 @@ class ForwardPass:
         if not self.is_plain:
             raise ModelError(
                 "a gradient with create_graph=True (as for a gradient penalty) belongs to a batch that is not split "
-                "between the ranks, so its part of the loss would count once per rank instead of once per sample. "
-                "Compute the gradient in forward(), and return the term for each sample"
+                "evenly between the ranks, so its part of the loss would count once per rank instead of once per "
+                "sample. Compute the gradient in forward(), and return the term for each sample"
             )
 
     def enter(self, inputs: Any) -> Any:
