@@ -87,7 +87,9 @@ def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int =
     if step < 0:
         raise InputError(f"checkpoint.save: step is {step}; expected 0 or more")
     if keep < 1:
-        raise InputError(f"checkpoint.save: keep is {keep}; expected at least 1, or the new checkpoint would go too")
+        raise InputError(
+            f"checkpoint.save: keep is {keep}; expected at least 1, or the new checkpoint would be deleted"
+        )
     final = Path(on_rank_zero(lambda: str(_write(Path(folder), state, step, keep))))
     _check_alike(final, Path(folder), step)
     return final
@@ -206,14 +208,15 @@ def _check_alike(final: Path, folder: Path, step: int) -> None:
     rank = _own_rank()
     if step != _step_of(final):
         raise CollectiveMismatch(
-            f"checkpoint.save: rank {rank} saves step {step}, and rank 0 has written step {_step_of(final)}: the ranks "
-            "are not at the same step. Look for a branch that only some ranks take, or a loop that some leave earlier",
+            f"checkpoint.save: rank {rank} saves step {step}, but rank 0 has written step {_step_of(final)}: the "
+            "ranks are not at the same step. Look for a branch that only some ranks take, or a loop that some leave "
+            "earlier",
             (rank,),
         )
     if folder.resolve() != final.parent.resolve():
         get_logger(__name__).warning(
-            "checkpoint.save: rank %d gave the folder %s, and rank 0, which alone writes, %s: what this rank has is "
-            "not saved. Gather it, or name one folder for all ranks, by lockstep.rank_zero.on_rank_zero",
+            "checkpoint.save: rank %d passed the folder %s, but rank 0, which alone writes, %s: this rank's state is "
+            "not saved. Gather it, or choose one folder for all ranks, with lockstep.rank_zero.on_rank_zero",
             rank,
             folder,
             final.parent,
@@ -295,7 +298,7 @@ def _choose(path: Path) -> Path:
             return candidate
         problems.append(f"{candidate.name} {problem}")
         get_logger(__name__).warning("checkpoint %s %s; falling back to the one before it", candidate, problem)
-    raise CheckpointError(f"no whole checkpoint in {folder}: {'; '.join(problems)}. Restore the folder from a copy")
+    raise CheckpointError(f"no intact checkpoint in {folder}: {'; '.join(problems)}. Restore the folder from a copy")
 
 
 def _problem(path: Path) -> str:
@@ -330,7 +333,7 @@ def _step_of(path: Path) -> int:
 def _alternatives(path: Path) -> str:
     """The good checkpoints in the folder of a bad one, as the end of a message."""
     good = [entry.name for entry in available(path.parent) if entry != path and not _problem(entry)]
-    return f". Whole ones beside it: {', '.join(good)}" if good else ""
+    return f". Intact ones next to it: {', '.join(good)}" if good else ""
 
 
 def _loadable(value: Any, place: str) -> Any:

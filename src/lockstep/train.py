@@ -349,8 +349,8 @@ class Trainer:
             )
         if not _has_length(loader):
             raise InputTypeError(
-                f"Trainer: the loader's batch_sampler {type(loader.batch_sampler).__name__} has no length, by which "
-                "the last step of an epoch is known: give it __len__"
+                f"Trainer: the loader's batch_sampler {type(loader.batch_sampler).__name__} has no length, which "
+                "determines the last step of an epoch: give it __len__"
             )
         for name, value in (("accumulate", accumulate), ("log_every", log_every), ("save_every", save_every)):
             if value is not None and value < 1:
@@ -512,7 +512,7 @@ class Trainer:
         if ledger.window_samples:
             raise InputError(
                 f"Trainer: the loader's batch_sampler {type(self.loader.batch_sampler).__name__} has length {length}, "
-                "by which the last step of an epoch is known, and yields another number of batches: fix its __len__"
+                "which determines the last step of an epoch, but yields another number of batches: fix its __len__"
             )
 
     def _begin_epoch(self) -> None:
@@ -583,12 +583,13 @@ def _check_scheduler(saved: Mapping[str, Any] | None, scheduler: Scheduler | Non
     """Refuse to resume with a scheduler if there was none, or without if there was one: learning rates would change."""
     if saved is None and scheduler is not None:
         raise CheckpointError(
-            f"the checkpoint has no scheduler, and this run has a {type(scheduler).__name__}: make the Trainer without "
-            'one; or, to begin its schedule now, set state["scheduler"] = trainer.scheduler.state_dict() before loading'
+            f"the checkpoint has no scheduler, but this run has a {type(scheduler).__name__}: create the Trainer "
+            'without one; or, to start its schedule now, set state["scheduler"] = trainer.scheduler.state_dict() '
+            "before loading"
         )
     if saved is not None and scheduler is None:
         raise CheckpointError(
-            "the checkpoint has a scheduler, and this run has none: give the Trainer the one it was written with; or, "
+            "the checkpoint has a scheduler, but this run has none: pass the Trainer the one of the checkpoint; or, "
             'to keep the learning rate as it was then, set state["scheduler"] = None before loading'
         )
 

@@ -338,7 +338,7 @@ def _open(
 ) -> World:
     """A world with a new default group; see `init`."""
     if store is not None and init_method is not None:
-        raise SetupError("both store and init_method were given: they are two ways to meet; give one")
+        raise SetupError("both store and init_method were given, two ways to meet; pass one")
     limit = _as_timedelta(timeout)
     if _means_mpi4py(backend) and rank is None and world_size is None:
         topology, mpi_store = meet_by_mpi(limit)
@@ -446,11 +446,11 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
     try:
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     except TypeError:
-        raise InputTypeError(f"timeout is {timeout!r}; give seconds as a number, or a datetime.timedelta") from None
+        raise InputTypeError(f"timeout is {timeout!r}; pass seconds as a number, or a datetime.timedelta") from None
     except (OverflowError, ValueError):  # inf, nan
         limit = timedelta(0)
     if limit <= timedelta(0):
-        raise SetupError(f"timeout is {timeout}; give seconds above 0, or None for 30 minutes")
+        raise SetupError(f"timeout is {timeout}; pass seconds above 0, or None for 30 minutes")
     return limit
 
 
@@ -503,8 +503,8 @@ def _stand_in(topology: Topology) -> str:
     if topology.world_size > 1 and topology.rank == 0:
         warn_once(
             get_logger(__name__),
-            f"{shared_memory_lack()}. This job's ranks talk over gloo: the same answers, but slower, and a rank that "
-            "breaks is an error on the others only when gloo notices, without names",
+            f"{shared_memory_lack()}. This job's ranks use gloo: same results, but slower, and if a rank fails, the "
+            "others get an error only when gloo notices, without names",
         )
     return "gloo"
 

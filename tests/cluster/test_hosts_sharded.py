@@ -31,7 +31,7 @@ def test_a_host_has_parameters_and_state_once(hosts: Cluster) -> None:
         assert (found["seen"], round(found["held"], 1)) == (3.0, 0.5)
         kind, said = found["raised"]
         assert kind == "ModelError", said
-        assert "written to outside of" in said
+        assert "were changed outside of" in said
 
 
 def test_the_image_recipe_shares_where_a_host_has_several_ranks(hosts: Cluster) -> None:

@@ -151,13 +151,13 @@ def test_stranger_is_named_by_address(token: bool, job: Job, hosts: Cluster) -> 
     assert ("this job has no token" in job.said(first)) is not token
     (job.folder / "stranger.py").write_text(STRANGER)
     job.start_alone(third, "stranger.py", first.address)
-    wait_until(lambda: "It is refused, and the job continues" in job.said(first), job, hosts)
+    wait_until(lambda: "It was rejected, and the job continues" in job.said(first), job, hosts)
     assert f"connected there, from no host of this job: {third.address}." in job.said(first)
     (job.folder / "stop").touch()
     launchers = [job.processes[host.name] for host in (first, second)]
     wait_until(lambda: all(launcher.poll() is not None for launcher in launchers), job, hosts)
     assert [launcher.returncode for launcher in launchers] == [0, 0]
-    assert (job.said(first) + job.said(second)).count("lockstep: warning: somebody who does not have") == 1
+    assert (job.said(first) + job.said(second)).count("lockstep: warning: a process without this job's token") == 1
 
 
 def test_hosts_that_lose_their_power_are_done_without(job: Job, hosts: Cluster) -> None:
@@ -194,7 +194,7 @@ def test_hosts_that_lose_their_power_are_done_without(job: Job, hosts: Cluster) 
     # other.
     assert (
         f"lockstep: host {three.name} (launcher pid " in said
-        or said.count("; the hosts that are left meet elsewhere") == 2
+        or said.count("; the remaining hosts meet elsewhere") == 2
         or re.search(rf"RankLost at train.py:\d+: .*rank \d \({three.name}, ", said)
     ), said
     (job.folder / "stop").touch()

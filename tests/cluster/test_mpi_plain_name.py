@@ -84,7 +84,7 @@ def test_mpirun_decides_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(LaunchError, match=r"so --log-dir, --nproc is not for `lockstep run` to decide: leave it out"):
+    with pytest.raises(LaunchError, match=r"so `lockstep run` cannot set --log-dir, --nproc: leave it out"):
         main(["--nproc", "2", "--log-dir", "x", SCRIPT])
     with pytest.raises(LaunchError, match="not found"):
         main(["nowhere.py"])

@@ -115,7 +115,7 @@ def test_a_collective_that_one_rank_leaves_out_on_a_row_of_a_mesh_is_found(warm:
     assert done.code == 1
     assert done.found == marked("faulty_mesh.py"), done.output
     (finding,) = done.report["findings"]
-    assert finding["what"] == "rank 2 called all_reduce(float32[1], SUM), but rank 3 came to no further collective"
+    assert finding["what"] == "rank 2 called all_reduce(float32[1], SUM), but rank 3 called no further collective"
 
 
 def test_the_number_of_slurm_tasks_is_not_the_number_of_ranks(warm: WarmLauncher, tmp_path: Path) -> None:

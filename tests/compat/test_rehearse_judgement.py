@@ -161,7 +161,7 @@ def test_processes_that_train_for_themselves_without_knowing_of_each_other() -> 
     for came_to_nothing in (job(alone(0), alone(1)), job(alone(0)), None):
         said = format_text("train.py", [], came_to_nothing, 130)
         assert said.startswith(
-            "lockstep rehearse: no report on train.py: it ended with exit code 130 before it joined a group\n"
+            "lockstep rehearse: no report on train.py: it ended with exit code 130 before joining a group\n"
         )
 
 
@@ -169,7 +169,7 @@ def test_ranks_that_were_killed_in_a_group_are_known_to_have_joined_one() -> Non
     killed = replace(job(), settings=RehearsalSettings(devices=2, processes_per_node=2), joined=(0, 1))
     said = format_text("train.py", [], killed, 1).splitlines()
     assert said[0] == "lockstep rehearse: nothing found in train.py on 2 ranks before it failed"
-    assert said[2].startswith("lockstep rehearse: ranks 0, 1 ended without a record")
+    assert said[2].startswith("lockstep rehearse: ranks 0, 1 left no record")
 
 
 def test_a_process_that_a_rank_has_started_writes_for_that_rank() -> None:

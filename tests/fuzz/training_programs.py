@@ -47,8 +47,8 @@ CHANGES = ("", "cloned", "normalised")
 CHECKPOINTS = ("", "parts", "all", "parts re-entrant", "all re-entrant")
 HOOKS = ("", "tensor", "post-accumulate", "post-accumulate, out of place")
 FROZEN = ("conv", "trunk", "heads")
-_NOT_DIVIDED = "that the ranks do not divide"
-_NOT_AVERAGED = "require a gradient that nobody averages"
+_NOT_DIVIDED = "that is not split evenly between the ranks"
+_NOT_AVERAGED = "require a gradient that is not averaged"
 # Things done between two passes of an epoch, with the kind of error that the engine has for each, if it has one.
 EVENTS = {
     "functional call": "",

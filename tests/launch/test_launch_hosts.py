@@ -216,16 +216,18 @@ def test_hosts_come_and_go(launches: Launches) -> None:
     sizes = [json.loads(line[4:])[0]["WORLD_SIZE"] for line in out.splitlines()]
     assert sizes == ["3", "3", "2", "2", "3", "3", "2", "2"]
     again = "; starting all ranks again with the hosts that are there"
-    gone = "lockstep: the launcher at PLACE, where the launchers meet, is gone or cannot be reached; the hosts that are"
+    gone = (
+        "lockstep: the launcher at PLACE, where the launchers meet, is gone or cannot be reached; the remaining hosts"
+    )
     assert [spell(line) for line in first_said(first) + TOLD.sub("", err).splitlines()] == [
         f"lockstep: {second.pid} came{again}",
         f"lockstep: {second.pid} was lost, without a sign of life{again}",
         f"lockstep: {third.pid} came{again}",
-        f"{gone} left meet elsewhere",
+        f"{gone} meet elsewhere",
         f"lockstep: the host of the rendezvous endpoint was lost{again}",
         f"lockstep: the first rendezvous endpoint is back{again}",
         f"lockstep: {fourth.pid} was told to end (SIGTERM){again}",
-        "lockstep: the launcher that holds the store at PLACE was told to end; the hosts that are left meet elsewhere",
+        "lockstep: the launcher that holds the store at PLACE was told to end; the remaining hosts meet elsewhere",
     ]
 
 

@@ -60,7 +60,7 @@ def test_no_line_of_ours_says_where_the_script_has_ended(launches: Launches) -> 
     )
     done = launches.run("--nproc", "2", launches.script(script))
     assert "failed with lockstep.errors.ModelError: the 2 ranks end with different models" in done.stderr
-    assert "so call model(x), and not model.module(x)" in done.stderr
+    assert "so call model(x), not model.module(x)" in done.stderr
     assert "comparison.py" not in done.stderr
 
 

@@ -54,7 +54,7 @@ def test_nproc() -> None:
             resolve_nproc(wrong, {})
     with pytest.raises(LaunchError, match="no GPU here"):
         resolve_nproc("gpu", {"CUDA_VISIBLE_DEVICES": ""})
-    with pytest.raises(LaunchError, match=r"so many ranks take 625 GiB before they have a model, and \d+ GiB are free"):
+    with pytest.raises(LaunchError, match=r"these ranks need 625 GiB even without a model, but \d+ GiB are free"):
         resolve_nproc(10_000, {})
 
 
@@ -372,7 +372,7 @@ def test_rank_that_came_when_the_others_had_given_up_is_late() -> None:
     waited = replace(wrote(0, 1.0), is_timeout=True, culprits=(1, 2))
     exits = {rank: left(rank, stopped=rank > 0) for rank in range(3)}
     text = format_summary(find_first_failure(exits, {0: waited}, set(), statuses), 3)
-    assert "rank 1 (pid 1001) came to barrier #9 at /x/train.py:8 too late; rank 2 (pid 1002) did not come to " in text
+    assert "rank 1 (pid 1001) reached barrier #9 at /x/train.py:8 too late; rank 2 (pid 1002) did not reach " in text
 
 
 def test_traceback_of_a_mismatch_is_that_of_who_came_for_something_else() -> None:
@@ -405,7 +405,7 @@ def test_ranks_that_left_early_are_named_once_and_the_one_that_missed_them_says_
     lines = format_summary(find_first_failure(exits, {0: report}, set()), 4).splitlines()
     assert lines[1].startswith("lockstep: rank 1 (pid 1001) ended (exit code 0) while other ranks still needed it")
     assert lines[2] == "lockstep: the same end on ranks 2, 3"
-    assert "all ranks must decide alike" in lines[3]
+    assert "let all ranks agree" in lines[3]
     assert lines[4:-1] == ["", "rank 0:", "Traceback: in checkpoint.save"]
 
 
@@ -414,7 +414,7 @@ def test_rank_that_was_stopped_on_its_way_out_is_blamed() -> None:
     exits = {0: left(0), 1: left(1, 143, signal=15, stopped=True)}
     lines = format_summary(find_first_failure(exits, {0: report}, set()), 2).splitlines()
     assert lines[1].startswith("lockstep: rank 1 (pid 1001) left the group while other ranks still needed it")
-    assert "all ranks must decide alike" in lines[2]
+    assert "let all ranks agree" in lines[2]
 
 
 def test_place_is_relative_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

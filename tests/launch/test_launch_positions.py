@@ -196,7 +196,7 @@ def test_stopped_rank_on_demand_and_at_the_timeout(launches: Launches, step_line
     assert "stacks of rank 0" not in err
     summary = summary_of(err)
     assert summary.startswith(
-        f"lockstep: rank 1 (pid {stopped}) did not come to all_reduce #3 at script.py:{step_line}: it was after "
+        f"lockstep: rank 1 (pid {stopped}) did not reach all_reduce #3 at script.py:{step_line}: it was after "
         f"all_reduce #2 at script.py:{step_line}, and its process is stopped; rank 0 was {waiting}"
     )
     assert "Missing: rank 1 (" in summary
@@ -334,7 +334,7 @@ def test_plain_torch_on_gloo_gets_the_same_summary(launches: Launches) -> None:
     assert f"{group}; 1; all_reduce(float32[3]); 10 in <module>; False" in said
     assert "torch_record.py" not in done.stderr
     assert opening_of(done.stderr) == (
-        f"lockstep: rank 1 (pid N) did not come to all_reduce #3 of {group} at script.py:19: it was after "
+        f"lockstep: rank 1 (pid N) did not reach all_reduce #3 of {group} at script.py:19: it was after "
         f"all_reduce #1 of {group} at script.py:10, and its process is stopped; rank 0 was in all_reduce #3 of {group} "
         "at script.py:19"
     )

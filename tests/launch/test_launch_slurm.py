@@ -253,7 +253,7 @@ def test_slurms_refusal_is_passed_on(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("commands", "message"),
-    [("exit 3", "sbatch ended with 3"), ("echo Submitted", "sbatch gave no job number; it said 'Submitted'")],
+    [("exit 3", "sbatch ended with 3"), ("echo Submitted", "sbatch printed no job number, but 'Submitted'")],
 )
 def test_strange_sbatch(folder: Path, commands: str, message: str) -> None:
     fake_sbatch(folder, commands)
@@ -273,8 +273,8 @@ def test_strange_sbatch(folder: Path, commands: str, message: str) -> None:
         (["--ntasks-per-node", "0", "train.py"], "--ntasks-per-node is 0"),
         (["--cpus-per-task", "-1", "train.py"], "--cpus-per-task is -1"),
         (["--sbatch-arg", "mem=4G", "train.py"], "--sbatch-arg is 'mem=4G'; expected an option of sbatch"),
-        (["--sbatch-arg=--comment=a\nb", "train.py"], "cannot stand in a line of a batch script"),
-        (["--job-name", "a\nb", "train.py"], "cannot stand in a line of a batch script"),
+        (["--sbatch-arg=--comment=a\nb", "train.py"], "cannot be in a line of a batch script"),
+        (["--job-name", "a\nb", "train.py"], "cannot be in a line of a batch script"),
         (["--output", "/proc/none/x", "train.py"], "cannot make /proc/none, where the log is to be"),
         (["--max-restarts", "3", "train.py"], "unrecognized arguments: --max-restarts 3"),
     ],

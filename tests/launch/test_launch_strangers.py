@@ -43,7 +43,7 @@ FORGED = {
     "closed": "the stranger says so",
     "exit_code": 0,
 }
-WARNING = "lockstep: warning: somebody who does not have this job's token came to 127.0.0.1, port "
+WARNING = "lockstep: warning: a process without this job's token connected to 127.0.0.1, port "
 
 
 class Job:
@@ -148,7 +148,7 @@ def test_job_goes_on(what: str, launches: Launches) -> None:
     assert [code for code, _, _ in ends] == [0] * len(ends), ends
     said = "".join(err for _, _, err in ends)
     assert said.count(WARNING) == 1, said
-    assert "refused, and the job continues" in said
+    assert "rejected, and the job continues" in said
     assert not (launches.folder / "up-1-0").exists(), "no rank was started again"
 
 
@@ -194,7 +194,7 @@ def test_recording_of_an_earlier_job_ends_no_launcher(launches: Launches) -> Non
         is_over.set()
     ends = job.end()
     assert [code for code, _, _ in ends] == [0, 0], ends
-    assert "refused, and the job continues" in "".join(err for _, _, err in ends)
+    assert "rejected, and the job continues" in "".join(err for _, _, err in ends)
 
 
 def test_job_that_was_over_before_a_launcher_came_is_no_success(launches: Launches) -> None:
@@ -218,7 +218,7 @@ def test_launchers_without_the_token_are_refused_by_name(launches: Launches) -> 
     for other in [job.start(2, conf) for conf in ("", ",token_file=other")]:
         _, err = other.communicate(timeout=limit_s(60))
         assert other.returncode == 2, err
-        assert "has no part in the job at 127.0.0.1, port " in err
+        assert "cannot join the job at 127.0.0.1, port " in err
         assert "it was made with another token" in err
         assert "Traceback" not in err
     ends = job.end()

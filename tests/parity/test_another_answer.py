@@ -61,7 +61,7 @@ def test_batches_of_several_sizes() -> None:
         assert_same(of_several_sizes, world_size)
 
 
-def test_losses_over_collectives_of_torch() -> None:
+def test_losses_over_torch_collectives() -> None:
     uneven, even = (functools.partial(another_answers.by_torchs_collectives, count) for count in (23, 24))
     assert_same(uneven)
     assert max(run_ranks(distance, 3, even, False)) <= 1e-12
@@ -79,8 +79,8 @@ def with_means_in_a_loss(site: Site) -> None:
         optimizer.zero_grad()
 
 
-def test_gradients_within_a_loss() -> None:
-    assert_refused(with_means_in_a_loss, "They are means over the ranks, through which no gradient goes back")
+def test_gradients_in_a_loss() -> None:
+    assert_refused(with_means_in_a_loss, "These are means over the ranks, and no gradient flows back through them")
 
 
 def stepped_by_hooks(site: Site) -> None:
@@ -102,8 +102,8 @@ def stepped_by_hooks(site: Site) -> None:
                 step(each)
 
 
-def test_optimizers_within_the_backward_pass() -> None:
-    assert_refused(functools.partial(unheeded, stepped_by_hooks), "the optimizer steps within the backward pass")
+def test_optimizers_that_step_during_the_backward_pass() -> None:
+    assert_refused(functools.partial(unheeded, stepped_by_hooks), "the optimizer steps during the backward pass")
     assert_same(stepped_by_hooks)
 
 
@@ -122,18 +122,18 @@ def attributed(site: Site) -> None:
         optimizer.step()
 
 
-def test_gradients_of_an_evaluation() -> None:
+def test_gradients_during_evaluation() -> None:
     assert_same(attributed)
 
 
-def test_gradients_divided_by_hand() -> None:
+def test_manually_divided_gradients() -> None:
     assert_same(another_answers.divided_behind)
 
 
 # ---- data ---------------------------------------------------------------------------------------------
 
 
-def test_padding_to_the_longest() -> None:
+def test_padding_to_the_longest_sample() -> None:
     assert_same(another_answers.padded)
 
 
@@ -147,18 +147,18 @@ def split(site: Site) -> None:
 
 def test_random_splits_and_lists_of_files() -> None:
     for backend in ("lockstep", "gloo"):
-        assert_refused(functools.partial(unheeded, split), "but of different data", backend=backend)
+        assert_refused(functools.partial(unheeded, split), "but with different data", backend=backend)
     assert_same(split)
 
 
-def test_draws_that_no_sample_owns() -> None:
+def test_random_draws_not_tied_to_a_sample() -> None:
     assert_same(another_answers.drawn)
 
 
 # ---- the loop -----------------------------------------------------------------------------------------
 
 
-def test_gradients_taken_by_hand() -> None:
+def test_manually_computed_gradients() -> None:
     assert_same(another_answers.by_hand)
 
 
@@ -174,7 +174,7 @@ def scheduled(site: Site) -> None:
         schedule.step(lockstep.mean(loss * len(y), len(y)) if site.changes else loss)
 
 
-def test_schedules_by_a_loss() -> None:
+def test_schedules_based_on_a_loss() -> None:
     assert_refused(functools.partial(unheeded, scheduled), "have got the same gradients since")
     assert_same(scheduled)
 
@@ -199,15 +199,15 @@ def test_noise_on_parameters() -> None:
     assert_same(shaken)
 
 
-def test_windows_that_are_cut_short() -> None:
+def test_incomplete_accumulation_windows() -> None:
     assert_same(another_answers.cut_short)
 
 
-def test_parameters_beside_the_model() -> None:
+def test_parameters_outside_the_model() -> None:
     assert_same(another_answers.beside)
 
 
-def test_hooks_that_are_not_linear() -> None:
+def test_nonlinear_hooks() -> None:
     assert_same(another_answers.clamped)
 
 
@@ -241,7 +241,7 @@ def penalised(site: Site, in_forward: bool) -> None:
         optimizer.step()
 
 
-def test_terms_that_do_not_come_by_the_outputs() -> None:
+def test_loss_terms_not_computed_from_the_outputs() -> None:
     assert_refused(functools.partial(penalised, in_forward=False), "create_graph=True")
     for world_size in (2, 3):
         assert_same(functools.partial(penalised, in_forward=True), world_size)
@@ -255,11 +255,11 @@ def test_mixup_and_cutmix() -> None:
 # ---- layers -------------------------------------------------------------------------------------------
 
 
-def test_buffers_that_a_batch_changes() -> None:
+def test_buffers_updated_from_a_batch() -> None:
     assert_same(another_answers.centered)
 
 
-def test_buffers_that_the_script_writes() -> None:
+def test_buffers_written_by_the_script() -> None:
     assert_same(another_answers.noisy)
 
 
@@ -278,6 +278,6 @@ def renormalised(site: Site) -> None:
             embedding.weight.renorm_(2, 0, 0.5)
 
 
-def test_embeddings_that_renormalise() -> None:
+def test_embeddings_with_a_maximum_norm() -> None:
     assert_refused(functools.partial(unheeded, renormalised), "Embedding(max_norm=0.5)")
     assert_same(renormalised)

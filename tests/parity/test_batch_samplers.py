@@ -315,7 +315,7 @@ def train_on_other_batches() -> None:
 def test_batches_that_differ_between_ranks_are_an_error(world_size: int) -> None:
     outcomes = run_ranks(train_on_other_batches, world_size, expect_errors=True)
     assert all(isinstance(each, CollectiveMismatch) for each in outcomes)
-    assert "gradients of samples 4 … of epoch 0, but of different data" in str(outcomes[0])
+    assert "gradients of samples 4 … of epoch 0, but with different data" in str(outcomes[0])
 
 
 def evaluate(sampler: str) -> tuple[float, int]:

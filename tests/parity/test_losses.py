@@ -531,7 +531,7 @@ def site_loader() -> Any:
 def test_a_global_loss_with_a_filler_is_an_error() -> None:
     outcomes = run_ranks(hand_over_a_filler, 2, expect_errors=True)
     assert outcomes[0] is None
-    assert "holds a filler" in str(outcomes[1])
+    assert "has a filler" in str(outcomes[1])
     assert "lockstep.is_filler" in str(outcomes[1])
 
 
@@ -574,7 +574,7 @@ def global_loss_of_gathered() -> None:
     model = lockstep.DistributedDataParallel(make_model())
     for x, _ in Site(alone=False).loader(4, 4):
         with pytest.raises(
-            lockstep.errors.InputError, match=r"lockstep\.all_gather has gathered.*leave global_loss out"
+            lockstep.errors.InputError, match=r"the result of lockstep\.all_gather.*Leave global_loss out"
         ):
             lockstep.global_loss(lockstep.all_gather(model(x)).square().sum())
 

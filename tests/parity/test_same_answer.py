@@ -366,7 +366,7 @@ def by_a_global_count(site: Site) -> None:
     steps(site, loss)
 
 
-def test_losses_divided_by_hand() -> None:
+def test_manually_divided_losses() -> None:
     assert_same_only_if_heeded(by_a_global_count)
 
 
@@ -379,18 +379,18 @@ def cut_by_the_sampler(site: Site) -> None:
     train(site, site.loader(chosen, 2), model, optimizer)
 
 
-def test_rows_cut_from_a_batch() -> None:
+def test_slices_of_a_batch() -> None:
     assert_refused(loops.the_first_rows_of_each_batch, "with model.samples(n)", 2)
     assert_same(cut_by_the_sampler)
 
 
-def test_micro_batches_cut_from_a_batch() -> None:
+def test_batches_split_into_micro_batches() -> None:
     assert_same(loops.micro_batches_cut_from_a_batch, 2)
     assert_refused(loops.micro_batches_cut_from_a_batch, "Parts of a batch must have one size", 5)
     assert_same(loops.accumulated, 5)
 
 
-def test_inputs_that_do_not_begin_with_samples() -> None:
+def test_inputs_whose_first_dimension_is_not_the_batch() -> None:
     assert_refused(loops.sequence_first, "with model.samples(n)")
     assert_same(loops.sequence_first_said)
 
@@ -400,12 +400,12 @@ def test_lists() -> None:
     assert_same(loops.lists_of_views_of_the_data)
 
 
-def test_noise_beside_a_batch() -> None:
+def test_noise_as_an_extra_input() -> None:
     assert_refused(loops.noise_beside_the_batch, "with model.samples(n)")
     assert_same(loops.noise_beside_the_batch_said)
 
 
-def test_data_of_other_loaders() -> None:
+def test_data_from_other_loaders() -> None:
     assert_same(loops.the_loader_of_torch)
     assert_refused(loops.rows_of_other_data, "with model.samples(n)")
     assert_same(loops.rows_of_other_data_said)
@@ -441,7 +441,7 @@ def count_by_hand() -> dict[str, float]:
     return {**dict(zip(counts, sums.tolist(), strict=True)), "metric": lockstep.metrics.synchronize(metric)[0]}
 
 
-def test_samples_counted_by_hand() -> None:
+def test_counting_samples() -> None:
     counts = run_ranks(count_by_hand, 5)[0]
     assert counts.pop("len") > 11
     assert set(counts.values()) == {11}
@@ -458,7 +458,7 @@ def logged(site: Site) -> None:
         optimizer.step()
 
 
-def test_losses_that_are_logged() -> None:
+def test_logged_losses() -> None:
     assert_same_only_if_heeded(logged, 2)
 
 
@@ -533,7 +533,7 @@ def decided(site: Site) -> None:
         optimizer.param_groups[0]["lr"] *= 1.3 + gained
 
 
-def test_optimizers_that_look_at_the_loss() -> None:
+def test_optimizers_that_use_the_loss() -> None:
     # A line search passes on what a mean is rounded by.
     assert max(run_ranks(distance, 3, minimised)) <= 1e-9
     assert_refused(functools.partial(unheeded, decided), "have got the same gradients since")
@@ -621,6 +621,6 @@ def train_deterministically() -> list[Tensor]:
         torch.use_deterministic_algorithms(False)
 
 
-def test_operators_that_are_not_deterministic() -> None:
+def test_nondeterministic_operators() -> None:
     of_ranks = [one for both in run_ranks(train_deterministically, 2) for one in both]
     assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)

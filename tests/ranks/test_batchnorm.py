@@ -352,7 +352,7 @@ def test_batchnorm_that_sees_one_rank_is_told_once() -> None:
     of_first, of_second = run_ranks(told_when_wrapped, 2)
     assert not any(of_second), "one rank speaks for all"
     (several,), *quiet, (alone,), silenced = of_first
-    assert "BatchNorm in training mode (1 and 1 more) normalizes by the samples of each rank alone" in several
+    assert "BatchNorm in training mode (1 and 1 more) normalizes over each rank's own samples" in several
     assert "lockstep.convert_sync_batchnorm" in several
     assert "setLevel('ERROR')" in several
     assert "(BatchNorm1d)" in alone
@@ -417,7 +417,7 @@ class NormThenActivation(nn.BatchNorm2d):
 
 def test_what_cannot_be_converted_is_named_and_nothing_changes() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), NormThenActivation(2))
-    with pytest.raises(ModelError, match=r"'1' \(NormThenActivation\) has a forward pass of its own"):
+    with pytest.raises(ModelError, match=r"'1' \(NormThenActivation\) overrides forward\(\)"):
         lockstep.convert_sync_batchnorm(model)
     assert type(model[0]) is nn.BatchNorm2d
     with pytest.raises(ModelError, match=r"'0' \(LazyBatchNorm1d\) is lazy"):

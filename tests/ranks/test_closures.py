@@ -122,7 +122,7 @@ def test_sums_over_batches_that_ranks_divide_differently_are_refused(
 ) -> None:
     """On all ranks, though the last of three has the same weight in both batches: 2 of 8 samples, and 1 of 4."""
     for message in run_ranks(refuse_batches, world_size, form, samples, batch_size):
-        assert message.startswith("LBFGS: the closure returns a loss without a graph")
+        assert message.startswith("LBFGS: the closure's loss differs between ranks, and has no graph")
         assert "total += lockstep.mean(loss * len(y), len(y)).item()" in message
 
 

@@ -62,7 +62,7 @@ def skip_one(num_samples: int, accumulate: bool) -> str:
 def test_a_skipped_backward_pass_is_an_error_that_names_the_batches(num_samples: int, accumulate: bool) -> None:
     for message in run_ranks(skip_one, 2, num_samples, accumulate):
         assert "rank 0: samples 4 … of epoch 0\n  rank 1: samples 8 … of epoch 0\n" in message
-        assert "One of them has left out a backward pass" in message
+        assert "One rank has left out a backward pass" in message
 
 
 def lose_tags_now_and_then() -> bool:
@@ -91,7 +91,7 @@ def test_stamps() -> None:
     )
     agreement = RankAgreement(["weight"], [torch.ones(1)], dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
     agreement._compare_batches([fingerprint_of([first]), 0, fingerprint_of([first])])
-    with pytest.raises(CollectiveMismatch, match="of epoch 1, but of different data"):
+    with pytest.raises(CollectiveMismatch, match="of epoch 1, but with different data"):
         agreement._compare_batches([fingerprint_of([first]), fingerprint_of([(first[0], 6)])])
 
 
@@ -138,9 +138,9 @@ class Files:
 def test_ranks_with_other_data_are_told(what: str, backend: str) -> None:
     """Each trained on samples of another rank's validation set, or on some samples twice and never on others."""
     for message in run_ranks(split_by_itself, 2, what, backend=backend):
-        assert "samples 0 … of epoch 0, but of different data" in message
-        assert "what it draws after lockstep.init (a split, a shuffle, negatives)" in message
-        assert "put together by lockstep.all_gather what the ranks have collected" in message
+        assert "samples 0 … of epoch 0, but with different data" in message
+        assert "what they draw after lockstep.init (a split, a shuffle, negatives)" in message
+        assert "combine what ranks have collected with lockstep.all_gather" in message
 
 
 @backends
@@ -150,7 +150,7 @@ def test_what_is_a_ranks_own_business_is_not_compared(backend: str) -> None:
 
 def test_ranks_with_other_data_are_told_with_a_communication_hook() -> None:
     for message in run_ranks(split_by_itself, 2, "split", allreduce_hook):
-        assert "of different data" in message
+        assert "with different data" in message
 
 
 def leave_out_by_gloo() -> str:
@@ -411,7 +411,7 @@ def test_integers_that_count_samples(count: Any) -> None:
 def test_what_counts_no_samples(count: Any) -> None:
     with lockstep.init(device="cpu"):
         model = DistributedDataParallel(nn.Linear(1, 1))
-        with pytest.raises(InputTypeError, match="give the number of samples on this rank"), model.samples(count):
+        with pytest.raises(InputTypeError, match="expected the number of samples on this rank"), model.samples(count):
             pass
 
 
@@ -474,7 +474,7 @@ def test_an_iteration_may_begin_before_the_engine_is_made() -> None:
 def test_one_row_beside_the_batches_is_no_batch_of_one_sample() -> None:
     """It counted twice on rank 0, and not at all on rank 1, without a word."""
     for message in run_ranks(train_by_a_code, 2, False):
-        assert "The first tensor's rows are those of no batch" in str(message)
+        assert "No batch has as many rows as the first tensor" in str(message)
         assert "with model.samples(n)" in str(message)
     (expected,) = run_ranks(train_by_a_code, 1, True)
     for found in run_ranks(train_by_a_code, 2, True):
@@ -491,7 +491,9 @@ def lay_in_a_row(what: str) -> str:
     return str(error_of(model, torch.cat([x, x * 2] if what == "views" else [x, other])))
 
 
-@pytest.mark.parametrize(("what", "cure"), [("views", "lockstep.all_gather(a)"), ("loaders", "on each of them")])
+@pytest.mark.parametrize(
+    ("what", "cure"), [("views", "lockstep.all_gather(a)"), ("loaders", "Call the model once per batch")]
+)
 def test_rows_of_several_batches_have_a_cure_of_their_own(what: str, cure: str) -> None:
     """`model.samples(n)` would be another answer, without a word."""
     for message in run_ranks(lay_in_a_row, 2, what):

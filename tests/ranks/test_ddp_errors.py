@@ -164,15 +164,15 @@ def frozen_model() -> nn.Module:
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "no module": (lambda: "mlp", {}, InputTypeError, "wraps a torch.nn.Module, got str"),
-    "dim": (mlp, {"dim": 1}, InputError, "dim is not supported: one process handles one part of the batch"),
-    "device_ids on CPU": (mlp, {"device_ids": [0]}, InputError, "device_ids names cuda:0, but parameters are on cpu"),
-    "two device_ids": (mlp, {"device_ids": [0, 1]}, InputError, "device_ids=[0, 1]: one process drives one device"),
+    "dim": (mlp, {"dim": 1}, InputError, "dim is not supported: one process gets one part of the batch"),
+    "device_ids on CPU": (mlp, {"device_ids": [0]}, InputError, "device_ids is cuda:0, but parameters are on cpu"),
+    "two device_ids": (mlp, {"device_ids": [0, 1]}, InputError, "device_ids=[0, 1]: each process uses one device"),
     "group": (mlp, {"process_group": "gloo"}, InputTypeError, "process_group must be a ProcessGroup or None, got str"),
     "nothing to train": (frozen_model, {}, ModelError, "no parameter of the model requires a gradient"),
     "no parameters": (nn.ReLU, {}, ModelError, "no parameter of the model requires a gradient"),
     "lazy": (lambda: nn.LazyLinear(3), {}, ModelError, "parameter weight is lazy and has no shape yet"),
     "meta": (lambda: nn.Linear(3, 3, device="meta"), {}, ModelError, "parameter weight is on the meta device"),
-    "negative cap": (mlp, {"bucket_cap_mb": -1}, InputError, "bucket_cap_mb=-1: give MiB, at least 0"),
+    "negative cap": (mlp, {"bucket_cap_mb": -1}, InputError, "bucket_cap_mb=-1: expected MiB, at least 0"),
     "no number": (mlp, {"bucket_cap_mb": float("nan")}, InputError, "bucket_cap_mb=nan"),
     "infinite cap": (mlp, {"bucket_cap_mb": float("inf")}, InputError, "bucket_cap_mb=inf"),
     "cap of text": (mlp, {"bucket_cap_mb": "25"}, InputTypeError, "bucket_cap_mb must be a number of MiB, got str"),
@@ -220,7 +220,7 @@ def wrap_on_a_rank_outside() -> str:
 @backends
 def test_ranks_outside_the_group_are_told(backend: str) -> None:
     _, message = run_ranks(wrap_on_a_rank_outside, 2, backend=backend)
-    assert message.startswith("process_group: rank 1 is not a member of the group it gave")
+    assert message.startswith("process_group: rank 1 is not a member of the group that it passed")
 
 
 class Sparse(nn.Module):
@@ -254,9 +254,9 @@ def test_sparse_gradients_are_named(backend: str) -> None:
     for messages in run_ranks(give_sparse_gradients, 2, backend=backend):
         for message in messages:
             assert message.startswith(
-                "parameter sparse.weight has a sparse gradient, which nothing said when the model"
+                "parameter sparse.weight has a sparse gradient, which was not known when the model"
             )
-            assert "an nn.Embedding or nn.EmbeddingBag that has sparse=True by then" in message
+            assert "an nn.Embedding or nn.EmbeddingBag with sparse=True by then" in message
 
 
 def copy_it() -> list[str]:
@@ -369,7 +369,7 @@ def wrap_renormalised(kind: type[nn.Module]) -> str:
 def test_an_embedding_that_renormalises_what_it_looks_up_is_refused(kind: type[nn.Module]) -> None:
     """Each rank scaled other rows, and their weights differed from then on."""
     for error in run_ranks(wrap_renormalised, 2, kind):
-        assert error.startswith(f"0 is a {kind.__name__}(max_norm=1), which scales the rows")
+        assert error.startswith(f"0 is a {kind.__name__}(max_norm=1), which rescales the rows")
         assert "weight.renorm_(2, 0, 1)" in error
     (alone,) = run_ranks(wrap_renormalised, 1, kind)
     assert "max_norm" in alone
@@ -399,7 +399,7 @@ def test_models_that_were_changed_after_they_were_wrapped_are_an_error(how: str)
     """Each rank trained a model of its own, from other values."""
     for error in run_ranks(change_after_wrapping, 2, how):
         assert error.startswith("ranks hold different values of ")
-        assert "such as 0.weight on rank 1. All had those of rank 0 when" in error
+        assert "such as 0.weight on rank 1. All had rank 0's values when" in error
 
 
 @pytest.mark.parametrize("how", ["initialised alike", "loaded on all", "not at all"])
@@ -421,6 +421,6 @@ def wrap_on_the_cpu() -> tuple[LockstepError, str]:
 
 def test_a_model_that_was_not_moved_to_the_device() -> None:
     for error, device in run_ranks(wrap_on_the_cpu, 2):
-        assert "the model lies on the CPU" in str(error)
+        assert "the model is on the CPU" in str(error)
         assert "DistributedDataParallel(model.to(world.device))" in str(error)
         assert device == "meta"  # where numbers of the CPU are added up

@@ -136,7 +136,7 @@ def test_parameters_that_nobody_averages_are_an_error(change: str, at: int | Non
             assert said == "no error"
         else:
             assert said.startswith(f"{at}: ")
-            assert "require a gradient that nobody averages: " in said
+            assert "require a gradient that is not averaged: " in said
             assert "0.weight" in said
 
 
@@ -205,7 +205,7 @@ def test_gradients_by_torch_func_that_a_penalty_may_contain(begin: int, clones: 
     """They depend on the model's own parameters: refused where a loss that contains them would count wrongly."""
     for found in run_ranks(transform_beside_training, 2, begin, clones, of_inputs=True):
         for step, outcome in enumerate(found, start=begin):
-            assert outcome is True if step % 3 != 2 else "that the ranks do not divide" in str(outcome)
+            assert outcome is True if step % 3 != 2 else "that is not split evenly between the ranks" in str(outcome)
 
 
 class Turned(nn.Module):

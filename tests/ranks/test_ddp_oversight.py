@@ -60,7 +60,7 @@ def go_past_the_engine(way: str) -> str:
 def test_gradients_past_the_engine_are_an_error_in_the_next_averaging(way: str) -> None:
     for error in run_ranks(go_past_the_engine, 2, way):
         assert error.startswith("ranks hold different values of ")
-        assert "Gradients came past DistributedDataParallel since" in error
+        assert "Since then, gradients bypassed DistributedDataParallel" in error
         assert "Call model(x)" in error
 
 
@@ -182,7 +182,7 @@ def sum_of_squares_of_second(slope: torch.Tensor, inputs: torch.Tensor) -> torch
 def test_a_gradient_penalty_in_evaluation_mode_is_refused_when_it_reaches_parameters(kind: str) -> None:
     assert run_ranks(penalise_in_evaluation_mode, 2, 8, kind) == ["", ""]
     for error in run_ranks(penalise_in_evaluation_mode, 2, 7, kind):
-        assert error.startswith("a gradient with a graph of its own (create_graph=True")
+        assert error.startswith("a gradient with create_graph=True (as for a gradient penalty)")
 
 
 def train_in_evaluation_mode(kind: str) -> str:
@@ -215,7 +215,7 @@ def penalise(num_samples: int) -> str:
 def test_a_gradient_penalty_on_a_batch_that_the_ranks_do_not_divide_is_an_error() -> None:
     assert run_ranks(penalise, 2, 8) == ["", ""]
     for error in run_ranks(penalise, 2, 7):
-        assert error.startswith("a gradient with a graph of its own (create_graph=True")
+        assert error.startswith("a gradient with create_graph=True (as for a gradient penalty)")
         assert error.endswith("Compute the gradient in forward(), and return the term for each sample")
 
 
@@ -348,7 +348,7 @@ def step_within_the_backward_pass(world_size: int) -> tuple[str, bool]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_within_the_backward_pass_are_an_error_on_several_ranks(world_size: int) -> None:
     for error, changed in run_ranks(step_within_the_backward_pass, world_size, world_size):
-        assert ("steps within the backward pass, by this rank's own gradients" in error) == (world_size > 1)
+        assert ("steps during the backward pass, with this rank's own gradients" in error) == (world_size > 1)
         assert changed == (world_size == 1)
 
 

@@ -77,7 +77,7 @@ def taken_for_torchs() -> list[str]:
     assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
     assert not isinstance(model.module, torch.nn.parallel.DistributedDataParallel)
     assert copy.deepcopy(model).module is not model.module
-    with pytest.raises(ModelError, match="Make the last forward pass of a window outside of no_sync"):
+    with pytest.raises(ModelError, match="Run the last forward pass of a window outside of no_sync"):
         model.reducer.prepare_for_backward([])
     return list(get_model_state_dict(model))
 

@@ -453,5 +453,5 @@ def test_a_sparse_gradient_that_no_layer_announced_is_named(backend: str, cap: i
     for messages in run_ranks(be_sparse_unannounced, 2, cap, backend=backend):
         for message in messages:
             assert message.startswith(
-                "parameter table has a sparse gradient, which nothing said when the model was wrapped"
+                "parameter table has a sparse gradient, which was not known when the model was wrapped"
             )

@@ -60,9 +60,9 @@ def test_unused_parameters_are_named(backend: str, world_size: int, options: dic
         )
         assert "find_unused_parameters=True" in error
         assert late.startswith(
-            f"2 parameter(s) got no gradient on rank {rank} in the step before this one: right.weight, right.bias. "
+            f"2 parameter(s) got no gradient on rank {rank} in the previous step: right.weight, right.bias. "
         )
-        assert "outputs of the model that took no part in the loss" in late
+        assert "outputs of the model that the loss did not use" in late
 
 
 def find_unused(bucket_cap_mb: float | None) -> None:
@@ -277,7 +277,7 @@ def checkpoint_one_of_two_passes(outside_first: bool) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_static_graph_has_unused_parameters(backend: str, late: bool) -> None:
     for (error,) in run_ranks(keep_the_graph, 3, late, backend=backend):
-        assert "in this step: left.weight, left.bias. static_graph=True says" in error
+        assert "in this step: left.weight, left.bias. static_graph=True requires" in error
 
 
 @backends

@@ -98,7 +98,7 @@ def test_an_unwrapped_model_is_warned_of(epochs: int, num_steps: int, backend: s
     (told, error), *others = run_ranks(outcome_of, 3, train_bare, epochs, backend=backend, init=False)
     (text,) = told
     assert re.match(r"SGD\.step\(\) at .*test_drift\.py:\d+ in train: ", text)
-    assert f"in the first {num_steps} steps nothing was communicated" in text
+    assert f"nothing was communicated in the first {num_steps} steps" in text
     assert "model = lockstep.DistributedDataParallel(model)" in text
     assert error == ""
     assert others == [([], "")] * 2
@@ -278,7 +278,7 @@ def test_ranks_that_end_with_different_models_are_an_error(body: Callable[[], nn
         assert error.startswith("ModelError: the 3 ranks end with different models: ")
         assert f"{num} of the {of} tensors of Linear, which DistributedDataParallel wraps, differ" in error
         assert ("such as scale" in error) == (body is own_buffer)
-        assert ("so call model(x), and not model.module(x)" in error) == (body in (call_inner, reptile))
+        assert ("so call model(x), not model.module(x)" in error) == (body in (call_inner, reptile))
 
 
 def waiting_for_one_that_left() -> float:

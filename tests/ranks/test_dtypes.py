@@ -191,7 +191,7 @@ def test_means_of_integers_that_lose_a_fraction_say_so() -> None:
         assert whole == [1, 150]
         assert cut == [0, 0]
         (text,) = said
-        assert text.startswith("AVG of integers over 2 ranks: means that are no whole numbers were cut off")
+        assert text.startswith("AVG of integers over 2 ranks: means were truncated to whole numbers")
 
 
 def reduce_what_has_no_meaning() -> None:

@@ -240,7 +240,7 @@ def test_shapes_that_may_not_meet(world_size: int) -> None:
         expect(transposed, CollectiveMismatch, culprits, "broadcast(float32[2, 3], root=0)", "float32[3, 2]")
         expect(shorter, CollectiveMismatch, culprits, "broadcast(float32[2, 3], root=0)", "float32[5]")
         assert first.error is None
-        texts = ("all_reduce(float32[6], SUM)", "all_reduce(float32[2, 3], SUM)", "made of unrelated tensors")
+        texts = ("all_reduce(float32[6], SUM)", "all_reduce(float32[2, 3], SUM)", "mixes unrelated tensors")
         expect(second, CollectiveMismatch, culprits, *texts)
 
 
@@ -269,7 +269,7 @@ def test_tensors_that_may_be_different_ones_are_warned_of(world_size: int) -> No
         assert total == 6.0 * world_size
         (text,) = told
         assert text.startswith(f"{own} of the default group at ")
-        assert f"another rank has come with {other} from {__file__}:" in text
+        assert f"another rank called {other} at {__file__}:" in text
 
 
 def call_in_swapped_order() -> list[Caught]:
@@ -389,7 +389,7 @@ def save_another_step(folder: str) -> Caught:
 def test_ranks_that_save_another_step_say_so(tmp_path: Path) -> None:
     first, second, third = run_ranks(save_another_step, 3, str(tmp_path))
     assert first.error is third.error is None
-    expect(second, CollectiveMismatch, (1,), "rank 1 saves step 8, and rank 0 has written step 7")
+    expect(second, CollectiveMismatch, (1,), "rank 1 saves step 8, but rank 0 has written step 7")
 
 
 def save_to_a_folder_of_its_own(folder: str) -> list[str]:
@@ -401,7 +401,7 @@ def save_to_a_folder_of_its_own(folder: str) -> list[str]:
 def test_folder_that_is_not_rank_zeros_is_warned_of(tmp_path: Path) -> None:
     first, (warning,) = run_ranks(save_to_a_folder_of_its_own, 2, str(tmp_path))
     assert first == []
-    assert f"rank 1 gave the folder {tmp_path}/1, and rank 0, which alone writes, {tmp_path}/0" in warning
+    assert f"rank 1 passed the folder {tmp_path}/1, but rank 0, which alone writes, {tmp_path}/0" in warning
 
 
 def normalize_alone() -> Caught:
@@ -427,20 +427,22 @@ def mean_in_an_evaluation() -> Caught:
 def test_loop_over_an_evaluation_loader_is_told_of() -> None:
     for outcome in run_ranks(mean_in_an_evaluation, 2):
         assert type(outcome.error) is CollectiveMismatch
-        assert "or a loop that some leave earlier. lockstep.mean is for all ranks, and a loader" in str(outcome.error)
+        assert "or a loop that some leave earlier. all ranks must call lockstep.mean, but a loader" in str(
+            outcome.error
+        )
 
 
 def test_layer_that_needs_all_ranks_is_named() -> None:
     for outcome in run_ranks(normalize_alone, 2):
         assert type(outcome.error) is CollectiveMismatch
-        assert "SyncBatchNorm in training mode is for all ranks: call model.eval() before" in str(outcome.error)
+        assert "all ranks must run SyncBatchNorm in training mode: call model.eval() before" in str(outcome.error)
 
 
 @pytest.mark.parametrize(
     ("function", "name", "advice"),
     [
-        (save_alone, "checkpoint.save (in its all_reduce(int32[], MAX)) at ", "rank 0 alone writes"),
-        (synchronize_alone, "metrics.synchronize (in its all_reduce(float64[", "each gets the values"),
+        (save_alone, "checkpoint.save (in its all_reduce(int32[], MAX)) at ", "though only rank 0 writes"),
+        (synchronize_alone, "metrics.synchronize (in its all_reduce(float64[", "and each gets the values"),
     ],
 )
 def test_functions_for_all_ranks_are_called_what_users_call_them(
@@ -450,6 +452,5 @@ def test_functions_for_all_ranks_are_called_what_users_call_them(
     for outcome in run_ranks(function, 2, *args):
         assert type(outcome.error) is CollectiveMismatch
         assert name in str(outcome.error)
-        assert f"{name.partition(' ')[0]} is for all ranks, and {advice}: call it outside of the branch" in str(
-            outcome.error
-        )
+        advised = f"all ranks must call {name.partition(' ')[0]}, {advice}: call it outside of the branch"
+        assert advised in str(outcome.error)

@@ -111,7 +111,7 @@ def abort_under_a_call() -> Caught:
     works = [dist.all_reduce(torch.ones(3), group=group, async_op=True), dist.barrier(group, async_op=True)]
     group.abort()
     running, queued = (attempt(work.wait) for work in works)
-    expect(queued, CollectiveAborted, (), "barrier()", "shut down before this call had its turn")
+    expect(queued, CollectiveAborted, (), "barrier()", "shut down before this call started")
     return running
 
 
@@ -254,7 +254,7 @@ def wait_in_a_callback_for_an_older_future() -> tuple[str, list[Caught]]:
 
 def test_a_callback_that_waits_for_an_older_future_has_a_deadline() -> None:
     for rank, (of_future, caught) in enumerate(run_ranks(wait_in_a_callback_for_an_older_future, 2)):
-        text = "for 0.3 s a callback of an earlier call has had the thread that is to run it"
+        text = "for 0.3 s a callback of an earlier call has occupied the thread that should run it"
         assert text in of_future
         for one in caught:
             expect(one, CollectiveTimeout, (rank,), "all_reduce(float32[1], SUM) of the default group", text)

@@ -41,7 +41,7 @@ def compare_claims() -> set[str]:
     claims = Claims(dist.group.WORLD, META)
     claims.travel_in(torch.empty(NUM_ELEMENTS, device=META))
     with Operators() as operators:
-        claims.write("8 rows on each rank")
+        claims.write("8 rows")
     assert operators.names.pop() == "aten::copy_"
     return COPIES & set(operators.names)
 

@@ -89,11 +89,11 @@ BAD: dict[str, Callable[[], Any]] = {
     "expanded": lambda: torch.ones(1).expand(2),
 }
 ERRORS: dict[str, tuple[type[Exception], str]] = {
-    "meta": (InputError, "moves tensors of the CPU and of CUDA, got one on meta. Move it with .cpu()"),
+    "meta": (InputError, "supports CPU and CUDA tensors, got one on meta. Move it with .cpu()"),
     "sparse": (InputTypeError, "takes dense tensors, got layout torch.sparse_coo; use .to_dense()"),
     "nested": (InputTypeError, "takes dense tensors, got a nested one; use .to_padded_tensor()"),
     "quantized": (InputTypeError, "takes tensors of plain numbers, got torch.quint8: move .int_repr() and the scales"),
-    "expanded": (InputError, "has several elements in one place of memory, so it cannot be written; call .clone()"),
+    "expanded": (InputError, "has several elements in the same memory, so it cannot be written; call .clone()"),
 }
 
 
@@ -217,7 +217,7 @@ LISTS: dict[str, tuple[Call, type[Exception], str]] = {
         "reduce_scatter: got 1 outputs for 2 inputs; one for each",
     ),
     **{
-        f"{verb}, none": (call, InputError, f"{verb}: got an empty list of tensors; give it one or more")
+        f"{verb}, none": (call, InputError, f"{verb}: got an empty list of tensors; pass one or more")
         for verb, call in NONE_AT_ALL.items()
     },
     "all_gather, own output": (

@@ -213,7 +213,7 @@ def evaluate_apart(how):
 @backends
 def test_values_of_other_data_are_not_added_up(backend):
     for message in run_ranks(evaluate_apart, 3, "apart", backend=backend):
-        assert message.startswith("synchronize: the values of metric loss are of different data on each rank")
+        assert message.startswith("synchronize: metric loss covers different data on each rank")
 
 
 @pytest.mark.parametrize("how", ["alike", "two, of which one is small", "own", "training"])
@@ -246,7 +246,7 @@ def merge_and_load():
     synchronize(loaded)
     merged.merge(seen)
     for metric in (seen, merged):
-        with pytest.raises(CollectiveMismatch, match="of different data"):
+        with pytest.raises(CollectiveMismatch, match="covers different data on each rank"):
             synchronize(metric)
     merged.update(1.0)
     synchronize(merged)

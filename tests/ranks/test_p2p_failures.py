@@ -387,7 +387,7 @@ def test_shutdown_ends_what_is_pending() -> None:
 
 
 def call_wrongly() -> bool:
-    with pytest.raises(InputError, match="the tag is -1; give an integer from 0 on"):
+    with pytest.raises(InputError, match="the tag is -1; expected an integer from 0 on"):
         dist.isend(zeros(), 0, tag=-1)
     with pytest.raises(InputTypeError, match="the tag is 'x'"):
         dist.irecv(zeros(), 0, tag="x")
@@ -402,7 +402,7 @@ def call_wrongly() -> bool:
         dist.irecv(zeros(), -1)
     with pytest.raises(InputTypeError, match=r"send takes dense tensors, got layout torch.sparse_coo"):
         dist.isend(torch.eye(2).to_sparse(), 0)
-    with pytest.raises(InputError, match="the lockstep group moves tensors of the CPU and of CUDA, got one on meta"):
+    with pytest.raises(InputError, match="the lockstep group supports CPU and CUDA tensors, got one on meta"):
         dist.irecv(torch.empty(3, device="meta"), 0)
     return group_works()
 

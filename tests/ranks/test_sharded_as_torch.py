@@ -76,7 +76,7 @@ def ask_for_what_is_refused() -> list[str]:
 
 def test_what_is_refused() -> None:
     for overlap, *joins in run_ranks(ask_for_what_is_refused, 2):
-        assert overlap.startswith("overlap_with_ddp=True would have the optimizer step within a communication hook")
+        assert overlap.startswith("overlap_with_ddp=True would step the optimizer in a communication hook")
         for each in joins:
             assert each.startswith("Join: a rank that has joined would still have to step its share")
             assert "lockstep.DataLoader" in each

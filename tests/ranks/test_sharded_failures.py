@@ -242,7 +242,7 @@ def test_models_and_groups_stay_as_they_were_given(backend: str) -> None:
     for converted, *edited in run_ranks(convert_and_edit, 2, backend=backend):
         assert converted.startswith("parameters were converted from torch.float64 to torch.float32 after")
         for text in edited:
-            assert text.startswith("optimizer.param_groups has other parameters than ZeroRedundancyOptimizer was given")
+            assert text.startswith("optimizer.param_groups has parameters that ZeroRedundancyOptimizer was not given")
 
 
 def use_wrongly() -> list[tuple[type, str]]:
@@ -275,10 +275,10 @@ def test_what_cannot_be_sharded_is_refused_by_name(backend: str) -> None:
         (InputError, "ZeroRedundancyOptimizer cannot shard SparseAdam"),
         (InputTypeError, "optimizer_class must be a class, such as torch.optim.AdamW, got Linear"),
         (InputTypeError, "optimizer_class must be a class, such as torch.optim.AdamW, got SGD"),
-        (ModelError, "a communication hook would see gradients that ZeroRedundancyOptimizer has sharded"),
+        (ModelError, "a communication hook would get gradients that ZeroRedundancyOptimizer has sharded"),
         (ModelError, "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has not"),
-        (InputError, "weight has sparse gradients, which cannot be sharded"),
-        (InputError, "parameters 0.weight and 1.weight are two views of one memory"),
+        (InputError, "weight has sparse gradients and cannot be sharded"),
+        (InputError, "parameters 0.weight and 1.weight are two views of the same memory"),
     ]
     for errors in run_ranks(use_wrongly, 2, backend=backend):
         for (kind, text), (expected_kind, words) in zip(errors, expected[: 7 + (backend == "lockstep")], strict=True):

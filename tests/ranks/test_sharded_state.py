@@ -187,7 +187,7 @@ def write() -> tuple[list[str], float]:
 def test_parameters_are_written_by_all_ranks_or_none() -> None:
     for errors, far in run_ranks(write, 2):
         assert far <= 1e-10
-        assert errors[0].startswith("1 parameter(s), such as 4.bias, were written to outside of")
+        assert errors[0].startswith("1 parameter(s), such as 4.bias, were changed outside of")
         assert "changing_parameters" in errors[0]
 
 
@@ -247,7 +247,7 @@ def write_a_row() -> str:
 
 def test_a_row_that_is_written_to_is_an_error() -> None:
     for text in run_ranks(write_a_row, 2):
-        assert text.startswith("1 parameter(s), such as 2.weight, were written to outside of")
+        assert text.startswith("1 parameter(s), such as 2.weight, were changed outside of")
 
 
 def replace() -> str:
@@ -305,7 +305,7 @@ def load_others() -> str:
 
 def test_other_memory_and_other_states_are_errors() -> None:
     for text in run_ranks(replace, 2):
-        assert text.startswith("parameter 2.weight has other memory than ZeroRedundancyOptimizer gave it")
+        assert text.startswith("parameter 2.weight no longer uses the memory that ZeroRedundancyOptimizer gave it")
     for text in run_ranks(load_others, 2):
         assert "load_state_dict into parameters that the ranks share" in text
 
@@ -329,8 +329,8 @@ def step_by_others() -> tuple[str, str, str, float]:
 def test_one_optimizer_steps_what_ranks_share(backend: str) -> None:
     for other, late, gone, far in run_ranks(step_by_others, 2, backend=backend):
         assert far <= 1e-12
-        assert other.startswith("SGD.step(): some of its parameters are those of a ZeroRedundancyOptimizer")
-        assert late.startswith("ZeroRedundancyOptimizer.step(): some of its parameters are those of a Zero")
+        assert other.startswith("SGD.step(): some of its parameters belong to another ZeroRedundancyOptimizer")
+        assert late.startswith("ZeroRedundancyOptimizer.step(): some of its parameters belong to another Zero")
         assert "cannot be copied or pickled" in gone
 
 
@@ -393,7 +393,7 @@ def test_a_state_is_begun_anew_and_not_looked_for(backend: str, world_size: int)
     for far, errors in run_ranks(begin_anew, world_size, backend=backend):
         assert far <= 1e-11  # Adam's first steps divide by small numbers
         for error in errors[:3]:
-            assert error.startswith("optimizer.state[parameter]: of the state of ZeroRedundancyOptimizer each rank has")
+            assert error.startswith("optimizer.state[parameter]: the state of ZeroRedundancyOptimizer is sharded")
         assert "load_state_dict" in errors[3]
 
 

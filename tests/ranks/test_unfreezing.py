@@ -112,11 +112,11 @@ def replace_the_head() -> str:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_new_parameters_are_an_error_on_any_number_of_ranks(world_size: int) -> None:
     for message in run_ranks(step_by_a_new_head, world_size):
-        assert "2 parameter(s) of the model require a gradient that nobody averages: 5.weight, 5.bias" in message
+        assert "2 parameter(s) of the model require a gradient that is not averaged: 5.weight, 5.bias" in message
         assert "then wrap the model" in message
     for message in run_ranks(replace_the_head, world_size):
         assert "got no gradient" in message
-        assert "replaced by others, wrap the model again" in message
+        assert "If they were replaced, wrap the model again" in message
 
 
 def test_a_model_with_nothing_left_to_train_is_an_error() -> None:

@@ -333,7 +333,7 @@ def leave_by(ending: str) -> Caught | None:
     ("ending", "says"),
     [
         ("return", "left the group while others still needed it"),
-        ("return", "all ranks must decide alike"),
+        ("return", "let all ranks agree"),
         ("exit 0", "left the group while others still needed it"),
         ("exit 3", "failed: it raised SystemExit: 3 at "),
         ("interrupt", "failed: it raised KeyboardInterrupt at "),

@@ -66,7 +66,7 @@ def test_moves(phase: Phase, name: str) -> None:
     if leads_to is None:
         before = vars(backward).copy()
         with pytest.raises(
-            ModelError, match=rf"{name.split()[0]}\(\) of a backward pass that is {phase.value}\. .*let"
+            ModelError, match=rf"{name.split()[0]}\(\) of a backward pass that is {phase.value}\. .*in one thread"
         ):
             MOVES[name](backward)
         assert vars(backward) == before

@@ -187,7 +187,7 @@ def test_another_thread_than_the_loaders_may_not_run_it():
     """It would draw while the training does."""
     loader = DataLoader(range(10), batch_sampler=Drawn(), rank=0, world_size=1)
     with ThreadPoolExecutor(1) as threads:
-        with pytest.raises(DataError, match=r"another thread.*Make the loader in the thread that fetches$"):
+        with pytest.raises(DataError, match=r"another thread.*Create the loader in the thread that fetches$"):
             threads.submit(lambda: list(loader)).result()
         made = threads.submit(DataLoader, range(10), batch_sampler=Drawn(), rank=0, world_size=1).result()
         assert len(threads.submit(lambda: list(made)).result()) == 5
@@ -204,9 +204,9 @@ class Wrong:
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        ([], "Wrong makes no batch in epoch 0"),
+        ([], "Wrong yields no batch in epoch 0"),
         ([[1], []], "Wrong yielded an empty batch, number 1 of epoch 0: leave it out"),
-        ([3, 4], "Wrong yielded 3 as batch 0.*one index at a time goes to `sampler`"),
+        ([3, 4], "Wrong yielded 3 as batch 0.*one index at a time as `sampler`"),
         ([[1], ["a"]], r"Wrong yielded \['a'\] as batch 1 of epoch 0; expected.* list of integers"),
         ([[1.0]], "expected the indices of a global batch"),
         ([None], "Wrong yielded None"),
@@ -230,7 +230,7 @@ class Once:
 def test_one_that_can_be_walked_once_says_so_in_the_second_epoch():
     loader = DataLoader(range(10), batch_sampler=Once())
     assert len(list(loader)) == 2
-    with pytest.raises(DataError, match=r"Once makes no batch in epoch 1.*begin anew each time"):
+    with pytest.raises(DataError, match=r"Once yields no batch in epoch 1.*start anew each time"):
         list(loader)
 
 
@@ -256,7 +256,7 @@ class TestResuming:
         _, state = self.state([[1, 2], [3, 4], [6]])
         loader = DataLoader(range(10), batch_sampler=other, rank=0, world_size=1)
         loader.load_state_dict(state)
-        with pytest.raises(DataError, match="list makes other batches in epoch 0 than when the loader's state"):
+        with pytest.raises(DataError, match="list yields other batches in epoch 0 than when the loader's state"):
             iter(loader)
 
     def test_only_the_batches_consumed_are_compared(self):

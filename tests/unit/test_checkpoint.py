@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, capsys: py
 def test_a_damaged_checkpoint_that_was_named_is_an_error(tmp_path: Path) -> None:
     paths = save_steps(tmp_path, 1, 2)
     damage(paths[1])
-    with pytest.raises(CheckpointError, match=rf"{paths[1].name} is damaged.*Whole ones beside it: {paths[0].name}"):
+    with pytest.raises(CheckpointError, match=rf"{paths[1].name} is damaged.*Intact ones next to it: {paths[0].name}"):
         checkpoint.load(paths[1])
 
 
@@ -194,7 +194,7 @@ def test_nothing_whole_is_an_error_that_lists_what_there_is(tmp_path: Path) -> N
     paths = save_steps(tmp_path, 1, 2)
     for path in paths:
         damage(path)
-    with pytest.raises(CheckpointError, match=rf"no whole checkpoint in {tmp_path}: {paths[1].name}.*{paths[0].name}"):
+    with pytest.raises(CheckpointError, match=rf"no intact checkpoint in {tmp_path}: {paths[1].name}.*{paths[0].name}"):
         checkpoint.load(tmp_path)
 
 

@@ -47,9 +47,9 @@ def test_a_sample_is_a_value_of_the_parameter(parameter: Tensor) -> None:
 def test_what_was_claimed_is_said_once() -> None:
     agreement = RankAgreement(["weight"], [torch.ones(1)], NO_GROUP, torch.device("cpu"))
     agreement.claim("8 samples", "samples 0 to 7 of epoch 0")
-    agreement.claim("4 rows on each rank", "")
+    agreement.claim("4 rows", "")
     words = agreement.take_words()
-    assert (words.claim, words.batches) == ("4 rows on each rank, 8 samples", 0)
+    assert (words.claim, words.batches) == ("4 rows, 8 samples", 0)
     assert agreement.take_words().claim == ""
     agreement.claim("8 samples", "samples 0 to 7 of epoch 0")
     agreement.forget_claims()

@@ -200,7 +200,7 @@ class TestEpochs:
         first = iter(persistent)
         next(first)
         assert len(run_epoch(persistent)) == 3
-        with pytest.raises(DataError, match="epoch 2 is over: a newer one took over its worker processes"):
+        with pytest.raises(DataError, match="epoch 2 has ended: a newer one took over its worker processes"):
             next(first)
 
     def test_dataset_may_grow_between_epochs(self):
@@ -556,7 +556,7 @@ def test_fillers_without_tensors_are_known(collate):
         parts = [*batch_.values()] if isinstance(batch_, dict) else batch_
         found.append((is_filler(batch_), is_filler(parts[0])))
         if is_filler(batch_):
-            with pytest.raises(InputError, match="hand it what the loader has yielded"):
+            with pytest.raises(InputError, match="Pass what the loader yielded"):
                 is_filler(["texts", "of", "somebody"])
     assert found == [(False, False), (True, True)]
     assert not is_filler(["texts", "of", "somebody"])

@@ -46,7 +46,7 @@ class BatchesByRank(list):
         ({"batch_size": None}, "batch_size is None"),
         ({"batch_size": True}, "batch_size is True"),
         ({"batch_size": "8"}, "batch_size is '8'"),
-        ({"batch_size": 11, "drop_last": True}, "leaves no batch: 10 samples make no full batch of 11"),
+        ({"batch_size": 11, "drop_last": True}, "leaves no batch: 10 samples do not fill a batch of 11"),
         ({"num_workers": -1}, "num_workers is -1; expected at least 0"),
         ({"num_workers": 1.0}, "pass num_workers=1"),
         ({"timeout": -1, "num_workers": 1}, "timeout option should be non-negative"),
@@ -61,12 +61,12 @@ class BatchesByRank(list):
         ({"world_size": 2}, "world_size was given without rank"),
         ({"world_size": 0, "rank": 0}, "world_size is 0"),
         ({"seed": 1.5}, "seed is 1.5"),
-        ({"sampler": [0], "shuffle": True}, "shuffle=True together with sampler list"),
+        ({"sampler": [0], "shuffle": True}, "shuffle=True and sampler list both set the order"),
         ({"sampler": iter([0])}, "must be iterable and have a length"),
         ({"sampler": []}, "sampler list is empty"),
         (
             {"sampler": BY_RANK},
-            "DistributedSampler gives each rank its own part already.*global batch_size.*num_replicas=1 and rank=0",
+            "DistributedSampler already gives each rank its own part.*global batch_size.*num_replicas=1 and rank=0",
         ),
         (
             {"batch_sampler": [[0, 1]], "batch_size": 4},
@@ -78,16 +78,16 @@ class BatchesByRank(list):
         ),
         ({"batch_sampler": [[0, 1]], "sampler": [0, 1]}, "mutually exclusive with"),
         ({"batch_sampler": [[0, 1]], "drop_last": True}, "mutually exclusive with"),
-        ({"batch_sampler": [[0, 1]], "permutation": "computed"}, "pass shuffle=True"),
-        ({"batch_sampler": iter([[0, 1]])}, "list_iterator cannot be walked anew for each epoch: pass a list"),
-        ({"batch_sampler": (each for each in [[0, 1]])}, "generator cannot be walked anew for each epoch"),
-        ({"batch_sampler": 4}, "int cannot be walked anew"),
+        ({"batch_sampler": [[0, 1]], "permutation": "computed"}, "Pass shuffle=True"),
+        ({"batch_sampler": iter([[0, 1]])}, "list_iterator cannot be iterated again in each epoch. Pass a list"),
+        ({"batch_sampler": (each for each in [[0, 1]])}, "generator cannot be iterated again in each epoch"),
+        ({"batch_sampler": 4}, "int cannot be iterated again"),
         ({"batch_sampler": []}, "batch_sampler list is empty"),
         (
             {"batch_sampler": torch.utils.data.BatchSampler(BY_RANK, 4, False)},
-            "BatchSampler makes the batches of one rank already.*num_replicas=1 and rank=0",
+            "BatchSampler already makes the batches of one rank.*num_replicas=1 and rank=0",
         ),
-        ({"batch_sampler": BatchesByRank()}, "BatchesByRank makes the batches of one rank already"),
+        ({"batch_sampler": BatchesByRank()}, "BatchesByRank already makes the batches of one rank"),
         ({"generator": torch.Generator()}, r"generator is not supported.*seed=generator.initial_seed\(\)"),
         ({"in_order": False}, "in_order=False is not supported"),
     ],
@@ -125,7 +125,7 @@ class Splits(torch.utils.data.Sampler):
 def test_a_sampler_that_splits_by_rank_is_refused(size_name, rank_name):
     sampler = Splits(size_name, 2, rank_name, 1)
     with pytest.raises(
-        DataError, match=r"Splits gives each rank its own part already.*num_replicas=1 and rank=0.*as LengthGr"
+        DataError, match=r"Splits already gives each rank its own part.*num_replicas=1 and rank=0.*such as LengthGr"
     ):
         DataLoader(range(10), sampler=sampler)
     alone = DataLoader(range(10), 5, sampler=sampler, rank=0, world_size=1)
@@ -146,7 +146,7 @@ def test_set_epoch_wants_a_number(epoch):
 
 
 def test_batch_sampler_is_the_loaders_own():
-    with pytest.raises(DataError, match="iterate the loader itself"):
+    with pytest.raises(DataError, match="Iterate the loader itself"):
         list(DataLoader(range(3)).batch_sampler)
 
 

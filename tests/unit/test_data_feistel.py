@@ -112,7 +112,7 @@ def test_a_loader_of_it_at_any_number_of_ranks() -> None:
 def test_options_that_are_none() -> None:
     with pytest.raises(DataError, match="permutation is 'feistel'; expected 'stored' or 'computed'"):
         DataLoader(Numbers(3), 1, shuffle=True, permutation="feistel")
-    with pytest.raises(DataError, match="shuffle is False: pass shuffle=True"):
+    with pytest.raises(DataError, match=r"shuffle is False\. Pass shuffle=True"):
         DataLoader(Numbers(3), 1, permutation="computed")
 
 

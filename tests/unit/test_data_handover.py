@@ -75,7 +75,7 @@ def test_no_room_for_the_semaphores_of_workers_is_an_error_that_names_it(tmp_pat
     done = with_small_memory(tmp_path, "plain", size="4k")
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert re.search(r"DataError: workers cannot start: .*No space left.* /dev/shm.* has 0 MiB free: give .*=8g", said)
+    assert re.search(r"DataError: workers cannot start: .*No space left.* /dev/shm.* has 0 MiB free. Give .*=8g", said)
     assert done.stdout == "", "nothing is left in /dev/shm"
 
 

@@ -230,13 +230,13 @@ class Grows(NotIndices):
     ("items", "length", "expected"),
     [
         ([0, 1, 2], 4, "yielded 3 indices in epoch 6, but its length is 4"),
-        ([0, 1, 2], 2, "yielded more indices in epoch 6, but its length is 2.*fix its __len__"),
+        ([0, 1, 2], 2, "yielded more indices in epoch 6, but its length is 2.*Fix its __len__"),
         # As samplers for loops without epochs, which have a length all the same.
         (Endless(), 8, "yielded more indices.*, but its length is 8.*endless, .*drop it and pass shuffle=True"),
-        ([0.5, 1], 2, "no index"),
+        ([0.5, 1], 2, "not an index"),
         ([[0, 1], [2]], 2, "batch_sampler"),
-        (["a"], 1, "no index"),
-        ([2**70], 1, "no index"),
+        (["a"], 1, "not an index"),
+        ([2**70], 1, "not an index"),
     ],
 )
 def test_sampler_that_yields_no_order(items, length, expected):

@@ -221,7 +221,7 @@ def test_what_was_told_by_the_batch_sampler_counts_for_one_epoch() -> None:
 def test_the_batch_sampler_has_the_attributes_of_torchs() -> None:
     loader = DataLoader(range(9), 4, shuffle=True, drop_last=True)
     assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (4, True)
-    with pytest.raises(DataError, match="iterate the loader"):
+    with pytest.raises(DataError, match="Iterate the loader"):
         iter(loader.batch_sampler.sampler)
     with pytest.raises(DataError, match="epoch is -1"):
         loader.batch_sampler.sampler.set_epoch(-1)

@@ -357,12 +357,12 @@ def test_launchers_that_were_told_different_things() -> None:
         (quick(port, node_rank=1, is_holder=False), 4, "--max-restarts 4 here and 0 there; give all launchers"),
     ):
         other = rendezvous_of(config, max_restarts)
-        said = re.escape(f"{other.host} and {zero.host} were told different things: {words}")
+        said = re.escape(f"{other.host} and {zero.host} have different options: {words}")
         with pytest.raises(LaunchError, match=said):
             other.next_rendezvous()
         other.shutdown()
     same = rendezvous_of(quick(port, node_rank=0, is_holder=False, lost_after_s=join_s / 4))
-    with pytest.raises(LaunchError, match=r"two launchers came with --node-rank 0: this one .*; give each host"):
+    with pytest.raises(LaunchError, match=r"two launchers have --node-rank 0: this one .*; give each host"):
         same.next_rendezvous()
     same.shutdown()
     within = re.escape(f"within {join_s:g} s. Start `lockstep run` on every")
@@ -381,7 +381,9 @@ def test_places_that_cannot_be_had() -> None:
         ):
             JobStore.open(quick(port, is_holder=True), time.sleep)
     port = find_free_port()
-    with pytest.raises(LaunchError, match=rf"found nobody at 127.0.0.1, port {port}, .* within 0.3 s: nobody listens"):
+    with pytest.raises(
+        LaunchError, match=rf"found no other at 127.0.0.1, port {port}, .* within 0.3 s: nobody listens"
+    ):
         JobStore.open(quick(port, is_holder=False, join_s=0.3), time.sleep)
     nowhere = replace(quick(port, join_s=0.3), address="no-such-host.invalid")
     with pytest.raises(LaunchError, match=r"the name service does not know no-such-host.invalid .*; give an address"):
@@ -433,7 +435,7 @@ def test_patience_with_a_name_begins_when_it_is_not_known(
     if patience_s is None:
         assert job_store_module._reach(config, nap, lambda: None) == "0.0.0.0"
     else:
-        with pytest.raises(LaunchError, match=f"found nobody at .* within {patience_s} s"):
+        with pytest.raises(LaunchError, match=f"found no other at .* within {patience_s} s"):
             job_store_module._reach(config, nap, lambda: None)
 
 
@@ -449,7 +451,7 @@ def test_what_listens_is_no_launcher(answers: bool, monkeypatch: pytest.MonkeyPa
             hang_up = threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(2)], daemon=True)
             hang_up.start()
         config = quick(other.getsockname()[1], is_holder=False)
-        with pytest.raises(LaunchError, match=r"is no launcher of a job on several hosts \(.*\); choose another port"):
+        with pytest.raises(LaunchError, match=r"is not the launcher of a multi-host job \(.*\); choose another port"):
             JobStore.open(config, time.sleep)
     # A thread in torch's code must not come back from there while this process ends.
     for thread in threading.enumerate():

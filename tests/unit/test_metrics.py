@@ -152,8 +152,8 @@ class TestAccuracy:
         ("predictions", "targets", "error", "expected"),
         [
             (torch.ones(3, 4), torch.ones(2, dtype=torch.int64), InputError, r"predictions \[3, 4\] and targets \[2\]"),
-            (torch.ones(3), torch.ones(2, dtype=torch.int64), InputError, "do not go together"),
-            (torch.ones(()), torch.ones(2, dtype=torch.int64), InputError, "do not go together"),
+            (torch.ones(3), torch.ones(2, dtype=torch.int64), InputError, "do not match"),
+            (torch.ones(()), torch.ones(2, dtype=torch.int64), InputError, "do not match"),
             (torch.ones(2, 4), torch.ones(2), InputTypeError, "targets are torch.float32"),
             (torch.ones(2), torch.ones(2, dtype=torch.int64), InputTypeError, "(scores > 0.5).long()"),
             ([1, 2], torch.ones(2, dtype=torch.int64), InputTypeError, "predictions is a list"),
@@ -347,7 +347,7 @@ def test_sums_of_a_matrix_are_handed_over_one_by_one(contributions, shapes):
             return sums[3]
 
     metric = Confusion()
-    with pytest.raises(InputError, match=rf"expected 4 single numbers, .* shapes {shapes}; .*accumulate\(\*tensor"):
+    with pytest.raises(InputError, match=rf"expected 4 single numbers, .* shapes {shapes}\. .*accumulate\(\*tensor"):
         metric.update(*contributions)
     metric.update(*torch.eye(2).flatten())
     assert metric.compute() == 1.0

@@ -86,7 +86,7 @@ def test_two_processes_train(system: str, answer: str, ended: dict[tuple[str, in
     for _, output, _ in ranks:
         assert output.splitlines()[0] == backend
         assert float(output.splitlines()[1]) == pytest.approx(float(answer), rel=1e-12)
-    said = [errors.count("This job's ranks talk over gloo: the same answers, but slower") for _, _, errors in ranks]
+    said = [errors.count("This job's ranks use gloo: same results, but slower") for _, _, errors in ranks]
     assert said == ([1, 0] if system == "macos" else [0, 0])
 
 

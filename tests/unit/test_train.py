@@ -364,8 +364,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "here", "said"),
     [
-        ({}, {"schedule": {"step_size": 3}}, "has no scheduler, and this run has a StepLR"),
-        ({"schedule": {"step_size": 3}}, {}, "has a scheduler, and this run has none"),
+        ({}, {"schedule": {"step_size": 3}}, "has no scheduler, but this run has a StepLR"),
+        ({"schedule": {"step_size": 3}}, {}, "has a scheduler, but this run has none"),
     ],
 )
 def test_a_checkpoint_with_and_without_a_scheduler_is_refused(

@@ -145,12 +145,12 @@ def test_timeout(timeout: Any, seconds: float) -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.0, timedelta(0), float("inf"), float("nan")])
 def test_timeout_that_is_no_time(timeout: Any) -> None:
-    with pytest.raises(SetupError, match="give seconds above 0, or None for 30 minutes"):
+    with pytest.raises(SetupError, match="pass seconds above 0, or None for 30 minutes"):
         lockstep.init(timeout=timeout)
 
 
 def test_timeout_of_another_type() -> None:
-    with pytest.raises(InputTypeError, match=r"timeout is '30'; give seconds as a number, or a datetime\.timedelta"):
+    with pytest.raises(InputTypeError, match=r"timeout is '30'; pass seconds as a number, or a datetime\.timedelta"):
         lockstep.init(timeout="30")  # type: ignore[arg-type]
 
 

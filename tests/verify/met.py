@@ -316,7 +316,7 @@ RIGHT = {
 # Of what nothing can be told, and why.
 UNKNOWN = {
     "a script that wants two ranks": (
-        "Its last words: | rank0: one is not enough",
+        "Its last output: | rank0: one is not enough",
         """
         if world.world_size < 2:
             print("one is not enough")
@@ -335,7 +335,7 @@ UNKNOWN = {
         """,
     ),
     "parameters in flat shards": (
-        "FullyShardedDataParallel keeps parts of parameters",
+        "FullyShardedDataParallel's shards of parameters cannot be compared",
         """
         from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -140,7 +140,7 @@ def test_a_number_for_the_size_of_a_batch_is_told_of(loss: str, tmp_path: Path) 
         tmp_path,
     )
     assert verdict.code == 1
-    assert "one process was given batches of 10 where the script asks for 5" in " ".join(text.split())
+    assert "one process got batches of 10 where the script asks for 5" in " ".join(text.split())
 
 
 AUGMENTED = """
@@ -172,7 +172,7 @@ def test_what_samples_draw_does_not_hide_what_else_differs(
 ) -> None:
     verdict, text = verdict_on(AUGMENTED.replace("LAYER", layer).replace("WORKERS", str(workers)), tmp_path)
     assert [(each.stage, each.cause) for each in verdict.differences] == [("samples", "drawn"), *others], text
-    assert ("are all that differs" in " ".join(text.split())) == (not others)
+    assert ("so only the samples' draws differ" in " ".join(text.split())) == (not others)
 
 
 def test_samples_that_draw_otherwise_are_said_to_tell_no_more(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_samples_that_draw_otherwise_are_said_to_tell_no_more(tmp_path: Path) ->
     )
     verdict, text = verdict_on("own = np.random.default_rng(world.rank)\n" + textwrap.dedent(program), tmp_path)
     assert [(each.stage, each.cause) for each in verdict.differences] == [("samples", "drawn")], text
-    assert "which tells nothing: samples still differ, by collate_fn" in " ".join(text.split())
+    assert "without a result: samples still differ, through collate_fn" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("args", [("--epochs", "5", "--batch", "5"), ("--epochs=5", "--batch=5")])
@@ -216,7 +216,7 @@ def test_what_is_computed_from_an_option_is_that_of_the_batch_of_all_ranks(
         args=args,
     )
     assert verdict.first == found, text
-    assert "given the batches of all ranks by its arguments, which were --epochs" in " ".join(text.split())
+    assert "got the batches of all ranks through its arguments, which were --epochs" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("wraps", "cause"), [(True, "sum"), (False, "unwrapped")])
@@ -243,7 +243,7 @@ def test_a_script_that_goes_without_gpus_where_there_are_none_is_given_some(
         tmp_path,
     )
     assert verdict.first == ("gradients", cause), text
-    assert "it was given stand-ins for GPUs" in " ".join(text.split())
+    assert "it got stand-ins for GPUs, one per rank" in " ".join(text.split())
 
 
 def test_what_fails_on_gpus_alone_is_told_of(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_of_ranks_that_fail_the_first_is_told(epoch: int, tmp_path: Path) -> Non
         tmp_path,
     )
     assert verdict.first == ("steps", "fails"), text
-    assert "ranks end with: ValueError: of rank 1" in " ".join(text.split())
+    assert "ranks fail with: ValueError: of rank 1" in " ".join(text.split())
 
 
 def test_what_computes_in_16_bits_is_compared_in_64(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_a_failure_of_its_own_is_no_finding(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(session, "verify_at", fail)
     verdict, text = verdict_on("", tmp_path)
     assert verdict.code == 2
-    assert "lockstep verify itself failed, and not the script" in " ".join(text.split())
+    assert "lockstep verify itself failed, not the script" in " ".join(text.split())
     assert "ArithmeticError: no svd" in text
 
 

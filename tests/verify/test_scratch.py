@@ -99,7 +99,7 @@ def test_a_user_without_privileges_has_them_kept_apart_too(folder: Path) -> None
 
 def test_a_folder_that_cannot_be_covered_is_named(tmp_path: Path) -> None:
     with scratch.kept_apart(["/"], tmp_path / "memory") as keeper:
-        assert "/ has another file system inside it" in keeper.why
+        assert "/ contains another file system" in keeper.why
 
 
 def test_folders_are_the_current_one_the_scripts_and_those_of_arguments(

@@ -211,10 +211,10 @@ def test_their_number_is_what_the_script_says(tmp_path: Path) -> None:
 def test_a_script_that_never_starts_one_cannot_be_judged(tmp_path: Path) -> None:
     verdict, text = verdict_on(BY_CONSTANT, tmp_path, "mean")
     assert verdict.code == 2
-    assert "the script starts 2 ranks, and none of its arguments makes it start one" in text
+    assert "the script starts 2 ranks, and no argument makes it start one" in text
 
 
 def test_a_script_that_starts_one_is_told_so(tmp_path: Path) -> None:
     verdict, text = verdict_on(BY_OPTION, tmp_path, "mean")
     assert verdict.code == 2
-    assert "the script asks for 1 rank, and not" in text
+    assert "the script asks for 1 rank, but verify started another number" in text

@@ -167,8 +167,8 @@ def _is_filler_without_tensors(batch: Any) -> bool:
     if all(share.local_samples for _, share in latest):
         return False
     raise InputError(
-        f"is_filler({type(batch).__name__}): cannot tell, as it holds no tensor and is no part of the batch that the "
-        "loader yielded last, which is a filler: hand it what the loader has yielded"
+        f"is_filler({type(batch).__name__}): cannot tell, because it has no tensor and is not part of the batch that "
+        "the loader yielded last, which is a filler. Pass what the loader yielded"
     )
 
 

@@ -63,7 +63,7 @@ _MAX_AWAITED = 16
 WAIT_FOR_EACH_OTHER = "the ranks wait for each other"
 _ORDER_OF_GROUPS = "Ranks that share several groups must call them in the same order."
 _ORDER_OF_MESSAGES = (
-    "Send before you wait for the receiver: start messages by isend and irecv, or by batch_isend_irecv, and wait later."
+    "Send before you wait for the receiver: start messages with isend and irecv, or batch_isend_irecv, and wait later."
 )
 
 _has_other_callers = False

@@ -592,8 +592,8 @@ class Engine:
     def disown(self) -> None:
         """In a forked child: the group belongs to the parent alone. Local; touches nothing shared."""
         self._closed = (
-            f"this process is a fork of {self.recorder.name(self.team.rank)} and no rank itself; make the call in that "
-            "process, or start a process of its own for it"
+            f"this process is a fork of {self.recorder.name(self.team.rank)}, not a rank; make the call in that "
+            "process, or start a separate process for it"
         )
         if self._p2p is not None:
             self._p2p.disown()

@@ -53,31 +53,31 @@ _GIVEN_UP: dict[str, type[CollectiveError]] = {
 }
 
 _IN_EVALUATION = (
-    "{} is for all ranks, and a loader with evaluation=True may give some a batch more than others: in a loop over it "
+    "all ranks must call {}, but a loader with evaluation=True may give some ranks more batches: in a loop over it "
     "count with lockstep.metrics, or call this after the loop"
 )
 _FOR_ALL_RANKS = {
-    "checkpoint.save": "checkpoint.save is for all ranks, and rank 0 alone writes: call it outside of the branch",
-    "checkpoint.load": "checkpoint.load is for all ranks, and each gets the state: call it outside of the branch",
+    "checkpoint.save": "all ranks must call checkpoint.save, though only rank 0 writes: call it outside of the branch",
+    "checkpoint.load": "all ranks must call checkpoint.load, and each gets the state: call it outside of the branch",
     "metrics.synchronize": (
-        "metrics.synchronize is for all ranks, and each gets the values: call it outside of the branch"
+        "all ranks must call metrics.synchronize, and each gets the values: call it outside of the branch"
     ),
-    "lockstep.any": "lockstep.any is for all ranks, and each gets the answer: call it outside of the branch",
-    "lockstep.all": "lockstep.all is for all ranks, and each gets the answer: call it outside of the branch",
-    "world.should_stop": "world.should_stop is for all ranks, after each step: call it outside of the branch",
+    "lockstep.any": "all ranks must call lockstep.any, and each gets the answer: call it outside of the branch",
+    "lockstep.all": "all ranks must call lockstep.all, and each gets the answer: call it outside of the branch",
+    "world.should_stop": "all ranks must call world.should_stop, after each step: call it outside of the branch",
     **{call: _IN_EVALUATION.format(call) for call in ("lockstep.mean", "lockstep.sum", "lockstep.all_gather")},
     "SyncBatchNorm": (
-        "SyncBatchNorm in training mode is for all ranks: call model.eval() before what one rank does alone"
+        "all ranks must run SyncBatchNorm in training mode: call model.eval() before what only one rank does"
     ),
 }
 
 _DECIDED_ALONE = (
-    ". Nothing failed there: if it stopped by a value of its own, such as its loss, all ranks must decide alike, by "
-    "a value of all: lockstep.any(…)"
+    ". Nothing failed there. If it stopped because of its own value, such as its loss, let all ranks agree with "
+    "lockstep.any(…)"
 )
 _SWAPPED = (
-    " Flat tensors may meet others of as many elements, but these ranks had it the other way round in an earlier call: "
-    "they make the same calls in different order, and what that one returned is made of unrelated tensors."
+    " Flat tensors may be combined with others of equal size, but these ranks had them the other way round in an "
+    "earlier call: they make the same calls in different order, and the result of that one mixes unrelated tensors."
 )
 
 
@@ -250,8 +250,8 @@ class FlightRecorder:
             own = self._blocks.record(self._rank, self.number)
             warn_once(
                 _logger,
-                f"{own.call} of {self.group_name} at {own.site}: another rank calls this and its last collective in "
-                "the other order. If that is not on purpose, the results are made of unrelated tensors",
+                f"{own.call} of {self.group_name} at {own.site}: another rank makes this call and the previous one in "
+                "the opposite order. Unless this is intended, the results mix unrelated tensors",
             )
 
     def _compare_functions(self, lines: frozenset[int]) -> None:
@@ -283,8 +283,8 @@ class FlightRecorder:
             other = next(one for one in records if (one.fingerprint ^ own.fingerprint) & ~_LINE_MASK)
             warn_once(
                 _logger,
-                f"{own.call} of {self.group_name} at {own.site}: another rank has come with {other.call} from "
-                f"{other.site}. If these are not the same tensors, the results are made of unrelated ones",
+                f"{own.call} of {self.group_name} at {own.site}: another rank called {other.call} at {other.site}. "
+                "Unless these are the same tensors, the results mix unrelated ones",
             )
 
     def _damaged(self) -> CollectiveError | None:
@@ -319,7 +319,7 @@ class FlightRecorder:
             f"the ranks of {self.group_name} made two calls in different order, {now[self._rank].call} in collectives "
             f"#{self.number - 1} and #{self.number}:\n"
             + "\n".join(stories)
-            + f"\nThe other call of each was made from the other line. What #{self.number - 1} returned is made of "
+            + f"\nThe other call of each was made from the other line. The result of #{self.number - 1} mixes "
             "unrelated tensors. Every rank must make the same calls in the same order.",
             self._globals(_minority(parties.values())),
         )
@@ -384,9 +384,9 @@ class FlightRecorder:
         """The error for calls that a callback has held up for so long; breaks the group."""
         return self.break_with(
             CollectiveTimeout(
-                f"{call} of {self.group_name} has not begun on {self.name(self._rank)}: for {waited_s:g} s a callback "
-                "of an earlier call has had the thread that is to run it. In a callback, wait for a call by wait() of "
-                "its handle; that of a future does not let the call run",
+                f"{call} of {self.group_name} has not started on {self.name(self._rank)}: for {waited_s:g} s a "
+                "callback of an earlier call has occupied the thread that should run it. In a callback, wait with "
+                "wait() of the call's handle; that of a future does not let the call run",
                 self._globals([self._rank]),
             )
         )

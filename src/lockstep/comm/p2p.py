@@ -151,7 +151,7 @@ class PointToPoint:
             note_other_caller()
         peer, tag = _as_int(name, "rank", peer), _as_int(name, "tag", tag)
         if not 0 <= tag < 1 << 63:
-            raise InputError(f"{name}: the tag is {tag}; give an integer from 0 on")
+            raise InputError(f"{name}: the tag is {tag}; expected an integer from 0 on")
         if not is_from_any and not 0 <= peer < self._team.world_size:
             raise InputError(
                 f"{name}: there is no rank {peer} in {self._recorder.group_name}, which has "
@@ -482,8 +482,8 @@ class PointToPoint:
         other = "recv" if isinstance(operation, Send) else "send"
         yours = f"{other}({conflict}, tag={operation.tag}) of {recorder.name(peer)} at {conflict.site}"
         return CollectiveMismatch(
-            f"{mine}, and what matches it by rank and tag is {yours}. Give both sides the same dtype and shape (one of "
-            "them may be flat), or another tag if they were not meant for each other",
+            f"{mine}, but the call that matches by rank and tag is {yours}. Use the same dtype and shape on both "
+            "sides (one may be flat), or another tag if they do not belong together",
             tuple(sorted({recorder.global_rank(rank), recorder.global_rank(peer)})),
         )
 
@@ -545,7 +545,7 @@ def _as_int(name: str, what: str, value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InputTypeError(f"{name}: the {what} is {value!r}; give an integer") from None
+        raise InputTypeError(f"{name}: the {what} is {value!r}; expected an integer") from None
 
 
 def _call(operation: Send | Receive, recorder: FlightRecorder) -> str:

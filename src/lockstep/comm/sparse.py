@@ -33,7 +33,7 @@ def check_sparse(tensor: torch.Tensor, op: Any) -> None:
         # torch.distributed hands over a real view of it, and entries added to the view do not reach the tensor.
         raise InputTypeError("all_reduce of complex sparse tensors is not possible in place; use .to_dense()")
     if not tensor.is_cpu and not tensor.is_cuda:
-        raise InputError(f"all_reduce: the lockstep group moves tensors of the CPU and of CUDA, got {tensor.device}")
+        raise InputError(f"all_reduce: the lockstep group supports CPU and CUDA tensors, got {tensor.device}")
     if op_name(op) not in _OPS:
         raise InputTypeError(f"all_reduce of sparse tensors is {' or '.join(_OPS)}, got {op_name(op)}; use .to_dense()")
     find_kernel(op, tensor.dtype)

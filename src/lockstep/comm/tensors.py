@@ -48,8 +48,8 @@ def check_tensor(tensor: object, operation: str) -> torch.Tensor:
         raise InputTypeError(f"{operation} takes tensors, got {type(tensor).__name__}: {tensor!r:.80}")
     if not tensor.is_cpu and not tensor.is_cuda:
         raise InputError(
-            f"{operation}: the lockstep group moves tensors of the CPU and of CUDA, got one on {tensor.device}. "
-            "Move it with .cpu()"
+            f"{operation}: the lockstep group supports CPU and CUDA tensors, got one on {tensor.device}. Move it with "
+            ".cpu()"
         )
     if tensor.layout is not _STRIDED:
         raise InputTypeError(f"{operation} takes dense tensors, got layout {tensor.layout}; use .to_dense()")
@@ -71,8 +71,8 @@ def check_output(tensor: object, operation: str) -> torch.Tensor:
     checked = check_tensor(tensor, operation)
     if not checked.is_contiguous() and may_overlap(checked):
         raise InputError(
-            f"{operation}: {describe_tensor(checked)} with strides {checked.stride()} has several elements in one "
-            "place of memory, so it cannot be written; call .clone() or .contiguous() on it"
+            f"{operation}: {describe_tensor(checked)} with strides {checked.stride()} has several elements in the "
+            "same memory, so it cannot be written; call .clone() or .contiguous() on it"
         )
     return checked
 
@@ -123,9 +123,7 @@ def check_some(operation: str, tensors: Sequence[object]) -> None:
         InputError: an empty list, which torch refuses for its own groups, too.
     """
     if not tensors:
-        raise InputError(
-            f"{operation}: got an empty list of tensors; give it one or more, the same number on all ranks"
-        )
+        raise InputError(f"{operation}: got an empty list of tensors; pass one or more, the same number on all ranks")
 
 
 def check_root(operation: str, root: int, recorder: FlightRecorder) -> None:
@@ -137,8 +135,8 @@ def check_root(operation: str, root: int, recorder: FlightRecorder) -> None:
     world_size = len(recorder.global_ranks)
     if not 0 <= root < world_size:
         raise InputError(
-            f"{operation}: there is no rank {root} in {recorder.group_name}, which has {world_size} ranks; give one of "
-            "them as the root"
+            f"{operation}: there is no rank {root} in {recorder.group_name}, which has {world_size} ranks; pass one "
+            "of them as the root"
         )
 
 
@@ -177,8 +175,8 @@ def check_memory(tensor: torch.Tensor, operation: str) -> None:
         has_memory = False
     if not has_memory:
         raise InputTypeError(
-            f"{operation} takes plain tensors, got a {type(tensor).__name__}, which has no memory of its own: give the "
-            "tensor that it holds, such as .to_local() of a DTensor"
+            f"{operation} takes plain tensors, got a {type(tensor).__name__}, which has no memory of its own: pass "
+            "the tensor that it holds, such as .to_local() of a DTensor"
         )
 
 

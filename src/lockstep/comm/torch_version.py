@@ -52,8 +52,8 @@ def warn_if_untested(version: str, rank: int) -> None:
     if rank == 0 and release_of(version) > NEWEST_TESTED:
         warn_once(
             get_logger(__name__),
-            f"torch {version} is newer than {_text(NEWEST_TESTED)}, the newest that this lockstep was tested with. "
-            "Should something fail that worked before, compare with that release, or look for a newer lockstep",
+            f"torch {version} is newer than {_text(NEWEST_TESTED)}, the newest that this lockstep was tested with. If "
+            "something fails that worked before, try that release, or a newer lockstep",
         )
 
 

@@ -124,7 +124,7 @@ class PendingWork(_TorchWork):
 
     def cancel(self, error: CollectiveError | None = None) -> None:
         """Finish without running, with that error; default CollectiveAborted, because the group was shut down."""
-        text = "the group was shut down before this call had its turn"
+        text = "the group was shut down before this call started"
         self._error = error or CollectiveAborted(f"{self.describe()}: {text}")
         self._finish()
 

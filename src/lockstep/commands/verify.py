@@ -17,14 +17,14 @@ _FLAGS = frozenset({"-m", "--module", "--double", "--no-compat", "-h", "--help"}
 
 _DESCRIPTION = """\
 Run a script on N processes and on one, unedited, and compare the optimizer steps: samples, what enters the models
-and comes out of them, loss, gradients, parameters, buffers. The first stage that differs is told, with what was
+and comes out of them, loss, gradients, parameters, buffers. Reports the first stage that differs, with what was
 measured, what it means and what to write. Works for any script that `lockstep run` can start; GPUs are simulated.
 Options after the script belong to the script; give it little data. What it writes goes to memory, where the system
 allows that.
 """
 
 _EPILOG = """\
-The exit code is 0 where N processes give the answer of one, 1 where they do not, and 2 where that cannot be told.
+The exit code is 0 if N processes give the answer of one, 1 if they do not, and 2 if verify cannot tell.
 
 examples:
   lockstep verify train.py --epochs 1
@@ -47,17 +47,17 @@ def _parser() -> Parser:
         type=int,
         metavar="K",
         default=4,
-        help="optimizer steps to compare of an epoch of more than 40 batches; others are compared whole (default: "
+        help="optimizer steps to compare in an epoch of more than 40 batches; shorter ones run in full (default: "
         "%(default)s)",
     )
-    parser.add_argument("--double", action="store_true", help="compute in float64, where nothing hides in rounding")
-    parser.add_argument("--json", metavar="FILE", help="write the report to FILE for programs, too")
-    parser.add_argument("--plot", metavar="FILE", help="draw the differences of each stage over the steps")
+    parser.add_argument("--double", action="store_true", help="compute in float64, where rounding hides nothing")
+    parser.add_argument("--json", metavar="FILE", help="also write the report to FILE, for programs")
+    parser.add_argument("--plot", metavar="FILE", help="plot the differences of each stage over the steps")
     parser.add_argument(
         "--devices",
         choices=("auto", "cpu", "gpu"),
         default="auto",
-        help="stand-ins for GPUs: where the script fails without, or its ranks train apart (auto, the default), "
+        help="stand-ins for GPUs: if the script fails without, or its ranks train separately (auto, the default), "
         "never (cpu), always (gpu)",
     )
     parser.add_argument(
@@ -67,7 +67,7 @@ def _parser() -> Parser:
         "--no-compat",
         dest="with_shims",
         action="store_false",
-        help="let `import horovod` and `import apex` find the real packages only, as in `lockstep run`",
+        help="`import horovod` and `import apex` find only the real packages, as in `lockstep run`",
     )
     return parser
 

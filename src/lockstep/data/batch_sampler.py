@@ -65,8 +65,8 @@ class GlobalBatches(Iterator[GlobalBatch]):
             if self.number > 0:
                 raise StopIteration
             raise DataError(
-                f"batch_sampler {self._name} makes no batch in epoch {self._epoch}. If it is a generator at heart, it "
-                "can be walked once: let __iter__ begin anew each time"
+                f"batch_sampler {self._name} yields no batch in epoch {self._epoch}. If it wraps a generator, it can "
+                "be iterated only once: let __iter__ start anew each time"
             )
         indices = self._indices_of(made)
         first = self.consumed
@@ -87,10 +87,10 @@ class GlobalBatches(Iterator[GlobalBatch]):
         self._num_skipped = self.number
         if consumed and (self.consumed, self.mark) != (consumed, mark):
             raise DataError(
-                f"batch_sampler {self._name} makes other batches in epoch {self._epoch} than when the loader's state "
-                "was taken, so some samples would come twice and others not at all. If it draws from a generator of "
-                "its own, seed that by the epoch in set_epoch, or drop it: the loader seeds the process-wide ones. If "
-                "the script calls its set_epoch, it must do so first"
+                f"batch_sampler {self._name} yields other batches in epoch {self._epoch} than when the loader's state "
+                "was saved, so some samples would come twice and others not at all. If it uses its own generator, "
+                "seed it by the epoch in set_epoch, or drop it: the loader seeds the global ones. If the script "
+                "calls its set_epoch, it must do so first"
             )
 
     @property
@@ -101,7 +101,7 @@ class GlobalBatches(Iterator[GlobalBatch]):
         try:
             indices = [operator.index(index) for index in made]
         except TypeError:
-            hint = " A sampler that yields one index at a time goes to `sampler`" if hasattr(made, "__index__") else ""
+            hint = " Pass a sampler that yields one index at a time as `sampler`" if hasattr(made, "__index__") else ""
             raise DataError(
                 f"batch_sampler {self._name} yielded {made!r:.80} as batch {self.number} of epoch {self._epoch}; "
                 f"expected the indices of a global batch: a list of integers.{hint}"

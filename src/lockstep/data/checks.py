@@ -38,8 +38,8 @@ __all__ = [
 
 STATE_VERSION = 1
 _OF_ONE_RANK = (
-    ". If its order matters, as by length, by class or with repeated samples, make it for one rank, as by "
-    "num_replicas=1 and rank=0, and the loader splits that; or pass the sampler that makes it for one process, as "
+    ". If its order matters (by length, by class, with repeated samples), create it for one rank, with "
+    "num_replicas=1 and rank=0, and the loader splits that; or pass the sampler for one process, such as "
     "LengthGroupedSampler instead of DistributedLengthGroupedSampler"
 )
 
@@ -71,7 +71,7 @@ def check_rank_and_size(rank: object, world_size: object) -> tuple[int, int] | N
         return None
     if rank is None or world_size is None:
         given, missing = ("rank", "world_size") if world_size is None else ("world_size", "rank")
-        raise DataError(f"{given} was given without {missing}: give both, or neither to use the open world")
+        raise DataError(f"{given} was given without {missing}. Pass both, or neither to use the open world")
     size = check_integer("world_size", world_size, 1)
     number = check_integer("rank", rank, 0)
     if number >= size:
@@ -90,8 +90,8 @@ def find_rank_and_size() -> tuple[int, int]:
     if launched is not None and launched > 1:
         log.warn_once(
             log.get_logger(__name__),
-            f"DataLoader: WORLD_SIZE is {launched}, but no process group is open, so this process reads all the data "
-            "by itself. Call lockstep.init() before iterating, or pass rank and world_size",
+            f"DataLoader: WORLD_SIZE is {launched}, but no process group is open, so this process reads all the data. "
+            "Call lockstep.init() before iterating, or pass rank and world_size",
         )
     return 0, 1
 
@@ -101,21 +101,22 @@ def check_dataset(dataset: Any) -> int:
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
         raise DataError(
-            f"dataset {name} is iterable-style: it hands out samples in an order of its own, so nobody can tell "
-            "which rank holds which, shuffle them by seed or enter an epoch halfway. Give it __getitem__(index) and "
-            "__len__, or pass list(dataset) if it fits in memory; else let the dataset split the stream by rank for "
-            "torch.utils.data.DataLoader, and end on all ranks by lockstep.any ('Iterable data' in docs/same-answer.md)"
+            f"dataset {name} is iterable-style: it yields samples in its own order, so the loader cannot assign them "
+            "to ranks, shuffle them by seed or resume within an epoch. Give it __getitem__(index) and __len__, or "
+            "pass list(dataset) if it fits in memory; else split the stream by rank in the dataset, use "
+            "torch.utils.data.DataLoader, and end on all ranks with lockstep.any ('Iterable data' in "
+            "docs/same-answer.md)"
         )
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
         raise DataError(
-            f"dataset {name} has no length: the batches of an epoch are planned ahead from the number of samples. "
+            f"dataset {name} has no length, but batches of an epoch are planned ahead from the number of samples. "
             "Give it __len__"
         ) from None
     if length < 1:
         raise DataError(
-            f"dataset {name} is empty: expected at least one sample. Check the path it reads from and the filters on it"
+            f"dataset {name} is empty: expected at least one sample. Check the path that it reads and its filters"
         )
     return length
 
@@ -126,13 +127,13 @@ def check_sampler(sampler: Any, shuffle: bool, world_size: object) -> None:
         return
     name = type(sampler).__name__
     if shuffle:
-        raise DataError(f"shuffle=True together with sampler {name}: the sampler gives the order. Drop one of the two")
+        raise DataError(f"shuffle=True and sampler {name} both set the order. Drop one of the two")
     if _num_ranks_of(sampler) > 1 and world_size != 1:
-        to_keep = ". To keep its order, give it num_replicas=1 and rank=0: the loader splits that"
+        to_keep = ". To keep its order, pass num_replicas=1 and rank=0 to it: the loader splits that"
         raise DataError(
-            f"sampler {name} gives each rank its own part already. The loader splits the global order by itself, "
-            "without padding: drop the sampler and pass shuffle=True and the global batch_size"
-            f"{to_keep if type(sampler) is DistributedSampler else _OF_ONE_RANK}"
+            f"sampler {name} already gives each rank its own part. The loader splits the global order itself, without "
+            "padding. Drop the sampler and pass shuffle=True and the global "
+            f"batch_size{to_keep if type(sampler) is DistributedSampler else _OF_ONE_RANK}"
         )
     if not isinstance(sampler, Iterable) or not isinstance(sampler, Sized):
         raise DataError(
@@ -166,14 +167,14 @@ def check_batch_sampler(batch_sampler: Any, is_cut_already: bool, world_size: ob
     makers = (batch_sampler, getattr(batch_sampler, "sampler", None)) if world_size != 1 else ()
     if any(_num_ranks_of(each) > 1 for each in makers):
         raise DataError(
-            f"batch_sampler {name} makes the batches of one rank already. The loader splits global batches by itself: "
-            "make it for one process, as by num_replicas=1 and rank=0, or without its sampler for ranks, and with the "
-            "global batch size"
+            f"batch_sampler {name} already makes the batches of one rank. The loader splits global batches itself. "
+            "Create it for one process, with num_replicas=1 and rank=0, or without its per-rank sampler, and with "
+            "the global batch size"
         )
     if not isinstance(batch_sampler, Iterable) or isinstance(batch_sampler, Iterator):
         raise DataError(
-            f"batch_sampler {name} cannot be walked anew for each epoch: pass a list of batches, or an object whose "
-            "__iter__ begins with the first batch each time"
+            f"batch_sampler {name} cannot be iterated again in each epoch. Pass a list of batches, or an object whose "
+            "__iter__ starts with the first batch each time"
         )
     with contextlib.suppress(TypeError, NotImplementedError):  # it need not have a length
         if len(cast("Sized", batch_sampler)) < 1:
@@ -184,10 +185,10 @@ def check_own_batches(batch_sampler: object, own: object) -> None:
     """The loader's batches come from its own `batch_sampler`: each belongs to one place of one epoch."""
     if batch_sampler is not own:
         raise DataError(
-            f"the loader's batch_sampler was replaced by a {type(batch_sampler).__name__}. Where that repeats batches, "
-            "to keep worker processes from one epoch to the next (timm's MultiEpochsDataLoader, ultralytics' "
-            "InfiniteDataLoader), use lockstep.DataLoader itself with persistent_workers=True: it keeps them, and each "
-            "iteration is the next epoch. For batches of your own, make a loader with that batch_sampler"
+            f"the loader's batch_sampler was replaced by a {type(batch_sampler).__name__}. If that repeats batches to "
+            "keep worker processes between epochs (timm's MultiEpochsDataLoader, ultralytics' InfiniteDataLoader), "
+            "use lockstep.DataLoader itself with persistent_workers=True: it keeps them, and each iteration is the "
+            "next epoch. For your own batches, create a loader with that batch_sampler"
         )
 
 
@@ -201,9 +202,9 @@ def is_fixed(what: str, name: str, value: object) -> DataError:
     """
     shown = value if isinstance(value, int | float | str | None) else f"<{type(value).__name__}>"
     return DataError(
-        f"loader.{what} = {shown}: what a loader makes its batches from stays as it was made. Make a new loader, and "
-        f"hand it the state of this one: new = lockstep.DataLoader(dataset, …, {name}={shown}); "
-        "new.load_state_dict(loader.state_dict()). It resumes where this one stands; after an epoch, with the next one"
+        f"loader.{what} = {shown}: what a loader makes its batches from cannot be changed. Create a new loader, and "
+        f"load the state of this one: new = lockstep.DataLoader(dataset, …, {name}={shown}); "
+        "new.load_state_dict(loader.state_dict()). It resumes where this one is; after an epoch, with the next one"
     )
 
 
@@ -212,9 +213,8 @@ def check_same_order(mark: int, now: int, sampler: object, epoch: int) -> None:
     if mark not in (0, now):
         raise DataError(
             f"sampler {type(sampler).__name__} gives epoch {epoch} another order than when the loader's state was "
-            "taken, so some samples would come twice and others not at all. If it draws from a generator of its own, "
-            "leave that out: the loader seeds the process-wide ones. If the script calls its set_epoch, it must do so "
-            "first"
+            "saved, so some samples would come twice and others not at all. If it uses its own generator, drop that: "
+            "the loader seeds the global ones. If the script calls its set_epoch, it must do so first"
         )
 
 
@@ -223,7 +223,7 @@ def check_permutation(permutation: object, shuffle: bool) -> str:
     if permutation not in ("stored", "computed"):
         raise DataError(f"permutation is {permutation!r}; expected 'stored' or 'computed'")
     if permutation == "computed" and not shuffle:
-        raise DataError("permutation='computed' is a way to shuffle, but shuffle is False: pass shuffle=True")
+        raise DataError("permutation='computed' is a way to shuffle, but shuffle is False. Pass shuffle=True")
     return str(permutation)
 
 
@@ -231,13 +231,13 @@ def check_refused(generator: object, in_order: bool) -> None:
     """Arguments of torch's loader that contradict what this one promises."""
     if generator is not None:
         raise DataError(
-            "generator is not supported: its state would differ between ranks, and the order of samples may depend "
-            "on seed and epoch only. Pass an integer instead, such as seed=generator.initial_seed()"
+            "generator is not supported: its state would differ between ranks, but the order of samples may only "
+            "depend on seed and epoch. Pass an integer instead, such as seed=generator.initial_seed()"
         )
     if not in_order:
         raise DataError(
-            "in_order=False is not supported: ranks would train on parts of different global batches. "
-            "Raise prefetch_factor if single samples are slow"
+            "in_order=False is not supported: ranks would train on parts of different global batches. Raise "
+            "prefetch_factor if some samples are slow"
         )
 
 
@@ -247,7 +247,7 @@ def check_workers(num_workers: object, prefetch_factor: object, timeout: float) 
     if prefetch_factor is not None:
         check_integer("prefetch_factor", prefetch_factor, 1)
     if timeout > 0 and count == 0:
-        raise DataError("timeout needs worker processes, but num_workers is 0: pass num_workers, or drop it")
+        raise DataError("timeout needs worker processes, but num_workers is 0. Pass num_workers, or drop it")
     return count
 
 
@@ -263,16 +263,16 @@ def check_state(
         )
     missing = [key for key in (*_STATE_KEYS, "samples_per_epoch", "order") if key not in state]
     if missing:
-        raise DataError(f"the loader's state lacks {', '.join(missing)}: pass what DataLoader.state_dict() returned")
+        raise DataError(f"the loader's state lacks {', '.join(missing)}. Pass the result of DataLoader.state_dict()")
     numbers = {
         key: check_integer(f"state[{key!r}]", state[key], -(2**63) if key == "seed" else 0) for key in _STATE_KEYS
     }
     for key, here in (("dataset_length", dataset_length), ("samples_per_epoch", samples_per_epoch), ("order", order)):
         if state[key] != here:
             raise DataError(
-                f"the loader's state does not fit: its {key} is {state[key]!r}, here it is {here!r}. The samples "
-                "consumed are positions in the order of one dataset: resume with the same data and the same order, "
-                "or start the epoch anew with set_epoch"
+                f"the loader's state does not fit: its {key} is {state[key]!r}, here it is {here!r}. It counts "
+                "samples in the order of one dataset. Resume with the same data and the same order, or restart the "
+                "epoch with set_epoch"
             )
     if samples_per_epoch is not None and numbers["samples_consumed"] > samples_per_epoch:
         raise DataError(

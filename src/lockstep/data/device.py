@@ -23,7 +23,7 @@ def check_device(device: torch.device | str | int | None, prefetch: int) -> torc
     """
     if device is None:
         if prefetch != 1:
-            raise DataError(f"prefetch={prefetch} counts batches copied to a device ahead of time: pass device, too")
+            raise DataError(f"prefetch={prefetch} counts batches copied to a device ahead of time; pass device, too")
         return None
     try:
         return torch.device(device)

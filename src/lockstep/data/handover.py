@@ -166,7 +166,7 @@ class PackingSource:
                 raise _full_memory(error) from None
             raise DataError(
                 f"a batch of type {type(batch).__name__} cannot be sent from its worker to the training process "
-                f"({error}); return tensors or plain data from the dataset and collate_fn, or pass num_workers=0"
+                f"({error}). Return tensors or plain data from the dataset and collate_fn, or pass num_workers=0"
             ) from None
 
     @functools.cached_property
@@ -226,8 +226,8 @@ def starting_workers() -> Iterator[None]:
             raise
         free, _ = _free_and_all_mib()
         raise DataError(
-            f"workers cannot start: {error}. {_SHARED_MEMORY}, where the semaphores of their queues lie, has "
-            f"{free} MiB free: give the container more (docker run --shm-size=8g), or pass num_workers=0"
+            f"workers cannot start: {error}. {_SHARED_MEMORY}, which holds the semaphores of their queues, has {free} "
+            "MiB free. Give the container more (docker run --shm-size=8g), or pass num_workers=0"
         ) from None
 
 
@@ -247,7 +247,7 @@ def _full_memory(error: Exception) -> DataError:
             os.unlink(_SHARED_MEMORY + left[1])
     _, size = _free_and_all_mib()
     return DataError(
-        f"{_SHARED_MEMORY} ({size} MiB in all) has no room for the next batch, which workers hand over there: {error}. "
-        "Lower num_workers or prefetch_factor (each worker keeps that many batches), give the container more "
-        "(docker run --shm-size), or pass num_workers=0"
+        f"{_SHARED_MEMORY} ({size} MiB in all) has no room for the next batch, which workers pass on there: {error}. "
+        "Lower num_workers or prefetch_factor (each worker keeps that many batches), give the container more (docker "
+        "run --shm-size), or pass num_workers=0"
     )

@@ -75,8 +75,8 @@ class RankBatchSampler:
     def _current(self) -> RankBatches:
         if self.schedule is None:
             raise DataError(
-                "loader.batch_sampler holds this rank's batches of the epoch under way, and no epoch has begun: "
-                "iterate the loader itself"
+                "loader.batch_sampler has this rank's batches of the current epoch, and no epoch has begun. Iterate "
+                "the loader itself"
             )
         return self.schedule
 
@@ -138,9 +138,9 @@ class EpochIterator(Iterator[Any]):
     def __next__(self) -> Any:
         if self._shared_workers is not None and self._shared_workers.schedule is not self._schedule:
             raise DataError(
-                f"this iteration of epoch {self._progress.epoch} is over: a newer one took over its worker processes. "
-                "With persistent_workers=True a loader walks one epoch at a time; use persistent_workers=False, "
-                "or a second loader"
+                f"this iteration of epoch {self._progress.epoch} has ended: a newer one took over its worker "
+                "processes. With persistent_workers=True a loader runs one epoch at a time. Use "
+                "persistent_workers=False, or a second loader"
             )
         purge(at_most=_FEW_TAGS)  # before the next batch is made: [Note: holes] in `batch/tags.py`
         since = time.perf_counter()

@@ -394,7 +394,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         numbers = check_state(state, self._order_name(), check_dataset(self.dataset), self._samples_per_epoch())
         if numbers["seed"] != self.seed:
             log.get_logger(__name__).warning(
-                f"DataLoader: seed={self.seed} is replaced by {numbers['seed']}, with which the state was written"
+                f"DataLoader: seed={self.seed} is replaced by {numbers['seed']}, the seed of the loaded state"
             )
         self.seed = numbers["seed"]
         self._sampler_epochs.told = None
@@ -460,7 +460,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         plan = Plan(num_samples, self.batch_size, self.drop_last, start)
         if len(plan) == 0 and start == 0:
             raise DataError(
-                f"drop_last=True leaves no batch: {plan.num_samples} samples make no full batch of {self.batch_size}. "
-                "batch_size counts the samples of all ranks together: lower it, or pass drop_last=False"
+                f"drop_last=True leaves no batch: {plan.num_samples} samples do not fill a batch of "
+                f"{self.batch_size}. batch_size counts the samples of all ranks together. Lower it, or pass "
+                "drop_last=False"
             )
         return plan

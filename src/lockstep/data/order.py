@@ -139,15 +139,15 @@ def draw_order(sampler: Any, seed: int, epoch: int) -> npt.NDArray[np.int64]:
             indices = _drawn(sampler)
         except (TypeError, OverflowError) as error:
             raise DataError(
-                f"sampler {type(sampler).__name__} yields something that is no index ({error}); expected an "
-                "integer per sample. A sampler that yields lists is a batch_sampler: pass it as that"
+                f"sampler {type(sampler).__name__} yields something that is not an index ({error}); expected one "
+                "integer per sample. If it yields lists, pass it as batch_sampler"
             ) from error
     if len(indices) != len(sampler):
         number = len(indices) if len(indices) < len(sampler) else "more"
         raise DataError(
             f"sampler {type(sampler).__name__} yielded {number} indices in epoch {epoch}, but its length is "
-            f"{len(sampler)}, and the number of batches follows from that: fix its __len__. If it is endless, for "
-            "a loop without epochs, drop it and pass shuffle=True: each new iteration of the loader is the next epoch"
+            f"{len(sampler)}, which determines the number of batches. Fix its __len__. If it is endless, for a loop "
+            "without epochs, drop it and pass shuffle=True: each new iteration of the loader is the next epoch"
         )
     return indices
 

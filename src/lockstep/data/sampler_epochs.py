@@ -34,8 +34,8 @@ class OwnOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         raise DataError(
-            "loader.batch_sampler.sampler stands for the order that the loader makes by itself as an epoch begins: "
-            "iterate the loader"
+            "loader.batch_sampler.sampler stands for the order that the loader creates when an epoch begins. Iterate "
+            "the loader"
         )
 
 

@@ -239,8 +239,8 @@ class SampleSource:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise DataError(
                 f"StopIteration at {place.filename}:{place.lineno} in {place.name}, while a batch of "
-                f"{type(self.dataset).__name__} was fetched: it would end the epoch. Where next(…) has nothing left, "
-                "give it a default, or an iterator anew"
+                f"{type(self.dataset).__name__} was fetched: it would end the epoch. Give next(…) a default or a new "
+                "iterator for when nothing is left"
             ) from error
 
     def _samples(self, fetch: Fetch) -> list[Any]:

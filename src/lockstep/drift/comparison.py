@@ -54,17 +54,17 @@ _PATIENCE_S = 30.0
 # How long rank 0, which may host the store, stays so that others can read it.
 _STAY_S = 2.0
 _ADVICE = (
-    "Let all ranks decide alike which weights to load (by lockstep.mean of the loss, lockstep.metrics, or "
-    "torch.distributed.broadcast); have backward() compute what is stepped, of what model(x) returns, or average by "
-    "dist.all_reduce what is not its work, before it changes parameters; make the last pass before each step outside "
-    "of no_sync(). What is to differ says so: parameter.allreduce = False, a name in "
-    "module._ddp_params_and_buffers_to_ignore, broadcast_buffers=False; or is not wrapped in DistributedDataParallel"
+    "Let all ranks agree on which weights to load (lockstep.mean of the loss, lockstep.metrics, or "
+    "torch.distributed.broadcast); compute gradients with backward(), from the output of model(x), or average others "
+    "with dist.all_reduce before they change parameters; run the last pass before each step outside of no_sync(). "
+    "Mark what should differ: parameter.allreduce = False, a name in module._ddp_params_and_buffers_to_ignore, "
+    "broadcast_buffers=False; or do not wrap it in DistributedDataParallel"
 )
 
 _ADVICE_ON_CALLS = (
-    "No gradient was averaged: DistributedDataParallel averages what its own call leads to, so call model(x), and not "
-    "model.module(x) or the model that was wrapped; or average by dist.all_reduce what is not its work, before it "
-    "changes parameters"
+    "No gradient was averaged: DistributedDataParallel averages the gradients of its own call, so call model(x), not "
+    "model.module(x) or the model that was wrapped; or average gradients with dist.all_reduce before they change "
+    "parameters"
 )
 _CHUNK = 1 << 18  # number of values multiplied at a time
 

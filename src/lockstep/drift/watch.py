@@ -81,10 +81,10 @@ class EvaluationWatch:
         if group is None or group.size() != world_size or world_size == 1 or group.rank() != 0:
             return
         self._text = (
-            f"rank 0 evaluated {num_local} of {num_total} samples, and nothing was communicated afterwards: what the "
-            f"script counted in this evaluation is of one rank of {world_size}. Count with lockstep.metrics, or add up "
-            "the ranks, such as accuracy = lockstep.mean(torch.tensor(float(right)), n). Where each rank keeps results "
-            "of its own there is nothing to do"
+            f"rank 0 evaluated {num_local} of {num_total} samples, and nothing was communicated afterwards, so what "
+            f"the script counted here covers one rank of {world_size}. Count with lockstep.metrics, or add up the "
+            "ranks, such as accuracy = lockstep.mean(torch.tensor(float(right)), n). If each rank keeps its own "
+            "results, ignore this"
         )
         self._communication = _communication()
         _pending.difference_update([each for each in _pending if each._communication != self._communication])
@@ -160,10 +160,10 @@ def _warn_of(watched: _Watched) -> None:
     if dist.get_rank() == 0:
         warn_once(
             _logger,
-            f"{watched.label}: in the first {watched.num_steps} steps nothing was communicated, while "
-            f"lockstep.DataLoader gives each of the {dist.get_world_size()} ranks its own part of every batch. So each "
-            "rank trains a model of its own. Before the loop write model = lockstep.DistributedDataParallel(model), "
-            "and call that in the loop; if each rank is to train its own, give each loader rank=0 and world_size=1",
+            f"{watched.label}: nothing was communicated in the first {watched.num_steps} steps, but "
+            f"lockstep.DataLoader gives each of the {dist.get_world_size()} ranks its own part of every batch. So "
+            "each rank trains its own model. Before the loop write model = lockstep.DistributedDataParallel(model), "
+            "and call that in the loop; if each rank should train its own, give each loader rank=0 and world_size=1",
         )
 
 

@@ -144,8 +144,8 @@ def _check_memory(number: int) -> None:
     free_mib = available_mib() if number > _FEW_RANKS else None
     if free_mib is not None and number * _MIB_OF_RANK > free_mib:
         raise LaunchError(
-            f"nproc is {number}: so many ranks take {number * _MIB_OF_RANK >> 10} GiB before they have a model, "
-            f"and {free_mib >> 10} GiB are free here; start {max(_FEW_RANKS, free_mib // _MIB_OF_RANK)} at most"
+            f"nproc is {number}: these ranks need {number * _MIB_OF_RANK >> 10} GiB even without a model, but "
+            f"{free_mib >> 10} GiB are free here; start at most {max(_FEW_RANKS, free_mib // _MIB_OF_RANK)}"
         )
 
 

@@ -39,8 +39,8 @@ def run_as_rank(target: str, args: Collection[str], *, is_module: bool, given: C
     if given:
         names = ", ".join(sorted(given))
         raise LaunchError(
-            f"mpirun has started this process as one rank of several, so {names} is not for `lockstep run` to decide: "
-            "leave it out, or start without mpirun"
+            f"mpirun started this process as one of several ranks, so `lockstep run` cannot set {names}: leave it "
+            "out, or start without mpirun"
         )
     check_target(target, is_module)
     try:

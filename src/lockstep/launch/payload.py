@@ -64,7 +64,7 @@ def check_main_is_ready() -> None:
     """
     if getattr(process.current_process(), "_inheriting", False):
         raise LaunchError(
-            "lockstep.spawn was called while a rank imports the main module, so ranks would start ranks without end; "
+            "lockstep.spawn was called while a rank imports the main module, so ranks would start ranks endlessly; "
             "put the call under `if __name__ == '__main__':`"
         )
 
@@ -187,8 +187,8 @@ def _dump_call(
                 f"level of a module (no lambda, no function inside a function) and pass what it uses in args"
             ) from error
         raise InputTypeError(
-            f"the args of {_name_of(fn)} cannot be sent to the ranks ({error}); pass plain data, and make the rest "
-            f"inside the function"
+            f"the args of {_name_of(fn)} cannot be sent to the ranks ({error}); pass plain data, and create the rest "
+            "inside the function"
         ) from error
 
 

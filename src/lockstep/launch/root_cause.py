@@ -221,9 +221,9 @@ def _accuse_missing(first: RankFailure) -> str:
         status = first.statuses[rank]
         where = f"it was {status.describe()}" if status.latest is not None else "it had not entered a collective yet"
         stopped = ", and its process is stopped" if status.is_stopped else ""
-        awaited = f"did not come to {call}: {where}" if waiting else f"did not come: {where}"
+        awaited = f"did not reach {call}: {where}" if waiting else f"did not come: {where}"
         if waiting and status.describe().partition(" ")[2] == call:
-            awaited = f"came to {call} too late"
+            awaited = f"reached {call} too late"
         clauses.append(f"rank {rank} (pid {status.pid}) {awaited}{stopped}")
     others = describe_statuses({rank: status for rank, status in first.statuses.items() if rank not in first.missing})
     return "; ".join([*clauses, others] if others else clauses)
@@ -334,18 +334,18 @@ def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]
     """What to do instead, for errors that have a known way out."""
     if first.is_blamed:
         return [
-            "lockstep: nothing failed there: if it stopped by a value of its own, such as its loss, all ranks must "
-            "decide alike, by lockstep.any(…)"
+            "lockstep: nothing failed there. If it stopped because of its own value, such as its loss, let all ranks "
+            "agree with lockstep.any(…)"
         ]
     if first.report is not None and gave_accelerate_a_backend(first.report.message):
         return [
-            "lockstep: Accelerate takes a group that is there, and no backend of this name: call `lockstep.init()` "
-            "before `Accelerator()`, and give it no backend"
+            "lockstep: Accelerate uses an existing group, but rejects this backend name: call `lockstep.init()` "
+            "before `Accelerator()`, and pass no backend"
         ]
     if first.report is not None and knows_two_backends(first.report.type, first.report.traceback):
         return [
-            "lockstep: the program takes no backend but gloo and nccl, by name. Where it compares, add 'lockstep' to "
-            "the names, or hand the function a group of gloo: group=torch.distributed.new_group(backend='gloo')"
+            "lockstep: the program accepts only the backend names gloo and nccl. Add 'lockstep' where it compares "
+            "them, or pass the function a gloo group: group=torch.distributed.new_group(backend='gloo')"
         ]
     if script is None or first.report is None or not needs_gpu(first.report.message):
         return []
@@ -353,7 +353,7 @@ def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]
         return []
     return [
         f"lockstep: there is no GPU on this host: `lockstep rehearse --nproc {num_ranks} {script}` runs the script on "
-        "CPUs, and says what would go wrong on GPUs"
+        "CPUs, and reports what would fail on GPUs"
     ]
 
 

@@ -172,7 +172,7 @@ class BatchJob:
                 raise LaunchError(f"--{name} is {number}; expected at least 1")
         for option in (*self._options(), *self.sbatch_args):
             if not option.isprintable():
-                raise LaunchError(f"{option!r} cannot stand in a line of a batch script")
+                raise LaunchError(f"{option!r} cannot be in a line of a batch script")
         for option in self.sbatch_args:
             if not option.startswith("-"):
                 raise LaunchError(
@@ -266,7 +266,7 @@ def submit(job: BatchJob) -> Submission:
     # With several clusters: "42;cluster".
     job_id = said.strip().partition(";")[0]
     if not job_id.isdigit():
-        raise LaunchError(f"sbatch gave no job number; it said {said.strip()!r}")
+        raise LaunchError(f"sbatch printed no job number, but {said.strip()!r}")
     patterns = {"%%": "%", "%j": job_id, "%A": job_id, "%x": job.name}
     return Submission(job_id, _expand(job.log, patterns))
 
@@ -338,11 +338,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requeue",
         action="store_true",
-        help=f"start the job again when a host fails, and {_REQUEUE_BEFORE_S} s before its time limit; the script goes "
-        "on from what it has saved",
+        help=f"restart the job when a host fails, and {_REQUEUE_BEFORE_S} s before its time limit; the script resumes "
+        "from what it has saved",
     )
     parser.add_argument(
-        "--no-prefix", dest="prefix", action="store_false", help="do not put the number of the rank before each line"
+        "--no-prefix", dest="prefix", action="store_false", help="do not prefix each line with the rank"
     )
     parser.add_argument(
         "--sbatch-arg",
@@ -350,7 +350,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="OPTION",
         default=[],
-        help="one more option for sbatch, as in --sbatch-arg=--mem=64G; may be given several times",
+        help="one more option for sbatch, as in --sbatch-arg=--mem=64G; may be repeated",
     )
 
 
@@ -368,6 +368,6 @@ def warn_of_other_tasks() -> None:
         step = read_step(env.snapshot())
     if step is not None and step.num_tasks > 1 and step.rank == 0:
         say(
-            f"lockstep: warning: srun started {step.num_tasks} launchers here, and each starts ranks that do not know "
-            "those of the others; for one job let srun start the script itself: srun python script.py\n"
+            f"lockstep: warning: srun started {step.num_tasks} launchers here, and each starts its own separate "
+            "ranks; for one job let srun start the script itself: srun python script.py\n"
         )

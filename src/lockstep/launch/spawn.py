@@ -188,8 +188,8 @@ def _run(
     attempt.wait()
     if attempt.is_cut_short:
         raise WorkerFailed(
-            f"{name_ranks(late)} {'were' if len(late) > 1 else 'was'} not done after {timeout_s:g} s, and all ranks "
-            "were stopped; give a longer timeout if that is to be expected",
+            f"{name_ranks(late)} {'were' if len(late) > 1 else 'was'} not done after {timeout_s:g} s, so all ranks "
+            "were stopped; pass a longer timeout if this is expected",
             rank=late[0],
             exit_code=_TIMEOUT_CODE,
         )

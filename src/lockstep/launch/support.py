@@ -29,7 +29,7 @@ def check() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:  # torch's libraries refuse to be loaded there
-        raise LaunchError("the folder in which this process runs was removed; change into another") from None
+        raise LaunchError("the current folder of this process was removed; change into another") from None
     try:
         os.close(os.pidfd_open(os.getpid()))
     except AttributeError:
@@ -39,5 +39,5 @@ def check() -> None:
             return  # what needs descriptors explains that better
         raise LaunchError(
             f"this system refuses pidfd_open ({error.strerror}), which watches processes: it needs Linux 5.3, and a "
-            f"sandbox that lets the call pass. {_INSTEAD}"
+            f"sandbox that allows the call. {_INSTEAD}"
         ) from None

@@ -90,7 +90,7 @@ class Metric(ABC):
             return
         raise InputError(
             f"{type(self).__name__}.accumulate: expected {self.num_sums} single numbers, one for each sum, got values "
-            f"of shapes {', '.join(map(str, shapes)) or 'none'}; hand the numbers of a tensor over one by one: "
+            f"of shapes {', '.join(map(str, shapes)) or 'none'}. Pass the numbers of a tensor one by one: "
             "self.accumulate(*tensor.flatten())"
         )
 
@@ -107,9 +107,9 @@ class Metric(ABC):
         if len(found) > 1:
             held = " or ".join(str(share.local_samples) for share in found)
             raise InputError(
-                f"{type(self).__name__}.update: cannot tell which batch this value is of, and so whether it is a mean "
-                f"over {held} samples: the loop fetches batches ahead, or has several loaders at work. Pass the number "
-                "of samples: Mean.update(loss, weight=len(labels))"
+                f"{type(self).__name__}.update: cannot tell which batch this value belongs to, and so whether it is a "
+                f"mean over {held} samples, because the loop prefetches batches or uses several loaders. Pass the "
+                "number of samples: Mean.update(loss, weight=len(labels))"
             )
         return found[0] if found else None
 
@@ -124,10 +124,9 @@ class Metric(ABC):
         if len(fillers) == len(found):
             return True
         raise InputError(
-            f"{type(self).__name__}.update: cannot tell whether this is a filler, which repeats samples that other "
-            "ranks hold and must not count: the loop fetches batches ahead, or has several loaders at work. Hand "
-            "update a tensor that the loader yielded (the labels), or leave the batch out where "
-            "lockstep.is_filler(batch)"
+            f"{type(self).__name__}.update: cannot tell whether this is a filler, which repeats other ranks' samples "
+            "and must not count, because the loop prefetches batches or uses several loaders. Pass a tensor that the "
+            "loader yielded (the labels), or skip the batch if lockstep.is_filler(batch)"
         )
 
     def _data_in_hand(self) -> set[tuple[int, int]]:
@@ -168,7 +167,9 @@ class Metric(ABC):
         """
         for other in others:
             if self.label() != other.label():
-                raise InputTypeError(f"cannot merge {other.label()} into {self.label()}: their sums mean other things")
+                raise InputTypeError(
+                    f"cannot merge {other.label()} into {self.label()}: their sums have different meanings"
+                )
             data = self._data | other._data
             self.load_state(self.state() + other.state().to(self.state().device))
             self._data = data

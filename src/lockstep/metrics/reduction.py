@@ -83,7 +83,7 @@ def _synchronize(metrics: list[Metric], names: list[str], process_group: dist.Pr
     if fingerprint_sum**2 != world_size * square_sum:
         raise CollectiveMismatch(
             f"synchronize: ranks passed different metrics. This rank ({dist.get_rank(group)} of {world_size}) passed "
-            f"{layout}. Pass the same metrics under the same names on every rank, also where a rank saw no batch"
+            f"{layout}. Pass the same metrics under the same names on every rank, even if a rank had no batch"
         )
     values = []
     for metric in metrics:
@@ -103,11 +103,11 @@ def _check_data(names: list[str], sums: list[float]) -> None:
     for name, known, total, square_sum in zip(names, sums[::3], sums[1::3], sums[2::3], strict=True):
         if total**2 != known * square_sum:
             raise CollectiveMismatch(
-                f"synchronize: the values of metric {name} are of different data on each rank: their loaders with "
-                "evaluation=True hold other samples, or the same in another order. A rank has of its own what it draws "
-                "after lockstep.init, finds in a folder, or collects from a loader. So draw a split by "
-                "torch.Generator().manual_seed(0), sort what is found, and put together by lockstep.all_gather what "
-                "the ranks have collected. Data that is a rank's own goes into a loader with rank=0 and world_size=1"
+                f"synchronize: metric {name} covers different data on each rank: the loaders with evaluation=True "
+                "hold different samples, or the same in another order. Ranks differ in what they draw after "
+                "lockstep.init, find in a folder, or collect from a loader. Draw a split with "
+                "torch.Generator().manual_seed(0), sort what is found, and combine what ranks have collected with "
+                "lockstep.all_gather. If each rank has its own data, use a loader with rank=0 and world_size=1"
             )
 
 

@@ -18,7 +18,7 @@ def _as_values(name: str, value: Tensor | float) -> Tensor:
     """`value` as a detached real tensor, float64 if its device supports that."""
     tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
     if tensor.is_complex():
-        raise InputTypeError(f"{name}: expected real numbers, got {tensor.dtype}: pass value.abs() or its real part")
+        raise InputTypeError(f"{name}: expected real numbers, got {tensor.dtype}. Pass value.abs() or its real part")
     return tensor if tensor.device.type == "mps" else tensor.to(torch.float64)
 
 
@@ -65,7 +65,7 @@ class Mean(Metric):
         except RuntimeError:
             raise InputError(
                 f"Mean.update: weight of shape {list(weight.shape)} does not broadcast to value of shape "
-                f"{list(values.shape)}: pass one weight, or one per value"
+                f"{list(values.shape)}. Pass one weight, or one per value"
             ) from None
         self.accumulate(torch.where(weights == 0, 0, values * weights).sum(), weights.sum())
 
@@ -169,8 +169,8 @@ class Accuracy(Metric):
         shape = predictions.shape
         if predictions.dim() < 2 or (shape[0], *shape[2:]) != tuple(targets.shape):
             raise InputError(
-                f"Accuracy.update: predictions {list(shape)} and targets {list(targets.shape)} do not go together: "
-                "expected scores [N, C] and classes [N]"
+                f"Accuracy.update: predictions {list(shape)} and targets {list(targets.shape)} do not match: expected "
+                "scores [N, C] and classes [N]"
             )
         if shape[1] < self.top_k:
             raise InputError(

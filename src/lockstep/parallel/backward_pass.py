@@ -89,14 +89,14 @@ __all__ = ["AveragingEngine", "BackwardPass", "PassState", "Phase"]
 _NO_TASK = -1  # torch's value outside backward passes
 _WATCHED_PASSES = 3
 _ADVICE = (
-    "Use them, freeze them (requires_grad_(False)), or pass find_unused_parameters=True if a step may leave some out. "
-    "If they have been replaced by others, wrap the model again: lockstep.DistributedDataParallel(model.module)"
+    "Use them, freeze them (requires_grad_(False)), or pass find_unused_parameters=True if a step may leave some "
+    "out. If they were replaced, wrap the model again: lockstep.DistributedDataParallel(model.module)"
 )
-_ADVICE_FOR_STATIC_GRAPH = "static_graph=True says that the same parameters are used in every step; they were not"
+_ADVICE_FOR_STATIC_GRAPH = "static_graph=True requires that every step uses the same parameters; this one did not"
 _ADVICE_FOR_OUTPUTS = (
-    "They belong to outputs of the model that took no part in the loss, so that step was not averaged. Let the model "
-    "return only what the loss uses, call backward() on all of it before the optimizer steps (also where a loss "
-    "contains gradients, create_graph=True), or pass find_unused_parameters=True"
+    "They belong to outputs of the model that the loss did not use, so that step was not averaged. Return only what "
+    "the loss uses, call backward() on all of it before the optimizer steps (also if a loss contains gradients, "
+    "create_graph=True), or pass find_unused_parameters=True"
 )
 
 
@@ -181,8 +181,8 @@ class PassState:
     def _go(self, name: str, phase: Phase, is_drawn: bool) -> None:
         if not is_drawn:
             raise ModelError(
-                f"DistributedDataParallel: {name}() of a backward pass that is {self.phase.value}. Another thread used "
-                "the model meanwhile: let one thread make all its forward and backward passes"
+                f"DistributedDataParallel: {name}() of a backward pass that is {self.phase.value}. Another thread "
+                "used the model meanwhile: run all its forward and backward passes in one thread"
             )
         self.phase = phase
 
@@ -506,7 +506,7 @@ class BackwardPass(PassState):
 
     # ---- parameters without a gradient ---------------------------------------------------------
 
-    def check_awaited(self, when: str = "in the step before this one") -> None:
+    def check_awaited(self, when: str = "in the previous step") -> None:
         """Check that no gradients are awaited when another step, or an optimizer's, begins. Local.
 
         Args:

@@ -137,8 +137,8 @@ class SyncBatchNorm(BatchNorm):
         group: object = dist.group.WORLD if self.process_group is None else self.process_group
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             raise InputError(
-                f"SyncBatchNorm: rank {dist.get_rank()} is not a member of its process_group; give each rank the group "
-                "that it belongs to"
+                f"SyncBatchNorm: rank {dist.get_rank()} is not a member of its process_group. Give each rank the "
+                "group that it belongs to"
             )
         if not isinstance(group, dist.ProcessGroup):
             raise InputTypeError(
@@ -212,9 +212,9 @@ def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         warn_once(
             _logger,
-            f"BatchNorm in training mode ({layers[0] or type(module).__name__}{more}) normalizes by the samples of "
-            "each rank alone: the training is not that of one process. Before it is wrapped, give the model to "
-            "lockstep.convert_sync_batchnorm, or put frozen layers into eval(). If it is meant so: "
+            f"BatchNorm in training mode ({layers[0] or type(module).__name__}{more}) normalizes over each rank's own "
+            "samples, so the training differs from that of one process. Before wrapping the model, pass it to "
+            "lockstep.convert_sync_batchnorm, or call eval() on frozen layers. If this is intended: "
             f"logging.getLogger({__name__!r}).setLevel('ERROR')",
         )
 
@@ -222,11 +222,11 @@ def warn_of_batch_statistics(module: nn.Module, is_told: bool) -> None:
 def _convert_layer(name: str, layer: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
     where = f"layer {name!r} ({type(layer).__name__})"
     if any(is_lazy(each) for each in (layer.weight, layer.running_mean) if each is not None):
-        raise ModelError(f"{where} is lazy and has no shape yet: run one forward pass before converting")
+        raise ModelError(f"{where} is lazy and has no shape yet. Run one forward pass before converting")
     if type(layer).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise ModelError(
-            f"{where} has a forward pass of its own, which lockstep.SyncBatchNorm would not run. Replace it by hand, "
-            "or leave it out: convert the submodules that do not contain it"
+            f"{where} overrides forward(), which lockstep.SyncBatchNorm would not run. Replace the layer by hand, or "
+            "skip it: convert the submodules that do not contain it"
         )
     converted = SyncBatchNorm(
         layer.num_features,
@@ -284,8 +284,8 @@ def _rows_of(values: Tensor) -> _Rows:
     forwards = cast("list[ForwardPass]", batch.graph.find_marks(values) if batch.graph.marks_tell_shares() else [])
     if len({forward.settle() for forward in forwards}) > 1:
         raise InputError(
-            "SyncBatchNorm: its input comes from forward passes on two batches, of which this rank holds different "
-            "shares. Call the network that contains it on each of them"
+            "SyncBatchNorm: its input comes from forward passes on two batches, of which this rank has different "
+            "shares. Call the network that contains it once per batch"
         )
     if forwards:
         return _Rows(not forwards[0].is_filler, forwards[0])
@@ -294,8 +294,8 @@ def _rows_of(values: Tensor) -> _Rows:
     fillers = [share for share in found if share.local_samples == 0]
     if fillers and len(fillers) < len(found):
         raise InputError(
-            "SyncBatchNorm: cannot tell whether this rank's rows are a filler, which must not count: the loop fetches "
-            "batches ahead, or has several loaders at work. Wrap the network by lockstep.DistributedDataParallel"
+            "SyncBatchNorm: cannot tell whether this rank's rows are a filler, which must not count, because the "
+            "loop prefetches batches or uses several loaders. Wrap the network in lockstep.DistributedDataParallel"
         )
     return _Rows(not fillers, None)
 
@@ -438,7 +438,7 @@ def explain_forward_error(error: Exception, world_size: int, share: BatchShare |
         return
     held = "few samples" if share is None else f"{share.local_samples} of the {share.global_samples} sample(s)"
     raise InputError(
-        f"rank {dist.get_rank()} had {held} of this batch, and batch normalization needs more than one value per "
-        f"channel on each of the {world_size} ranks: {error}. Normalize over the batch of all ranks, with model = "
+        f"rank {dist.get_rank()} had {held} of this batch, but batch normalization needs more than one value per "
+        f"channel on each of the {world_size} ranks: {error}. Normalize over all ranks: model = "
         "lockstep.convert_sync_batchnorm(model) before DistributedDataParallel(model)"
     ) from error

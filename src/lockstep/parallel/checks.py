@@ -51,8 +51,8 @@ _NORMS = (
 )
 
 SPARSE_ADVICE = (
-    "Those of an nn.Embedding or nn.EmbeddingBag that has sparse=True by then are averaged: hold the parameter in one, "
-    "or leave sparse=True out"
+    "Only those of an nn.Embedding or nn.EmbeddingBag with sparse=True by then are averaged. Put the parameter in "
+    "one, or drop sparse=True"
 )
 
 
@@ -67,21 +67,21 @@ def check_group(process_group: object, device_mesh: Any = None) -> dist.ProcessG
     group = process_group
     if device_mesh is not None:
         if process_group is not None:
-            raise InputError("both process_group and device_mesh were given: they say the same; give one of them")
+            raise InputError("both process_group and device_mesh were given. They mean the same; pass one")
         if device_mesh.ndim != 1:
             raise InputError(
-                f"device_mesh has {device_mesh.ndim} dimensions: gradients are averaged along one. Give that one, such "
-                'as mesh["dp"]'
+                f"device_mesh has {device_mesh.ndim} dimensions, but gradients are averaged along one. Pass that one, "
+                'such as mesh["dp"]'
             )
         group = device_mesh.get_group()
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:
-        raise NotInitialized("DistributedDataParallel needs a process group: call lockstep.init() first")
+        raise NotInitialized("DistributedDataParallel needs a process group. Call lockstep.init() first")
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError(
-            f"process_group: rank {dist.get_rank()} is not a member of the group it gave; wrap the model only on the "
-            "ranks that new_group was given"
+            f"process_group: rank {dist.get_rank()} is not a member of the group that it passed. Wrap the model only "
+            "on the ranks passed to new_group"
         )
     if not isinstance(group, dist.ProcessGroup):
         raise InputTypeError(f"process_group must be a ProcessGroup or None, got {type(group).__name__}")
@@ -93,7 +93,7 @@ def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
     kinds = device_types_of(group)
     if device.type == "cpu" and "cpu" not in kinds:
         raise ModelError(
-            f"the model lies on the CPU, and {dist.get_backend(group)} moves what lies on {min(kinds)} devices: write "
+            f"the model is on the CPU, but {dist.get_backend(group)} communicates {min(kinds)} tensors only. Write "
             "DistributedDataParallel(model.to(world.device)), or open the world with lockstep.init(device='cpu')"
         )
 
@@ -102,14 +102,14 @@ def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
     """Check that there are parameters that require a gradient, and that all of them can be averaged."""
     if not named:
         raise ModelError(
-            "no parameter of the model requires a gradient: there is nothing to average. Use it without "
+            "no parameter of the model requires a gradient, so there is nothing to average. Use it without "
             "DistributedDataParallel"
         )
     for name, parameter in named.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-            raise ModelError(f"parameter {name} is lazy and has no shape yet: run one forward pass before wrapping")
+            raise ModelError(f"parameter {name} is lazy and has no shape yet. Run one forward pass before wrapping")
         if parameter.is_meta:
-            raise ModelError(f"parameter {name} is on the meta device and has no values: give it some before wrapping")
+            raise ModelError(f"parameter {name} is on the meta device and has no values. Load or initialize it first")
 
 
 def find_sparse(module: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -> frozenset[int]:
@@ -125,9 +125,9 @@ def check_renormalised(module: torch.nn.Module, world_size: int) -> None:
     for name, submodule in module.named_modules() if world_size > 1 else ():
         if isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.max_norm is not None:
             raise ModelError(
-                f"{name or 'the model'} is a {type(submodule).__name__}(max_norm={submodule.max_norm:g}), which scales "
-                "the rows that a forward pass looks up, and each rank looks up others: their weights would differ. "
-                "Give it max_norm=None, and after optimizer.step() write: with torch.no_grad(): "
+                f"{name or 'the model'} is a {type(submodule).__name__}(max_norm={submodule.max_norm:g}), which "
+                "rescales the rows that a forward pass looks up. Each rank looks up others, so weights would "
+                "diverge. Pass max_norm=None, and after optimizer.step() write: with torch.no_grad(): "
                 f"weight.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g})"
             )
 
@@ -139,7 +139,7 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> float:
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
         raise InputTypeError(f"bucket_cap_mb must be a number of MiB, got {type(bucket_cap_mb).__name__}")
     if not (0 <= bucket_cap_mb < math.inf):
-        raise InputError(f"bucket_cap_mb={bucket_cap_mb}: give MiB, at least 0 (a bucket for each parameter)")
+        raise InputError(f"bucket_cap_mb={bucket_cap_mb}: expected MiB, at least 0 (one bucket per parameter)")
     return float(bucket_cap_mb)
 
 
@@ -191,8 +191,8 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
             seen.add(id(buffer))
             if buffer.layout is torch.strided and may_overlap(buffer):
                 raise ModelError(
-                    f"buffer {full_name} is expanded: several of its values lie in one place, where those of the first "
-                    "rank cannot be written. Register buffer.clone()"
+                    f"buffer {full_name} is expanded: several of its values share memory, so rank 0's cannot be "
+                    "written to it. Register buffer.clone()"
                 )
             entries.append((buffers_of(submodule), name))
     return entries
@@ -210,17 +210,17 @@ _logger = get_logger(__name__)
 
 _REFUSED = {
     "mixed_precision": (
-        "the engine averages gradients in the dtype of the parameters. Compute in 16 bits with torch.autocast, and "
-        "send 16 bits with register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks."
-        "bf16_compress_hook)"
+        "gradients are averaged in the dtype of the parameters. Compute in 16 bits with torch.autocast, and "
+        "communicate 16 bits with register_comm_hook(None, "
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)"
     ),
     "delay_all_reduce_named_params": (
-        "it lets torch average some parameters by hand. Name those in module._ddp_params_and_buffers_to_ignore, and "
-        "average them with dist.all_reduce"
+        "it makes torch average some parameters separately. List them in module._ddp_params_and_buffers_to_ignore, "
+        "and average them with dist.all_reduce"
     ),
     "param_to_hook_all_reduce": "it belongs to delay_all_reduce_named_params, which is not supported either",
-    "dim": "one process handles one part of the batch, along dimension 0",
-    "bucket_cap_mb_list": "give one size for all buckets: bucket_cap_mb",
+    "dim": "one process gets one part of the batch, along dimension 0",
+    "bucket_cap_mb_list": "pass one size for all buckets: bucket_cap_mb",
 }
 
 
@@ -236,7 +236,7 @@ def choose_broadcast_buffers(broadcast_buffers: bool | None, forward_sync_buffer
     if None not in (broadcast_buffers, forward_sync_buffers) and broadcast_buffers != forward_sync_buffers:
         raise InputError(
             f"broadcast_buffers={broadcast_buffers} and forward_sync_buffers={forward_sync_buffers} are two names for "
-            "one thing: give one of them"
+            "one option. Pass one of them"
         )
     chosen = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
     return chosen is not False
@@ -256,15 +256,15 @@ def choose_devices(
         return None
     if len(device_ids) != 1:
         raise InputError(
-            f"device_ids={list(device_ids)}: one process drives one device here. Give [local_rank], or None and "
-            "start one process per device"
+            f"device_ids={list(device_ids)}: each process uses one device. Pass [local_rank], or None and start one "
+            "process per device"
         )
     chosen = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
     devices = {parameter.device for parameter in parameters}
     if devices != {chosen}:
         raise InputError(
-            f"device_ids names {chosen}, but parameters are on {', '.join(sorted(map(str, devices)))}. Move the "
-            "model there first, or leave device_ids out (as CPU models and models on several devices must)"
+            f"device_ids is {chosen}, but parameters are on {', '.join(sorted(map(str, devices)))}. Move the model "
+            "there first, or leave device_ids out (required for CPU models and models on several devices)"
         )
     if output_device is not None and torch.device(output_device) != chosen and output_device != device_ids[0]:
         warn_once(_logger, f"output_device={output_device} is ignored: outputs stay on {chosen}")
@@ -290,7 +290,7 @@ def check_module(module: object) -> None:
             where = f"its submodule {name} is" if name else "it is"
             raise ModelError(
                 f"{_OURS} was given {type(module).__name__}, but {where} a {_OURS if is_ours else _TORCHS} already: "
-                "its gradients would be averaged twice. Wrap the bare model once, and train with what that returns"
+                "its gradients would be averaged twice. Wrap the bare model once, and train with the wrapped one"
             )
 
 
@@ -304,9 +304,9 @@ class _Reducer:
             ModelError: always; says what to write instead.
         """
         raise ModelError(
-            f"{_OURS} averages in the backward pass of a forward pass that was made outside of no_sync(), and cannot "
-            "be told so later. Make the last forward pass of a window outside of no_sync(); for stages of torch's "
-            f"pipelines take {_TORCHS}, which runs on this group as well"
+            f"{_OURS} averages in the backward pass of a forward pass that ran outside of no_sync(), and this cannot "
+            "be changed later. Run the last forward pass of a window outside of no_sync(); for torch's pipeline "
+            f"stages use {_TORCHS}, which also runs on this group"
         )
 
 

@@ -28,8 +28,8 @@ NUM_ELEMENTS = 2 * _NUM_BITS
 _MOST_UNREAD = 16  # steps by which a host may be ahead of its GPU without waiting for the comparison
 
 ADVICE = (
-    "If the ranks came with different numbers of rows, say how many samples the loss on each is the mean over: `with "
-    "model.samples(n):`; hand a loss that is divided by a count of all ranks to lockstep.global_loss, too"
+    "If the ranks had different numbers of rows, say how many samples each rank's loss is the mean over: `with "
+    "model.samples(n):`; pass a loss that is divided by a count of all ranks to lockstep.global_loss, too"
 )
 
 
@@ -117,12 +117,12 @@ class Claims:
     def _check(self, claim: str, unset: int, averaged: memoryview, is_late: bool) -> None:
         if not _number(averaged) & unset:
             return
-        came = f"rank {dist.get_rank()} came with {claim}, another rank with something else"
+        had = f"rank {dist.get_rank()} had {claim}, another rank did not"
         if not is_late:  # otherwise ranks may have moved on by now
             found = first_that_differ(claim, self._group, self._device)
-            came = ", ".join(f"rank {rank} came with {each or 'an averaging'}" for rank, each in found)
+            had = ", ".join(f"rank {rank} had {each or 'no sample count'}" for rank, each in found)
         raise CollectiveMismatch(
-            f"the ranks averaged gradients of different batches: {came}. Every rank must make the same passes, and "
+            f"the ranks averaged gradients of different batches: {had}. Every rank must run the same passes, and "
             f"take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
         )
 

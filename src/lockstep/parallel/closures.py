@@ -100,10 +100,10 @@ def _mean_over_ranks(loss: Any, group: dist.ProcessGroup) -> torch.Tensor:
         return torch.stack(parts).sum(0).view(value.shape) / group.size()
     if not all(torch.allclose(each, values[0], rtol=0, atol=0, equal_nan=True) for each in values):
         raise InputError(
-            "LBFGS: the closure returns a loss without a graph, or of several batches of which ranks hold different "
-            "shares, and it differs between ranks: nothing tells how much each counts. Return the loss on which it has "
-            "called backward(); where it adds up several, write total += lockstep.mean(loss * len(y), len(y)).item() "
-            "for each, with the number of samples that the loss is the mean over"
+            "LBFGS: the closure's loss differs between ranks, and has no graph or covers several batches of which "
+            "ranks have different shares, so its weight per rank is unknown. Return the loss on which it called "
+            "backward(); to add up several, write total += lockstep.mean(loss * len(y), len(y)).item() for each, "
+            "with the number of samples that the loss is the mean over"
         )
     return value
 

@@ -77,8 +77,8 @@ class HookedBuckets:
         future = self.hook(self.state, GradBucket(bucket, buffer, list(gradients), list(parameters), is_last))
         if not isinstance(future, torch.Future):  # the base class too: gloo's own futures
             raise ModelError(
-                f"the communication hook returned {type(future).__name__}; it must return a torch.futures.Future of "
-                "the reduced flat tensor"
+                f"the communication hook returned {type(future).__name__}; expected a torch.futures.Future of the "
+                "reduced flat tensor"
             )
         self._futures.append((bucket, future))
 

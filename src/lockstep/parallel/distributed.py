@@ -294,8 +294,8 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise ModelError(
-            "DistributedDataParallel cannot be pickled: it is tied to this process and its group. Take its `module` "
-            "(model.module.state_dict()); copy.deepcopy(model) makes a copy"
+            "DistributedDataParallel cannot be pickled: it is tied to this process and its group. Pickle its "
+            "`module` (model.module.state_dict()); copy.deepcopy(model) makes a copy"
         )
 
     def _set_static_graph(self) -> None:
@@ -480,8 +480,8 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     def _pre_step_within(self, optimizer: torch.optim.Optimizer) -> None:
         if self._world_size > 1:
             raise ModelError(
-                f"{describe_step(optimizer)}: the optimizer steps within the backward pass, by this rank's own "
-                "gradients: DistributedDataParallel averages them at its end. Step after backward()"
+                f"{describe_step(optimizer)}: the optimizer steps during the backward pass, with this rank's own "
+                "gradients; DistributedDataParallel averages them at its end. Step after backward()"
             )
         self._backward.step_comes_within()
 

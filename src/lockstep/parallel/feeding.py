@@ -108,10 +108,10 @@ def share_said(count: Any, group: dist.ProcessGroup, device: torch.device, joins
     except TypeError:
         number = None
     if number is None:
-        raise InputTypeError(f"samples({count!r}): give the number of samples on this rank, an int")
+        raise InputTypeError(f"samples({count!r}): expected the number of samples on this rank, an int")
     total = max(number, 1) if joins else all_reduce_number(number, dist.ReduceOp.SUM, group, device)
     if number < 0 or total <= 0:
-        raise InputError(f"samples({number}): give a number of at least 0, and more than 0 on some rank")
+        raise InputError(f"samples({number}): expected at least 0, and more than 0 on some rank")
     return BatchShare(number, total, 1 if joins else group.size())
 
 
@@ -259,7 +259,7 @@ class Feeding:
             gc.collect()  # rare: an error would be next. Loaders in a reference cycle may be freed
             batch.tags.purge()
         # The number of samples is unknown, which is right if all ranks have the same.
-        return Feed(claim=f"{'no' if rows is None else rows} rows on each rank")
+        return Feed(claim=f"{'no' if rows is None else rows} rows")
 
     def _of_share(self, share: BatchShare, may_ask: bool) -> Feed:
         if share.world_size == self._world_size:
@@ -271,7 +271,7 @@ class Feeding:
         def follow(of_ranks: torch.Tensor) -> Feed:
             samples = int(of_ranks.sum().item())
             weight = share.local_samples * self._world_size / samples if samples else 0.0
-            return Feed(weight, share, f"{samples} samples of these ranks")
+            return Feed(weight, share, f"{samples} samples on these ranks")
 
         return self._ask(share.local_samples, follow, share)
 
@@ -279,19 +279,19 @@ class Feeding:
         share = tags[0][1].share
         if share.evaluation and trains and self._world_size > 1:
             raise InputError(
-                "this batch comes from a DataLoader with evaluation=True, and the model trains on it: ranks get "
-                "different numbers of batches there, and wait for each other in vain. Leave out evaluation=True for "
-                "training; to evaluate, call model.eval() or use torch.no_grad()"
+                "the model trains on a batch from a DataLoader with evaluation=True. Such loaders give ranks "
+                "different numbers of batches, so ranks would hang. Leave out evaluation=True for training; to "
+                "evaluate, call model.eval() or use torch.no_grad()"
             )
         for _, tag in tags:
             if tag.share is share:
                 continue
             if (tag.share.weight, tag.share.world_size) != (share.weight, share.world_size):
                 raise InputError(
-                    f"the inputs of this forward pass come from two batches, of which this rank holds different shares "
-                    f"({describe_share(share)}: {share.local_samples}; "
-                    f"{describe_share(tag.share)}: {tag.share.local_samples}). "
-                    "Call the model on each of them, in a forward pass of its own, and take each loss from its output"
+                    "the inputs of this forward pass come from two batches, of which this rank has different shares "
+                    f"({describe_share(share)}: {share.local_samples}; {describe_share(tag.share)}: "
+                    f"{tag.share.local_samples}). Call the model once per batch, and compute each loss from its own "
+                    "output"
                 )
         feed = self._of_share(share, syncs)
         piece = slice_of(*tags[0])
@@ -329,7 +329,7 @@ class Feeding:
             known = f"the loaders' batches have {expected} rows on rank {self._rank}, and do not divide evenly over "
             known += f"{self._world_size} ranks"
         else:
-            known = "ranks came with different numbers of rows"
+            known = "ranks had different numbers of rows"
         return (
             f"cannot tell how many samples of the global batch this forward pass holds: its inputs are {shown}; "
             f"{known}. {_what_to_write(rows)}"
@@ -341,20 +341,20 @@ def _what_to_write(rows: int | None) -> str:
     latest = [each.rows or each.local_samples for each in batch.hand.latest_of_each()]
     if rows and len(latest) > 1 and sum(latest) == rows:
         return (
-            "Those are the batches of several loaders, laid in a row. Call the model on each of them, in a forward "
-            "pass of its own, and take each loss from its output"
+            "These are the batches of several loaders, concatenated. Call the model once per batch, and compute each "
+            "loss from its own output"
         )
     times = next((times for times in (2, 3, 4) if rows and rows in [times * each for each in latest]), None)
     if times is not None:
         return (
-            f"Those are {times} times the rows of the batch. Call the model on each view of it, in a "
-            "forward pass of its own: a, b = model(a), model(b). A loss that compares samples with each other, as "
-            "contrast does, needs those of all ranks: lockstep.all_gather(a), lockstep.all_gather(b)"
+            f"These are {times} times the rows of the batch. Call the model once per view: a, b = model(a), model(b). "
+            "A loss that compares samples with each other, such as a contrastive loss, needs those of all ranks: "
+            "lockstep.all_gather(a), lockstep.all_gather(b)"
         )
     return (
-        "The first tensor's rows are those of no batch. Say how many samples the loss on this rank is the mean over: "
-        "`with model.samples(n): model(…)` (0 where lockstep.is_filler(batch)). Where the loss compares samples with "
-        "each other, hand it lockstep.all_gather(model(…)) as well"
+        "No batch has as many rows as the first tensor. Say how many samples this rank's loss is the mean over: "
+        "`with model.samples(n): model(…)` (0 if lockstep.is_filler(batch)). If the loss compares samples with each "
+        "other, also pass it lockstep.all_gather(model(…))"
     )
 
 
@@ -426,8 +426,8 @@ class Parts:
         part = parts.setdefault(piece.memory, _Part(rows, of_rows))
         if not rows or of_rows % rows or rows != part.rows:
             raise InputError(
-                f"this forward pass takes {rows} of the {of_rows} samples that this rank holds of {piece.of}. Parts of "
-                "a batch must have one size on every rank, and be the whole of it. For micro-batches let the loader "
+                f"this forward pass uses {rows} of this rank's {of_rows} samples of {piece.of}. Parts of a batch must "
+                "have one size on every rank, and together be the whole batch. For micro-batches, let the loader "
                 "make them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean "
                 "over: `with model.samples(n):`"
             )
@@ -446,15 +446,15 @@ class Parts:
         self._open.clear()
         if part.is_whole:
             raise InputError(
-                f"the model saw some slices of {what} more often than others: which samples count more depends on "
-                "the number of ranks. Call it on the whole batch as often as on a part, or say how many samples "
+                f"the model saw some slices of {what} more often than others, so the samples that count more depend "
+                "on the number of ranks. Call it equally often on every part of the batch, or say how many samples "
                 "the loss is the mean over: `with model.samples(n):`"
             )
         raise InputError(
-            f"only {part.num_rows} of the {part.of_rows} samples that this rank holds of {what} went through the "
-            "model, cut from the batch: which samples of the global batch that leaves out depends on the number of "
-            "ranks. Leave samples out in the dataset or the sampler, or say how many samples the loss is the mean "
-            "over: `with model.samples(n):`"
+            f"only {part.num_rows} of this rank's {part.of_rows} samples of {what} went through the model, as a slice "
+            "of the batch. Which samples of the global batch are left out depends on the number of ranks. Leave "
+            "samples out in the dataset or sampler, or say how many samples the loss is the mean over: `with "
+            "model.samples(n):`"
         )
 
 

@@ -120,8 +120,8 @@ class ForwardPass:
             self.settle()
         if not self.is_plain:
             raise ModelError(
-                "a gradient with a graph of its own (create_graph=True, as for a gradient penalty), of a batch that "
-                "the ranks do not divide: what a loss makes of it would count once for each rank, not for each "
+                "a gradient with create_graph=True (as for a gradient penalty) belongs to a batch that is not split "
+                "evenly between the ranks, so its part of the loss would count once per rank instead of once per "
                 "sample. Compute the gradient in forward(), and return the term for each sample"
             )
 
@@ -179,8 +179,8 @@ class ForwardPass:
         backward = self._backward()
         if backward is None:
             raise ModelError(
-                "the DistributedDataParallel of this model was deleted between its forward and its backward pass: keep "
-                "it, the gradients are averaged by it"
+                "the DistributedDataParallel of this model was deleted between its forward and its backward pass. "
+                "Keep a reference: it averages the gradients"
             )
         if not backward.pre_backward(number, self):
             return self._with_way_back(number, gradient)

@@ -147,10 +147,10 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise ModelError(
-            "a loss contains `.grad` of a model's parameters (backward(create_graph=True)). They are means over the "
-            "ranks, through which no gradient goes back. Make the gradients by torch.autograd.grad(loss, "
-            "list(model.parameters()), create_graph=True), add what you make of them to the loss, and call backward() "
-            "once, on the whole loss"
+            "a loss contains `.grad` of a model's parameters (backward(create_graph=True)). These are means over the "
+            "ranks, and no gradient flows back through them. Compute the gradients with torch.autograd.grad(loss, "
+            "list(model.parameters()), create_graph=True), add the term made from them to the loss, and call "
+            "backward() once, on the whole loss"
         )
 
 

@@ -80,7 +80,7 @@ class Steps:
         dist.all_reduce(state, group=self._group)
         self._num_training, num_averaging, num_rows = state.tolist()
         if not num_rows and self._group.size() > 1:
-            raise InputError("join: no rank that still trains holds a row in this forward pass")
+            raise InputError("join: no rank that still trains has a row in this forward pass")
         self.share = BatchShare(rows, max(num_rows, 1), self._num_training, rows=rows)
         return bool(num_averaging > 0)
 

@@ -95,14 +95,14 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     if isinstance(count, Tensor):
         if count.requires_grad:
             raise InputError(
-                "mean: count requires a gradient, and what is counted has none here. Write count.detach() if it is a "
+                "mean: count requires a gradient, which is not computed here. Write count.detach() if it is a "
                 "constant; else divide by lockstep.sum(count) yourself: lockstep.sum(total) / lockstep.sum(count)"
             )
         own = count
     else:  # written where it is needed: a copy from the host would wait for a GPU
         own = torch.full((), float(count), dtype=torch.float64, device=total.device)
     if own.dim() != 0:
-        raise InputTypeError(f"mean: count is a tensor of shape {list(own.shape)}; give one number: count.sum()")
+        raise InputTypeError(f"mean: count is a tensor of shape {list(own.shape)}; pass one number: count.sum()")
     sums = origin.add_up(total, own)
     is_void = origin.is_filler or _is_nothing(total, own) | (sums[1] == 0).to(total.device)
     return _Rescale.of(_with_graph(total, sums[2]), sums[0] / sums[1], origin, origin.factor / sums[1], is_void)
@@ -154,13 +154,13 @@ def global_loss(loss: Tensor, process_group: dist.ProcessGroup | None = None) ->
     origin = find_origin("global_loss", loss, process_group)
     if "_GatherRowsBackward" in batch.graph.names_behind(loss):  # torch's name of our node
         raise InputError(
-            "global_loss: this loss was computed from what lockstep.all_gather has gathered, which gives the gradients "
-            "of one process by itself: leave global_loss out"
+            "global_loss: this loss was computed from the result of lockstep.all_gather, which already gives the "
+            "gradients of one process. Leave global_loss out"
         )
     if origin.is_filler:
         raise InputError(
-            "global_loss: this rank holds a filler, which repeats a sample of another rank, and was counted with the "
-            "others. Leave fillers out of the count (lockstep.is_filler)"
+            "global_loss: this rank has a filler, which repeats a sample of another rank, and it was counted. Leave "
+            "fillers out of the count (lockstep.is_filler)"
         )
     return _Rescale.of(loss, loss.detach(), None, origin.factor / origin.world_size, False)
 
@@ -223,8 +223,8 @@ def _check_scalar(name: str, loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         shape = f"of shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputTypeError(
-            f"{name}: expected a floating tensor without dimensions, got {shape}: reduce it with .sum(), or give each "
-            "of its numbers by itself. A mean of each feature is lockstep.all_gather(x).mean(0)"
+            f"{name}: expected a floating tensor without dimensions, got {shape}. Reduce it with .sum(), or pass each "
+            "of its numbers separately. A per-feature mean is lockstep.all_gather(x).mean(0)"
         )
 
 
@@ -247,8 +247,8 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
         return Origin(group, share.weight, is_filler)
     if len({forward.settle() for forward in forwards}) > 1:
         raise InputError(
-            f"{name}: this loss comes from forward passes on two batches, of which this rank holds different shares. "
-            f"Hand {name} the part of each batch, and add up what it returns"
+            f"{name}: this loss comes from forward passes on two batches, of which this rank has different shares. "
+            f"Call {name} once per batch, and add up the results"
         )
     first = forwards[0]
     return Origin(process_group or first.group, first.feed.weight, first.is_filler)
@@ -264,8 +264,8 @@ def _is_filler(name: str, loss: Tensor) -> bool:
     fillers = [share for share in found if share.local_samples == 0]
     if fillers and len(fillers) < len(found):
         raise InputError(
-            f"{name}: cannot tell whether this is of a filler, which must not count: the loop fetches batches ahead, "
-            "or has several loaders at work. Hand it a tensor with a graph from lockstep.DistributedDataParallel"
+            f"{name}: cannot tell whether this comes from a filler, which must not count, because the loop prefetches "
+            "batches or uses several loaders. Pass a tensor with a graph from lockstep.DistributedDataParallel"
         )
     return bool(fillers)
 
@@ -379,7 +379,7 @@ class _GatherRows(torch.autograd.Function):
         dist.all_gather(parts, padded, group=group)
         gathered = torch.cat([part[:size] for part, size in zip(parts, rows, strict=True)]).to(features.device)
         if not len(gathered):
-            raise InputError("all_gather: no rank has a row")
+            raise InputError("all_gather: no rank has any rows")
         if not features.is_floating_point():
             ctx.mark_non_differentiable(gathered)
         return gathered

@@ -91,10 +91,10 @@ class ParameterChanges:
         if new:
             listed = ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else "")
             raise ModelError(
-                f"{describe_step(optimizer)}: {len(new)} parameter(s) of the model require a gradient that nobody "
-                f"averages: {listed}. They were not there when the model was wrapped. Replace "
-                "parameters first (load_state_dict(assign=True) replaces all), then wrap the model: "
-                "lockstep.DistributedDataParallel(model.module), and make the optimizer anew"
+                f"{describe_step(optimizer)}: {len(new)} parameter(s) of the model require a gradient that is not "
+                f"averaged: {listed}. They are new since the model was wrapped. Replace parameters first "
+                "(load_state_dict(assign=True) replaces all), then wrap the model: "
+                "lockstep.DistributedDataParallel(model.module), and recreate the optimizer"
             )
 
     def _find(self) -> list[str]:

@@ -73,30 +73,30 @@ _FIRST_BITS, _EPOCH_BITS, _HASH_BITS = 32, 12, 18
 _FIRST_MASK, _EPOCH_MASK, _HASH_MASK = (1 << _FIRST_BITS) - 1, (1 << _EPOCH_BITS) - 1, (1 << _HASH_BITS) - 1
 
 _ADVICE_ON_DATA = (
-    "their loaders hold other samples, or the same in another order. All ranks need the same, and a rank has of its "
-    "own what it draws after lockstep.init (a split, a shuffle, negatives), finds in a folder, or collects from a "
-    "loader, such as features, or a loss for each sample that becomes a sampler's weight. So draw by a generator with "
-    "one seed, as torch.Generator().manual_seed(0) or np.random.default_rng(epoch); sort what is found; put together "
-    "by lockstep.all_gather what the ranks have collected; give each loader the same seed, and all of the data, which "
-    "it splits. Data that is a rank's own goes into a loader with rank=0 and world_size=1"
+    "their loaders hold different samples, or the same in another order. All ranks need the same. Ranks differ in "
+    "what they draw after lockstep.init (a split, a shuffle, negatives), find in a folder, or collect from a loader "
+    "(features, or per-sample losses that become a sampler's weights). Draw from a generator with one seed, such as "
+    "torch.Generator().manual_seed(0) or np.random.default_rng(epoch); sort what is found; combine what ranks have "
+    "collected with lockstep.all_gather; give each loader the same seed and all of the data, which it splits. If "
+    "each rank has its own data, use a loader with rank=0 and world_size=1"
 )
 _ADVICE_ON_BATCHES = (
-    "One of them has left out a backward pass, or taken a batch more. Every rank must take the batches of a "
-    "lockstep.DataLoader in the same order, and make the same backward passes: where one skips a step (a loss that is "
-    "not finite, an error), all must; let them agree on it first, by lockstep.any(flag)"
+    "One rank has left out a backward pass, or used an extra batch. Every rank must take the batches of a "
+    "lockstep.DataLoader in the same order, and run the same backward passes. If one skips a step (a loss that is "
+    "not finite, an error), all must: agree on it first with lockstep.any(flag)"
 )
 _ADVICE_AT_FIRST = (
-    "All had those of rank 0 when DistributedDataParallel was made: initialise or load the model before, or do so on "
-    "every rank alike. After lockstep.init each rank draws random numbers of its own"
+    "All had rank 0's values when DistributedDataParallel was created. Initialize or load the model before "
+    "that, or identically on every rank. After lockstep.init each rank draws its own random numbers"
 )
 _ADVICE_ON_PARAMETERS = (
-    "So a rank has another learning rate (give ReduceLROnPlateau, and whatever else goes by a loss, that of all ranks: "
-    "lockstep.mean(loss * len(y), len(y))), has left out a step, or has changed parameters by itself: loaded them, or "
-    "added noise that it has drawn. All ranks must do so alike"
+    "So one rank has a different learning rate (give ReduceLROnPlateau, and anything else that uses a loss, the loss "
+    "of all ranks: lockstep.mean(loss * len(y), len(y))), has left out a step, or has changed parameters by itself: "
+    "loaded them, or added random noise. All ranks must do the same"
 )
 _ADVICE_ON_STRAYS = (
-    "Gradients came past DistributedDataParallel since, which averages those of its own forward passes. Call model(x), "
-    "where model = lockstep.DistributedDataParallel(net), and neither net(x) nor model.module(x); and where a loss "
+    "Since then, gradients bypassed DistributedDataParallel, which averages those of its own forward passes. Call "
+    "model(x), where model = lockstep.DistributedDataParallel(net), not net(x) or model.module(x). If a loss "
     "contains gradients (create_graph=True), call backward() once, on the whole loss"
 )
 
@@ -272,12 +272,12 @@ class RankAgreement:
             return
         known = {rank: describe_batches(value) for rank, value in enumerate(batches) if value}
         if len(set(known.values())) == 1:
-            what, advice = f"{known.popitem()[1]}, but of different data", _ADVICE_ON_DATA
+            what, advice = f"{known.popitem()[1]}, but with different data", _ADVICE_ON_DATA
             raise CollectiveMismatch(f"the ranks averaged gradients of {what}: {advice}")
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in known.items())
         raise CollectiveMismatch(
-            "the ranks averaged gradients of different batches (ranks of the engine's group):\n"
-            f"{lines}\n{_ADVICE_ON_BATCHES}"
+            "the ranks averaged gradients of different batches (ranks as numbered in the "
+            f"group):\n{lines}\n{_ADVICE_ON_BATCHES}"
         )
 
     # ---- parameters -------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class RankAgreement:
         index, distance = self._farthest(sorted(differing)[:_MEASURED_PARAMETERS])
         if not distance <= rounding_of(self._parameters[index].dtype):
             what = (
-                f", by up to {distance:.1g} times its greatest value. All were alike {self.num_averagings - 1} "
+                f", by up to {distance:.1g} times its greatest value. They were equal {self.num_averagings - 1} "
                 "averagings ago, and have got the same gradients since"
             )
             self._raise(differing, index, what, _ADVICE_ON_STRAYS if has_strayed else _ADVICE_ON_PARAMETERS)
@@ -409,7 +409,7 @@ def check_same_model(
     pairs = zip_longest(ours.split("\n"), theirs.split("\n"), fillvalue="nothing more")
     here, there = next((here, there) for here, there in pairs if here != there)
     raise ModelMismatch(
-        f"ranks hold different models. First difference: rank {first} has {here or 'nothing'}; rank {other} has "
+        f"ranks have different models. First difference: rank {first} has {here or 'nothing'}; rank {other} has "
         f"{there or 'nothing'}. Build the same model on every rank, and wrap it with the same arguments"
     )
 

@@ -278,7 +278,7 @@ class Reducer:
         culprits = [self._names[i] for i, each in zip(indices, gradients, strict=True) if each.layout != torch.strided]
         if culprits:
             raise ModelError(
-                f"parameter {', '.join(culprits)} has a sparse gradient, which nothing said when the model was "
+                f"parameter {', '.join(culprits)} has a sparse gradient, which was not known when the model was "
                 f"wrapped. {SPARSE_ADVICE}"
             )
 
@@ -386,9 +386,9 @@ class Reducer:
         if changed:
             raise ModelError(
                 f"parameter {self._names[changed[0]]} received a second gradient in one backward pass, after its "
-                "bucket had gone out. This happens with re-entrant checkpointing and with a second backward pass "
-                "over shared layers: pass static_graph=True, which sends everything at the end, or add up the "
-                "losses and call backward() once"
+                "bucket was sent. Re-entrant checkpointing does this, and a second backward pass over shared layers. "
+                "Pass static_graph=True, which sends everything at the end, or add up the losses and call backward() "
+                "once"
             )
         self._sent.clear()
 
@@ -402,11 +402,11 @@ class Reducer:
     def register_hook(self, state: Any, hook: CommHook) -> None:
         """Let `hook(state, bucket)` reduce the buckets instead. Local; register the same hook on all ranks."""
         if self._hooked is not None:
-            raise ModelError("a communication hook is registered already; there can be only one")
+            raise ModelError("a communication hook is already registered; only one is allowed")
         if self._transport.stand_ins:
             raise ModelError(
-                "a communication hook would see gradients that ZeroRedundancyOptimizer has sharded: register it first, "
-                "or take a plain optimizer"
+                "a communication hook would get gradients that ZeroRedundancyOptimizer has sharded. Register it "
+                "first, or use a plain optimizer"
             )
         self._hooked = HookedBuckets(state, hook, len(self._plans) + len(self._sparse))
 

@@ -301,8 +301,8 @@ class SymmetricTransport:
 
 # Shown in the mismatch if one rank has other buffers than before, and the others have not.
 _BUFFERS = (
-    "DistributedDataParallel's buffers, whose sizes have changed (where each rank has buffers of its own, such as a "
-    "table that grows with its longest sample, pass broadcast_buffers=False)"
+    "DistributedDataParallel's buffers, whose sizes have changed (if each rank has its own buffers, such as a table "
+    "that grows with its longest sample, pass broadcast_buffers=False)"
 )
 
 

@@ -164,8 +164,8 @@ def divide(total: torch.Tensor, count: int) -> None:
     if not torch.equal(mean * count, total):
         warn_once(
             _logger,
-            f"AVG of integers over {count} ranks: means that are no whole numbers were cut off, as NCCL does; reduce a "
-            "tensor of floats, or use SUM and divide, to get them whole",
+            f"AVG of integers over {count} ranks: means were truncated to whole numbers, as NCCL does; reduce a "
+            "tensor of floats, or use SUM and divide, for exact ones",
         )
     total.copy_(mean)
 

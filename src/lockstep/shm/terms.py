@@ -53,8 +53,8 @@ def disagreement(own_name: str, own: Terms, other_name: str, other: Any) -> Setu
         for name in names[:4]
     )
     return SetupError(
-        f"the ranks do not go by the same terms: {differences}; install the same release on all hosts, and give all "
-        "ranks the same settings"
+        f"the ranks have different settings: {differences}; install the same release on all hosts, and give all ranks "
+        "the same settings"
     )
 
 

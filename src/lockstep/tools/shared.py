@@ -32,7 +32,7 @@ def read_settings(variable: Variable[str], command: str) -> dict[str, Any]:
     """
     text = variable.get()
     if text is None:
-        raise InputError(f"nobody has started this process by `lockstep {command} script.py`")
+        raise InputError(f"this process was not started by `lockstep {command} script.py`")
     found: dict[str, Any] = json.loads(text)
     return found
 

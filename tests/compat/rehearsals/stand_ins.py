@@ -89,7 +89,7 @@ def classes_in_annotations():
         assert isinstance(None, kind | None)
         assert not isinstance(3, kind)
     for make in (torch.cuda.CUDAGraph, lambda: torch.cuda.graph(None)):
-        with pytest.raises(NotImplementedError, match="records GPU kernels, of which a rehearsal has none"):
+        with pytest.raises(NotImplementedError, match="records GPU kernels, but a rehearsal has none"):
             make()
 
 

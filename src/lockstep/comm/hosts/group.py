@@ -276,6 +276,6 @@ def _announce(layout: Layout) -> None:
     if not secret_of_ranks().is_given and not is_said:
         warn_once(
             get_logger(__name__),
-            "these ranks have no token (LOCKSTEP_TOKEN), so whoever reaches the port where they meet can disturb them "
-            "or pass for one; docs/security.md says how to give them one",
+            "these ranks have no token (LOCKSTEP_TOKEN), so anyone who reaches the port where they meet can disturb "
+            "or impersonate them; docs/security.md says how to set one",
         )

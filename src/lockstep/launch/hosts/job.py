@@ -114,7 +114,7 @@ class _Job:
         job_store = JobStore.open(hosts, self._wait)
         if job_store.is_holder and not hosts.secret.is_given and not is_loopback(hosts.address):
             say(
-                f"lockstep: this job has no token, so whoever reaches {hosts.endpoint} can take part in it or end it; "
+                f"lockstep: this job has no token, so anyone who reaches {hosts.endpoint} can join or end it; "
                 "--rdzv-conf token_file=PATH gives it one (docs/security.md)\n"
             )
         self._rendezvous = HostRendezvous(hosts, job_store, num_ranks, config.max_restarts, self._wait)
@@ -131,7 +131,7 @@ class _Job:
             code = closed.membership.exit_code
             if closed.is_cut_short and code == 0:
                 # Not while ranks are at work: no launcher closes the job then.
-                say(f"lockstep: the job was ended from outside while ranks of this host were at work ({closed})\n")
+                say(f"lockstep: the job was ended from outside while ranks of this host were running ({closed})\n")
                 code = 1
             elif code == 0 and not self._rendezvous.has_belonged:
                 say(f"lockstep: the job was over before this host took part in it ({closed})\n")

@@ -101,8 +101,8 @@ class JobStore:
                 return cls._holding(config, config.local_addr or config.address)
             except RendezvousError as error:
                 raise LaunchError(
-                    f"this launcher must listen at {config.endpoint}, where the launchers meet: {error}; end what "
-                    "uses the port, or give all launchers another --master-port"
+                    f"this launcher must listen at {config.endpoint}, where the launchers meet: {error}; free the "
+                    "port, or give all launchers another --master-port"
                 ) from None
         reached = _reach(config, check, lambda: cls._hold_if_here(config) if config.is_holder is None else None)
         if isinstance(reached, JobStore):
@@ -274,8 +274,8 @@ class JobStore:
             strangers = self._clients.strangers({self.address, self._config.address, *known()})
             seen = f"; connected there, from no host of this job: {', '.join(strangers)}" if strangers else ""
             say(
-                f"lockstep: warning: somebody who does not have this job's token came to {self._config.endpoint}, "
-                f"where the launchers meet, and {what}{seen}. It is refused, and the job continues\n"
+                f"lockstep: warning: a process without this job's token connected to {self._config.endpoint}, where "
+                f"the launchers meet, and {what}{seen}. It was rejected, and the job continues\n"
             )
 
     @contextlib.contextmanager
@@ -318,9 +318,9 @@ def _learn_nonce(
     with contextlib.suppress(RuntimeError):
         _of_job(store, config).set(_JOIN_REQUEST, json.dumps({"host": socket.gethostname(), "address": address}))
     raise LaunchError(
-        f"this launcher, on {socket.gethostname()}, has no part in the job at {config.endpoint}, where launchers meet: "
-        f"{reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or "
-        "LOCKSTEP_TOKEN), and install the same release of Lockstep on all hosts"
+        f"this launcher, on {socket.gethostname()}, cannot join the job at {config.endpoint}, where launchers meet: "
+        f"{reason}. Give all launchers of a job the same token (--rdzv-conf token_file=PATH, or LOCKSTEP_TOKEN), and "
+        "install the same release of Lockstep on all hosts"
     )
 
 
@@ -358,7 +358,7 @@ def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
     _bound_silence(config.port)
     if isinstance(store, str):
         raise LaunchError(
-            f"what listens at {config.endpoint} is no launcher of a job on several hosts ({store}); choose another "
+            f"what listens at {config.endpoint} is not the launcher of a multi-host job ({store}); choose another "
             "port, the same for all launchers"
         )
     return store
@@ -436,8 +436,8 @@ def _reach(config: HostsConfig, check: Callable[[float], None], hold: Callable[[
         for since_s, patience_s in limits:
             if now_s - since_s > patience_s:
                 raise LaunchError(
-                    f"this launcher, on {socket.gethostname()}, found nobody at {config.endpoint}, where the launchers "
-                    f"meet, within {patience_s:g} s: {reason}; {advice}"
+                    f"this launcher, on {socket.gethostname()}, found no other at {config.endpoint}, where the "
+                    f"launchers meet, within {patience_s:g} s: {reason}; {advice}"
                 )
         if not has_said and now_s - start_s > 1.0:
             has_said = True

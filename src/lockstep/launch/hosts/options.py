@@ -149,8 +149,8 @@ def parse_conf(text: str) -> dict[str, float | bool | str]:
             found["token_file"] = value
         elif key in ("token", "secret"):
             raise LaunchError(
-                f"--rdzv-conf has {key}=…: what stands on a command line, everybody on the host can read. Put the "
-                "token into a file, and give token_file=PATH"
+                f"--rdzv-conf has {key}=…, but everybody on the host can read command lines. Put the token into a "
+                "file, and pass token_file=PATH"
             )
         elif key == "is_host":
             if value.lower() not in ("0", "1", "true", "false"):
@@ -199,7 +199,9 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         help="one of the hosts, where the launchers meet, instead of --master-addr and --node-rank",
     )
     parser.add_argument("--rdzv-id", "--rdzv_id", metavar="NAME", help="a name for the job, the same on all hosts")
-    parser.add_argument("--rdzv-backend", "--rdzv_backend", metavar="KIND", help="c10d (default) or static, alike here")
+    parser.add_argument(
+        "--rdzv-backend", "--rdzv_backend", metavar="KIND", help="c10d (default) or static; here they are the same"
+    )
     parser.add_argument(
         "--rdzv-conf",
         "--rdzv_conf",

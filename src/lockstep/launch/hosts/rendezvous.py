@@ -301,7 +301,7 @@ class HostRendezvous(RendezvousHandler):
         """
         if self._spare is None:
             raise lost
-        say(f"lockstep: {lost}; the hosts that are left meet elsewhere\n")
+        say(f"lockstep: {lost}; the remaining hosts meet elsewhere\n")
         home = None
         if not self.membership.is_abandoned:
             home = JobStore.try_connect(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
@@ -381,8 +381,8 @@ class HostRendezvous(RendezvousHandler):
                 return after
         if not self._sealed:
             raise LaunchError(
-                f"at {self._config.endpoint}, where the launchers meet, somebody who does not have this job's token "
-                "keeps writing; choose another port, the same for all launchers"
+                f"at {self._config.endpoint}, where the launchers meet, a process without this job's token keeps "
+                "writing; choose another port, the same for all launchers"
             )
         return self.membership
 
@@ -486,8 +486,8 @@ class HostRendezvous(RendezvousHandler):
             if mine != other
         ]
         raise LaunchError(
-            f"{self.host} and {first or 'the other launchers'} were told different things: {', '.join(differences)}; "
-            "give all launchers of a job the same"
+            f"{self.host} and {first or 'the other launchers'} have different options: {', '.join(differences)}; give "
+            "all launchers of a job the same"
         )
 
     def _check_deadline(self, membership: Membership, waited_s: float) -> None:
@@ -496,8 +496,8 @@ class HostRendezvous(RendezvousHandler):
         if namesake is not None and waited_s > 2 * self._config.lost_after_s:
             self._change(lambda membership: membership.without([self.host.key]))
             raise LaunchError(
-                f"two launchers came with --node-rank {self.host.node_rank}: this one ({self.host}) and {namesake}; "
-                f"give each host a number of its own, 0 to {self._terms.max_nodes - 1}"
+                f"two launchers have --node-rank {self.host.node_rank}: this one ({self.host}) and {namesake}; give "
+                f"each host its own number, 0 to {self._terms.max_nodes - 1}"
             )
         is_spare = membership.is_running and not membership.has_room
         if waited_s > self._config.join_s and not is_spare:
@@ -510,9 +510,7 @@ class HostRendezvous(RendezvousHandler):
 
     def _describe_wait(self, membership: Membership) -> str:
         if membership.is_running and not membership.has_room:
-            return (
-                f"{self.host} is a spare: the job runs on {len(membership.members)} hosts, and more were not asked for"
-            )
+            return f"{self.host} is a spare: the job runs on {len(membership.members)} hosts, and needs no more"
         if membership.is_running:
             return f"{self.host} waits for the hosts of the last round to end their ranks: {_names(membership.members)}"
         return (

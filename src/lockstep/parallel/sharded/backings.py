@@ -101,7 +101,7 @@ class Backing:
         if gradient is None:
             return None
         if gradient.layout != torch.strided:
-            raise InputError("ZeroRedundancyOptimizer: a parameter has a sparse gradient; use Embedding(sparse=False)")
+            raise InputError("ZeroRedundancyOptimizer: a parameter has a sparse gradient. Use Embedding(sparse=False)")
         offset = (share.first + piece.start) * parameter.element_size()
         is_elsewhere = piece.parameter.data_ptr() != parameter.data_ptr() + offset  # moved since, as by model.to()
         if is_elsewhere or layout_of(parameter) != piece.layout:
@@ -142,13 +142,13 @@ class Backing:
         if not is_late and others:
             assert self.group is not None
             given = digest(each.share.gradient for each in others if each.share.gradient is not None)
-            text = f"ZeroRedundancyOptimizer.step() by {len(others)} gradients that were put there ({given[:8]})"
+            text = f"ZeroRedundancyOptimizer.step() with {len(others)} gradients set by hand ({given[:8]})"
             is_late = bool(texts_that_differ(text, self.group, collective_device(self.group, others[0].device)))
         if is_late:
             raise ModelError(
-                "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has not averaged: "
-                "make the last backward pass before each step outside of no_sync(), of what model(x) returns, and put "
-                "gradients of your own (p.grad = ...) there on every rank, the same ones"
+                "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has not "
+                "averaged. Run the last backward pass before each step outside of no_sync(), from the output of "
+                "model(x); gradients set by hand (p.grad = ...) must be set on every rank, to the same values"
             )
 
     def _update(self, update: Callable[[], None]) -> None:
@@ -264,9 +264,9 @@ class HostBacking(Backing):
             own = share.parameter.data
             if (data.shape, data.dtype) != (own.shape, own.dtype):
                 raise ModelError(
-                    f"a parameter of shape {list(own.shape)} and {own.dtype} was given one of shape {list(data.shape)} "
-                    f"and {data.dtype} inside of changing_parameters(): reshape and convert the model before it is "
-                    "wrapped, and make the optimizer then"
+                    f"inside of changing_parameters(), a parameter of shape {list(own.shape)} and {own.dtype} was "
+                    f"given one of shape {list(data.shape)} and {data.dtype}. Reshape and convert the model before "
+                    "wrapping it, then create the optimizer"
                 )
             if self._rank == 0:
                 own.copy_(data)

@@ -53,7 +53,7 @@ def _check(engine: DistributedDataParallel, names: set[str]) -> None:
         (sparse, "has sparse gradients"),
     ):
         if found:
-            raise InputError(f"{min(found)} {why}, which cannot be sharded: give it an optimizer of its own")
+            raise InputError(f"{min(found)} {why} and cannot be sharded. Give it an optimizer of its own")
 
 
 def shard(engine: DistributedDataParallel, stand_ins: Mapping[int, ShardedGradient]) -> Callable[[], None]:

@@ -73,7 +73,7 @@ def compare(description: str, group: dist.ProcessGroup, device: torch.device) ->
     said = "; ".join(f"rank {rank} {text}" for rank, text in texts_that_differ(description, group, device))
     if said:
         raise CollectiveMismatch(
-            f"the ranks take different steps: {said}. Every rank must step with the same options, state and gradients: "
-            "give ReduceLROnPlateau, and whatever else goes by a loss, that of all ranks (lockstep.mean(loss * len(y), "
-            "len(y))), and load states on every rank"
+            f"the ranks take different steps: {said}. Every rank must step with the same options, state and "
+            "gradients. Give ReduceLROnPlateau, and anything else that uses a loss, the loss of all ranks "
+            "(lockstep.mean(loss * len(y), len(y))), and load states on every rank"
         )

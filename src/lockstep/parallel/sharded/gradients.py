@@ -28,7 +28,7 @@ __all__ = ["JOIN_ADVICE", "ShardedGradient", "find_stand_ins", "refuse_others", 
 
 JOIN_ADVICE = (
     "a rank that has joined would still have to step its share of the parameters of ZeroRedundancyOptimizer. Let "
-    "lockstep.DataLoader give every rank as many batches, or take a plain optimizer"
+    "lockstep.DataLoader give all ranks the same number of batches, or use a plain optimizer"
 )
 _Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -123,7 +123,7 @@ def whole_gradients(gradients: Sequence[ShardedGradient]) -> list[torch.Tensor]:
     """The whole mean gradients of the same parameters on all ranks; zeros if there is none. Collective."""
     _check_averaged((each for each in gradients if each.is_held), "full_gradients()")
     shares = [each.share for each in gradients]
-    _compare_calls("full gradients of ZeroRedundancyOptimizer, which every rank asks for", gradients[0])
+    _compare_calls("full gradients of ZeroRedundancyOptimizer, which every rank requests", gradients[0])
     flats = [torch.zeros(each.numel(), dtype=each.dtype, device=each.device) for each in gradients]
     for share, flat in zip(shares, flats, strict=True):
         if share.has_gradient:
@@ -145,8 +145,8 @@ def find_stand_ins(
         if each.dtype != parameters[index].dtype:
             raise ModelError(
                 f"parameters were converted from {each.dtype} to {parameters[index].dtype} after "
-                "ZeroRedundancyOptimizer was made (model.half(), model.double(), model.to(dtype)), which has shares "
-                "and state of the former. Convert the model first, then wrap it, then make the optimizer"
+                "ZeroRedundancyOptimizer was created (model.half(), model.double(), model.to(dtype)), but its shares "
+                "and state have the old dtype. Convert the model first, then wrap it, then create the optimizer"
             )
     return found
 
@@ -161,17 +161,17 @@ def refuse_others(
     """
     if any(id(each) in known and known[id(each)].owner() is not optimizer for each in parameters):
         raise ModelError(
-            f"{type(optimizer).__name__}.step(): some of its parameters are those of a ZeroRedundancyOptimizer made "
-            "before or after it, of whose gradients each rank has a share. Let one optimizer step them: make a new "
-            "ZeroRedundancyOptimizer over them, and keep no other"
+            f"{type(optimizer).__name__}.step(): some of its parameters belong to another ZeroRedundancyOptimizer, "
+            "which has sharded their gradients over the ranks. Use one optimizer for them: create a new "
+            "ZeroRedundancyOptimizer over them, and delete the others"
         )
 
 
 def _refuse(name: str) -> NoReturn:
     raise ModelError(
-        f"{name} of a gradient of which each rank has a share (ZeroRedundancyOptimizer). norm(), clip_grad_norm_, "
-        "clip_grad_value_, mul_, div_, zero_ and GradScaler work; optimizer.full_gradients() returns all gradients "
-        "whole (collective: on every rank)"
+        f"{name} is not supported for gradients sharded over the ranks (ZeroRedundancyOptimizer). norm(), "
+        "clip_grad_norm_, clip_grad_value_, mul_, div_, zero_ and GradScaler work; optimizer.full_gradients() "
+        "returns all gradients whole (collective: on every rank)"
     )
 
 
@@ -245,7 +245,7 @@ def _norm(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
 
 def _compute_norms(gradients: Sequence[ShardedGradient], order: float, group: dist.ProcessGroup) -> None:
     """Compute norms of whole gradients from the parts on each rank. Collective."""
-    _compare_calls("norms of gradients of ZeroRedundancyOptimizer, which every rank asks for", gradients[0])
+    _compare_calls("norms of gradients of ZeroRedundancyOptimizer, which every rank requests", gradients[0])
     parts = torch.zeros(len(gradients), dtype=torch.float64, device=collective_device(group, gradients[0].device))
     if order == -math.inf:
         parts.fill_(math.inf)

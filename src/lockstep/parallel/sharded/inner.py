@@ -1,14 +1,14 @@
-"""The user's optimizer over this rank's shares, in pieces that a cache holds.
+"""The user's optimizer over this rank's shares, in pieces that fit into a cache.
 
-[Note: pieces] An optimizer whose arithmetic is that of each element by itself steps any part of a parameter as it
-would the whole. So each share is cut into pieces, which are the parameters of an inner optimizer of the user's class,
-and a few of them are stepped at a time, right after their gradients have been added up. Which classes are of this
-kind is known of torch's own; of others only the user knows (`elementwise=True`). The rest (LARS, Muon, Shampoo) steps
-whole parameters, each on one rank.
+[Note: pieces] An elementwise optimizer can step any part of a parameter as it would step the whole. So each share is
+cut into pieces, which are the parameters of an inner optimizer of the user's class. A few pieces are stepped at a time,
+right after their gradients have been summed. Torch's own elementwise classes are known; for other classes the user says
+so (`elementwise=True`). All others (LARS, Muon, Shampoo) step whole parameters, each on one rank.
 
-A class of the user's may count its steps, in `self` or in a group, and look at what has no gradient. So it is called
-once in a step, on every rank, with all that the rank has. Its constructor gets parameters or groups, as the script
-gives them, and may look at the first one: of a group of which a rank has no piece that is an empty one.
+A class of the user may count its steps, in `self` or in a group, and look at parameters without a gradient. So its
+`step` is called once per step, on every rank, with everything that the rank has. Its constructor gets parameters or
+groups, as the script passes them, and may look at the first parameter: if a rank has no piece of a group, that is an
+empty one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.tree import map_tensors
 
 __all__ = ["InnerOptimizer", "ShardPiece", "check_class", "is_elementwise"]
 
-# Elements of a piece at most, and of the pieces that are stepped at a time.
+# Largest number of elements of a piece, and of the pieces that are stepped together.
 _PIECE = 512 << 10
 
 _ELEMENTWISE = frozenset(
@@ -36,17 +36,17 @@ _ELEMENTWISE = frozenset(
     )
 )
 _REFUSED: Mapping[type, str] = {
-    torch.optim.LBFGS: "it looks at all parameters together, several times in a step; use it as it is, unsharded",
-    torch.optim.SparseAdam: "gradients that are sparse are not sharded; use it as it is",
+    torch.optim.LBFGS: "it uses all parameters together, several times per step; use it unsharded",
+    torch.optim.SparseAdam: "sparse gradients are not sharded; use it unsharded",
 }
 
 
 def check_class(optimizer_class: Any) -> type[Optimizer]:
-    """The class that was given, if it can be sharded.
+    """The given class, if it can be sharded.
 
     Raises:
-        InputTypeError: it is no class of optimizers.
-        InputError: it is one that cannot be.
+        InputTypeError: it is not an optimizer class.
+        InputError: it cannot be sharded.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         what = optimizer_class.__name__ if isinstance(optimizer_class, type) else type(optimizer_class).__name__
@@ -58,7 +58,7 @@ def check_class(optimizer_class: Any) -> type[Optimizer]:
 
 
 def is_elementwise(optimizer_class: type[Optimizer], said: bool | None) -> bool:
-    """Whether it steps each element by itself: what the user says, else what is known of torch's own classes."""
+    """Whether it steps each element independently: as the user says, else known only of torch's own classes."""
     return optimizer_class in _ELEMENTWISE if said is None else said
 
 
@@ -66,15 +66,15 @@ class ShardPiece:
     """A part of this rank's share of a parameter, as a parameter of the inner optimizer.
 
     Args:
-        share: of the parameter.
+        share: this rank's share of the parameter.
         flat: the memory of the whole parameter.
-        start: first element, of the share.
-        stop: one past the last.
-        is_whole: in the shape of the parameter, of which it is all.
+        start: first element, within the share.
+        stop: one past the last element.
+        is_whole: whether it is the whole parameter, and has its shape.
 
     Attributes:
-        parameter: shape (stop - start,), or the parameter's own.
-        layout: of the parameter, see `layout_of`; the elements of the state lie as its own do.
+        parameter: its shape is (stop - start,), or that of the whole parameter.
+        layout: layout of the whole parameter, see `layout_of`; the state has the same one.
     """
 
     def __init__(self, share: Share, flat: torch.Tensor, start: int, stop: int, is_whole: bool) -> None:
@@ -87,24 +87,24 @@ class ShardPiece:
         return shaped_like(part, self.share.parameter) if self.is_whole else part
 
     def move(self, flat: torch.Tensor) -> None:
-        """The parameter has other memory now.
+        """Use new memory of the parameter.
 
         Raises:
-            ModelError: its elements lie in another order there, or are others.
+            ModelError: its shape or strides have changed.
         """
         layout = layout_of(self.share.parameter)
         if layout != self.layout:
             (before, strides_before), (now, strides_now) = self.layout, layout
             raise ModelError(
                 f"a parameter of ZeroRedundancyOptimizer had shape {before} and strides {strides_before} when the "
-                f"optimizer was made, and has {now} and {strides_now} now: its shares and its state lie as it did. "
-                "Reshape the model, and give it its memory format (model.to(memory_format=...)), before it is wrapped, "
-                "and make the optimizer then"
+                f"optimizer was created, but now has {now} and {strides_now}. Its shares and state have the old "
+                "layout. Reshape the model, or change its memory format (model.to(memory_format=...)), before "
+                "wrapping it, then create the optimizer"
             )
         self.parameter.data = self._memory(flat)
 
     def take(self, gradient: torch.Tensor | None) -> None:
-        """Its gradient, flat, is this; None where it has none."""
+        """Set its gradient, given flat; None for none."""
         if gradient is not None and self.is_whole:
             gradient = shaped_like(gradient, self.share.parameter)
         self.parameter.grad = gradient
@@ -114,13 +114,13 @@ class InnerOptimizer:
     """An optimizer of the user's class over the pieces of this rank.
 
     Args:
-        optimizer_class: the user's.
-        defaults: what it is made with.
+        optimizer_class: the user's class.
+        defaults: its keyword arguments.
         elementwise: whether shares may be cut. See [Note: pieces].
-        in_groups: whether it is made with groups, or with parameters.
+        in_groups: whether its constructor gets groups, or parameters.
 
     Attributes:
-        optimizer: that one; made with the first groups.
+        optimizer: the optimizer; created with the first groups.
     """
 
     optimizer: Optimizer
@@ -136,11 +136,11 @@ class InnerOptimizer:
     def add_groups(
         self, groups: Sequence[dict[str, Any]], shares: Sequence[Sequence[tuple[Share, torch.Tensor]]]
     ) -> None:
-        """Further groups of parameters. Local.
+        """Add groups of parameters. Local.
 
         Args:
-            groups: of the outer optimizer; they get the options that the class has besides those that were given.
-            shares: for each group, the shares of its parameters, and the memory of each whole parameter, flat.
+            groups: groups of the outer optimizer; options that they lack are set to those of the class.
+            shares: for each group, the shares of its parameters, and the flat memory of each whole parameter.
         """
         made = []
         for group, members in zip(groups, shares, strict=True):
@@ -172,11 +172,11 @@ class InnerOptimizer:
             yield ShardPiece(share, flat, start, min(start + size, share.numel), is_whole=False)
 
     def step(self, groups: Sequence[dict[str, Any]], gradient_of: Callable[[ShardPiece], torch.Tensor | None]) -> None:
-        """Step all pieces that have a gradient, by the options of the outer groups. Local.
+        """Step all pieces that have a gradient, with the options of the outer groups. Local.
 
         Args:
-            groups: of the outer optimizer.
-            gradient_of: the gradient of a piece, flat; None where there is none.
+            groups: groups of the outer optimizer.
+            gradient_of: returns the flat gradient of a piece; None if it has none.
         """
         inner = self.optimizer
         whole = inner.param_groups
@@ -249,12 +249,12 @@ def _parameters_of(pieces: Iterable[ShardPiece]) -> list[torch.nn.Parameter]:
 
 
 def _empty_like(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """Without elements, of its dtype, on its device and, if it has any, with its dimensions."""
+    """A parameter without elements, with the same dtype, device and number of dimensions (at least one)."""
     return torch.nn.Parameter(parameter.detach().view(parameter.shape or (1,))[:0])
 
 
 def _batches(pieces: Sequence[ShardPiece]) -> Iterator[list[ShardPiece]]:
-    """Pieces that are stepped at a time: one call for several small ones."""
+    """Pieces that are stepped together: several small ones in one call."""
     batch: list[ShardPiece] = []
     numel = 0
     for piece in pieces:
@@ -268,6 +268,6 @@ def _batches(pieces: Sequence[ShardPiece]) -> Iterator[list[ShardPiece]]:
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """Its `step` without the hooks that torch puts around it: these are for the optimizer that users see."""
+    """Its `step` without torch's hooks, which belong to the outer optimizer."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

@@ -81,10 +81,10 @@ class HostMemory:
         for index, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
             if parameter.data_ptr() != address:
                 raise ModelError(
-                    f"parameter {self._names[index]} has other memory than ZeroRedundancyOptimizer gave it, which all "
-                    "ranks of this host share (p.data = ..., model.to(...), model.half()). Move and convert the model "
-                    "before the optimizer is made; copy values with p.data.copy_(...) inside of `with "
-                    "optimizer.changing_parameters():`"
+                    f"parameter {self._names[index]} no longer uses the memory that ZeroRedundancyOptimizer gave it, "
+                    "which all ranks of this host share (p.data = ..., model.to(...), model.half()). Move and "
+                    "convert the model before creating the optimizer; copy values with p.data.copy_(...) inside of "
+                    "`with optimizer.changing_parameters():`"
                 )
         now, versions = self._sample(), list(map(version_of, self._parameters))
         if torch.equal(now, self._left) and versions == self._versions:
@@ -96,9 +96,9 @@ class HostMemory:
             )
         )
         raise ModelError(
-            f"{len(changed)} parameter(s), such as {self._names[changed[0]]}, were written to outside of "
-            "ZeroRedundancyOptimizer.step(). All ranks of this host share them: a write of one is one of all, while "
-            "they compute. Write inside of `with optimizer.changing_parameters():`, on all ranks"
+            f"{len(changed)} parameter(s), such as {self._names[changed[0]]}, were changed outside of "
+            "ZeroRedundancyOptimizer.step(). All ranks of this host share their memory, so others see the change "
+            "while they compute. Write inside of `with optimizer.changing_parameters():`, on all ranks"
         )
 
 
@@ -132,8 +132,8 @@ def _check_apart(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> No
         other = seen.setdefault(parameter.data_ptr(), name)
         if other != name:
             raise InputError(
-                f"parameters {other} and {name} are two views of one memory: make them one parameter (b.weight = "
-                "a.weight) before the model is wrapped"
+                f"parameters {other} and {name} are two views of the same memory. Make them one parameter (b.weight = "
+                "a.weight) before wrapping the model"
             )
 
 

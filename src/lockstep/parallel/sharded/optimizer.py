@@ -89,8 +89,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._class = check_class(optimizer_class)
         if overlap_with_ddp:
             raise InputError(
-                "overlap_with_ddp=True would have the optimizer step within a communication hook. Leave both out, and "
-                "call step(): gradients go out during the backward pass anyway"
+                "overlap_with_ddp=True would step the optimizer in a communication hook. Leave both out, and call "
+                "step(): gradients are sent during the backward pass anyway"
             )
         self._whole_state: dict[Any, Any] | None = None  # while torch's methods write or read it
         self._taken_in: list[list[int]] = []  # parameters of each group
@@ -129,7 +129,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         if not hasattr(self, "_backing"):  # torch's constructor
             return
         if value:
-            raise ModelError("optimizer.state = ...: give ZeroRedundancyOptimizer a whole state by load_state_dict")
+            raise ModelError(
+                "optimizer.state = ...: load a whole state into ZeroRedundancyOptimizer with load_state_dict"
+            )
         self.state.clear()
 
     def _note_news(self, text: str) -> None:
@@ -219,9 +221,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _check_groups(self) -> None:
         if [[id(each) for each in group["params"]] for group in self.param_groups] != self._taken_in:
             raise ModelError(
-                "optimizer.param_groups has other parameters than ZeroRedundancyOptimizer was given, which it has not "
-                "shared among the ranks. Give it more by add_param_group; to replace or leave out some, make a new "
-                "optimizer (state_dict() has the state of the old one)"
+                "optimizer.param_groups has parameters that ZeroRedundancyOptimizer was not given, so they are not "
+                "sharded. Add them with add_param_group; to replace or remove some, create a new optimizer "
+                "(state_dict() has the state of the old one)"
             )
 
     def _describe_step(self) -> str:
@@ -284,7 +286,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             to, states = self._collected
             if states is None:
                 raise CheckpointError(
-                    f"consolidate_state_dict(to={to}) brought the state to rank {to} alone: call state_dict() there, "
+                    f"consolidate_state_dict(to={to}) collected the state on rank {to} only. Call state_dict() there, "
                     "or on all ranks without consolidate_state_dict()"
                 )
         parameters = self._parameters
@@ -325,7 +327,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def __getstate__(self) -> NoReturn:
         raise ModelError(
             "ZeroRedundancyOptimizer cannot be copied or pickled: its shares are tied to this process and its group. "
-            "Take state_dict(), on all ranks"
+            "Use state_dict(), on all ranks"
         )
 
     # ---- names of torch's ----------------------------------------------------------------------------

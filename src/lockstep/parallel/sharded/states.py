@@ -1,12 +1,12 @@
 """The state of a sharded optimizer in the form of one process, and back.
 
-Every rank says what it has of each parameter: what has the shape of a piece is a part of a tensor of the parameter's
-shape; anything else (`step`) is the same for all pieces of a parameter. Values travel as bytes, with a description
-in JSON.
+Every rank describes its part of the state of each parameter. A tensor in the shape of a piece is a part of a tensor in
+the parameter's shape; anything else (`step`) is the same for all pieces of a parameter. Values are sent as bytes, with
+a description in JSON.
 
-[Note: the state that a script sees] `optimizer.state` is that of this rank's pieces. Nobody finds a parameter of the
-model there, and a script that looks for one would take the state for empty; so that is an error which says where the
-state is. To empty it, or to leave out a parameter, is to begin anew, on every rank.
+[Note: the state that a script sees] `optimizer.state` is the state of this rank's pieces. Parameters of the model are
+not in it, and a script that looks one up would conclude that the state is empty. So this raises an error that says
+where the state is. Emptying the state, or removing that of a parameter, resets it, on every rank.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def collect_states(
     group: dist.ProcessGroup | None,
     only: int | None = None,
 ) -> _States | None:
-    """The state of each parameter, whole, on the CPU for those on the CPU. Collective.
+    """The whole state of each parameter; values that are on the CPU stay there. Collective.
 
     Args:
-        pieces: of this rank.
-        state: of the inner optimizer.
-        parameters: of all groups, in order.
-        group: the ranks that have the other pieces; None without one.
-        only: rank in the group that gets it; None for all.
+        pieces: the pieces of this rank.
+        state: the state of the inner optimizer.
+        parameters: the parameters of all groups, in order.
+        group: the ranks that have the other pieces; None if there are none.
+        only: rank in the group that gets the result; None for all.
 
     Returns:
-        By index, for those that have a state; None on a rank that does not get it.
+        States by index of the parameter, without empty ones; None on a rank that does not get them.
 
     Raises:
-        CheckpointError: it holds something else than tensors and plain values; names it.
+        CheckpointError: the state holds something other than tensors and plain values; names it.
     """
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     entries: list[_Entry] = []
@@ -73,7 +73,7 @@ def collect_states(
 
 
 def _describe(piece: ShardPiece, key: str, value: Any) -> tuple[_Entry, torch.Tensor | None]:
-    """What is said of one value of a piece, and its elements."""
+    """The description of one value of a piece, and its elements."""
     if not isinstance(value, torch.Tensor):
         if isinstance(value, _PLAIN):
             return {"value": value}, None
@@ -97,10 +97,10 @@ def _gather(
     group: dist.ProcessGroup,
     only: int | None,
 ) -> _States | None:
-    """What all ranks have, one after the other, so that no rank holds the parts of all twice. Collective."""
+    """Collect the states rank by rank, so that no rank holds all parts twice. Collective."""
     engine, device = engine_of(group), collective_device(group, own.device)
     call = "ZeroRedundancyOptimizer.state_dict() or consolidate_state_dict(), which every rank calls"
-    if engine is not None and engine.team.shares_memory:  # a rank that is elsewhere is told what it has left out
+    if engine is not None and engine.team.shares_memory:  # a rank in another call gets an error that names this one
         engine.run_steps(call)
     else:
         compare(call, group, device)
@@ -123,7 +123,7 @@ def _gather(
 
 
 def _put(found: _States, entries: Sequence[_Entry], values: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-    """Put what one rank has said where it belongs. Local."""
+    """Insert the state that one rank has described. Local."""
     position = 0
     for entry in entries:
         parameter = parameters[entry["parameter"]]
@@ -146,7 +146,7 @@ def _put(found: _States, entries: Sequence[_Entry], values: torch.Tensor, parame
 
 
 def cut_state(piece: ShardPiece, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a piece has of the state of its parameter, whole. Local."""
+    """The part of a parameter's whole state that belongs to a piece. Local."""
     parameter = piece.share.parameter
 
     def cut(value: Any) -> Any:
@@ -160,12 +160,12 @@ def cut_state(piece: ShardPiece, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PieceStates(MutableMapping[torch.Tensor, Any]):
-    """What `optimizer.state` is: see [Note: the state that a script sees].
+    """The type of `optimizer.state`: see [Note: the state that a script sees].
 
     Args:
-        pieces: of this rank.
-        state: of the inner optimizer.
-        note: called with what was done, when a script has taken something away.
+        pieces: the pieces of this rank.
+        state: the state of the inner optimizer.
+        note: called with a description when a script has removed something.
     """
 
     def __init__(
@@ -177,19 +177,19 @@ class PieceStates(MutableMapping[torch.Tensor, Any]):
         self._pieces, self._state, self._note = pieces, state, note
 
     def __getitem__(self, key: torch.Tensor) -> Any:
-        """Of a piece."""
+        """The state of a piece."""
         if key not in self._state:
             _refuse_to_look()
         return self._state[key]
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        """Of a piece that has one."""
+        """Set the state of a piece that has one."""
         if key not in self._state:
             _refuse_to_look()
         self._state[key] = value
 
     def __delitem__(self, key: torch.Tensor) -> None:
-        """Of a parameter of the model, or of a piece."""
+        """Remove the state of a parameter of the model, or of a piece."""
         for piece in self._pieces_of(key):
             self._state.pop(piece, None)
         self._note("without the state of a parameter")
@@ -198,7 +198,7 @@ class PieceStates(MutableMapping[torch.Tensor, Any]):
         return [each.parameter for each in self._pieces if key is each.share.parameter or key is each.parameter]
 
     def __contains__(self, key: object) -> bool:
-        """Whether this rank has a state of a parameter of the model, or of a piece."""
+        """Whether this rank has state for a parameter of the model, or for a piece."""
         return any(piece in self._state for piece in self._pieces_of(key))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -206,23 +206,23 @@ class PieceStates(MutableMapping[torch.Tensor, Any]):
         return iter(list(self._state))
 
     def __len__(self) -> int:
-        """Of how many pieces."""
+        """The number of pieces that have a state."""
         return len(self._state)
 
     def pop(self, key: torch.Tensor, *_: Any) -> Any:
-        """Leave out the state of a parameter. Returns none: this rank has a part of it at most."""
+        """Remove the state of a parameter. Returns None: this rank has at most a part of it."""
         del self[key]
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset the state."""
         self._state.clear()
         self._note("without state")
 
 
 def _refuse_to_look() -> NoReturn:
     raise ModelError(
-        "optimizer.state[parameter]: of the state of ZeroRedundancyOptimizer each rank has a share. "
+        "optimizer.state[parameter]: the state of ZeroRedundancyOptimizer is sharded over the ranks. "
         "optimizer.state_dict()['state'][number of the parameter] has it whole (collective: on every rank), and "
-        "load_state_dict puts it back; optimizer.state.pop(parameter, None), .clear() and optimizer.state = {} begin "
-        "anew, on every rank"
+        "load_state_dict restores it; optimizer.state.pop(parameter, None), .clear() and optimizer.state = {} reset "
+        "it, on every rank"
     )

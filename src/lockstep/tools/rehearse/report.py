@@ -99,9 +99,9 @@ def format_text(script: str, findings: Sequence[Finding], job: RehearsedJob | No
     """The report for people; the arguments are those of `format_json`."""
     where = f"{script} {_who_ran(job)}"
     if job is not None and job.settings.nodes > 1:
-        where += f" of {job.settings.nodes} pretended nodes"
+        where += f" on {job.settings.nodes} simulated nodes"
     if not findings and exit_code != 0 and (job is None or not job.has_group):
-        ending = f"it ended with exit code {exit_code} before it joined a group"
+        ending = f"it ended with exit code {exit_code} before joining a group"
         lines = [f"lockstep rehearse: no report on {script}: {ending}"]
     elif not findings:
         ending = "" if exit_code == 0 else " before it failed"
@@ -112,9 +112,7 @@ def format_text(script: str, findings: Sequence[Finding], job: RehearsedJob | No
         places = itertools.groupby(findings, key=lambda one: (one.id, one.sites[:1]))
         lines += ["\n\n".join(_describe(list(group)) for _, group in places)]
     if job is not None and job.silent:
-        silent = (
-            f"{name_ranks(job.silent)} ended without a record of what happened there, as processes that are killed do"
-        )
+        silent = f"{name_ranks(job.silent)} left no record of what happened, as killed processes do"
         lines += ["", f"lockstep rehearse: {silent}"]
     if job is not None and job.unread:
         lines += ["", f"lockstep rehearse: records that could not be read: {'; '.join(job.unread)}"]

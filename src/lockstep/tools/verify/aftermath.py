@@ -90,7 +90,7 @@ def _other_models(facts: Facts, one: Facts, again: Facts) -> list[Difference]:
     name = next((name for name in own if moved[name] > _CLOSE and noise[name] < _CLOSE / 10), None)
     if name is None or one["begun"]:
         return []
-    measured = f"the parameters of {name} are not those of one process, by {moved[name]:.1e}"
+    measured = f"the parameters of {name} differ from one process's by {moved[name]:.1e}"
     return [difference(0, "evaluated", "other-weights", measured, _some(facts["untrained"][name][1]))]
 
 
@@ -164,8 +164,8 @@ def _printed(
             is_own = len(tried) == len(here) and all(map(_is_close, here, tried))
             return [_evaluated(ranks, one, measured, line.where, evaluates_all, is_own)], notes
         notes = notes or [
-            f"{LOGGED}{measured}. The training is the same. If it is a number of this rank's samples, "
-            "lockstep.mean(loss * len(y), len(y)) makes it that of all"
+            f"{LOGGED}{measured}. The training is the same. If this number covers only the rank's samples, "
+            "lockstep.mean(loss * len(y), len(y)) covers all"
         ]
     return [], notes
 

@@ -66,7 +66,7 @@ def read_samples(step: StepOfJob) -> Difference | None:
     key, more = _cause_of_samples(step)
     measured = (
         f"one process had {counted(samples.one, 'sample')}, the ranks {_joined(samples.ranks)}; {samples.missing} of "
-        f"one process's are missing, {samples.extra} are too many{more}"
+        f"one process's are missing, {samples.extra} are extra{more}"
     )
     return step.found("samples", key, measured, extra=counted(samples.extra, "sample"))
 
@@ -76,7 +76,7 @@ def _all_walked(step: StepOfJob) -> Difference | None:
     own, first, *others = (entered(each) for each in (step.one, *step.ranks))
     if step.one["batches"] or not first or any(each != first for each in others) or len(own) <= len(first):
         return None
-    measured = f"one process had {counted(own.total(), 'row')}, and each rank the same {first.total()}"
+    measured = f"one process had {counted(own.total(), 'row')}, every rank the same {first.total()}"
     return step.found("samples", "no-sampler", measured)
 
 
@@ -121,7 +121,7 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
     told = zip(*([each["epoch"] for each in rank["facts"]["passes"]] for rank in ranks), strict=False)
     apart = next((each for each in told if len(set(each)) > 1), None)
     if apart is not None:
-        return "set-epoch", f"; the ranks' samplers were told epochs {_joined(apart)}"
+        return "set-epoch", f"; the ranks' samplers had epochs {_joined(apart)}"
     if any(each["own"] for each in loaders):
         return "collate", ""
     if not have_same_indices(step.ranks, step.one):
@@ -157,9 +157,9 @@ def read_passes(step: StepOfJob) -> Difference | None:
     if max(each["closure"] for each in (step.one, *step.ranks)) > 1:  # Trainers pass a closure to every optimizer
         kind = step.ranks[0]["kind"]
         measured = (
-            f"{kind} called its closure {len(losses.one)} times in one process and {_joined(counts)} times on the "
-            f"ranks; its first loss was {_joined(losses.one[:1])} there, and "
-            f"{_joined(each[0] for each in losses.ranks if each)} here"
+            f"{kind} called its closure {len(losses.one)} times in one process, with a first loss of "
+            f"{_joined(losses.one[:1])}, and {_joined(counts)} times on the ranks, with "
+            f"{_joined(each[0] for each in losses.ranks if each)}"
         )
         return step.found("loss", "closure", measured, kind=kind)
     if set(counts) == {len(losses.one)} or step.is_cut_otherwise:
@@ -174,10 +174,10 @@ def read_inputs(step: StepOfJob) -> Difference | None:
     if step.samples.by_index or _joins(step) or not (calls.unknown or step.is_far(calls.inputs)):
         return None
     if calls.inputs and not calls.unknown:
-        measured = f"what is made of them and enters {calls.kind} differs by {calls.inputs:.1e}"
+        measured = f"the input of {calls.kind} differs by {calls.inputs:.1e}"
     else:
         count = calls.unknown or "some"
-        measured = f"{count} rows that enter {calls.kind} are not (one process has {calls.rows})"
+        measured = f"{count} input rows of {calls.kind} differ (one process has {calls.rows})"
     return _by_draws(step, "inputs", f"the samples are the same, but {measured};")
 
 
@@ -220,7 +220,7 @@ def describe_draws(drawn: Sequence[Record]) -> str:
     first = drawn[0]
     ranks = " and ".join(str(each or "one number") for each in first["ranks"][:3]) or "nothing of the kind"
     name = first["name"].partition(" ")[0]
-    return f"one process drew {name} of {first['shape'] or 'one number'} where the ranks drew {ranks}"
+    return f"one process drew {name} of {first['shape'] or 'one number'}, the ranks {ranks}"
 
 
 def read_outputs(step: StepOfJob) -> Difference | None:
@@ -230,11 +230,11 @@ def read_outputs(step: StepOfJob) -> Difference | None:
     if not step.is_far(calls.outputs) or (_joins(step) and step.gradients.needed.is_good):
         return None
     name, kind = calls.culprit
-    measured = f"the inputs are the same; what {calls.kind} returns for the same rows differs by {calls.outputs:.1e}."
+    measured = f"the inputs are the same; the outputs of {calls.kind} for the same rows differ by {calls.outputs:.1e}."
     if math.isinf(calls.outputs):
-        measured = f"the inputs are the same; {calls.kind} returns no row for each of them, and its modules do."
+        measured = f"the inputs are the same; {calls.kind} does not return a row per input, but its modules do."
     if kind:
-        measured += f" The first module that returns something else is {name} ({kind})."
+        measured += f" The first module whose output differs is {name} ({kind})."
     if "BatchNorm" in (kind or calls.kind):
         return step.found("outputs", "batch-norm", measured)
     if step.padded:
@@ -258,14 +258,14 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
         return None
     measured = (
         f"the gradients of {len(between.names)} of {between.count} parameters differ between the ranks when "
-        f"{first['kind']} takes them, by up to {between.worst:.1e} ({_names(step, between.names)})"
+        f"{first['kind']} uses them, by up to {between.worst:.1e} ({_names(step, between.names)})"
     )
     if any(each is not None for each in first["after"]) and not _are_apart(step, step.ranks, "after"):
         unlike = _unlike_draws(step)
         drawn = f"; {describe_draws(unlike)}" if unlike else ""
-        return step.found("gradients", "changed", f"{measured}, and did not after backward(){drawn}")
+        return step.found("gradients", "changed", f"{measured}, but not after backward(){drawn}")
     if _come_together(step):
-        return step.found("gradients", "own-steps", f"{measured}, and parameters are the same again later")
+        return step.found("gradients", "own-steps", f"{measured}, but the parameters are equal again later")
     if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)
     outside = [name for name in between.names if first["held"][name] is None]
@@ -315,7 +315,7 @@ def read_ranks(step: StepOfJob) -> Difference | None:
         found = measure_values(first, other, step.precision)
         if found.names:
             measured = (
-                f"{len(found.names)} of {found.count} parameters of rank {rank} are not those of rank 0 "
+                f"{len(found.names)} of {found.count} parameters of rank {rank} differ from rank 0's "
                 f"({_names(step, found.names)}), by up to {found.worst:.1e}"
             )
             return _ranks_differ(step, measured)
@@ -332,12 +332,12 @@ def read_moved(step: StepOfJob) -> Difference | None:
     calls = step.calls
     if not step.is_far(calls.parameters):
         return None
-    measured = f"when {calls.kind} is called, its parameters are not those of one process, by {calls.parameters:.1e}"
+    measured = f"when {calls.kind} is called, its parameters differ from one process's by {calls.parameters:.1e}"
     if not calls.begins:
-        return step.found("parameters", "moved", f"{measured}, though the step began with the same")
+        return step.found("parameters", "moved", f"{measured}, though equal when the step began")
     if step.is_far(calls.apart):
-        return _ranks_differ(step, f"{measured}, and of one rank not those of another, by {calls.apart:.1e}")
-    measured += ", before the first backward pass of the step; the step before ended with the same"
+        return _ranks_differ(step, f"{measured}, and between the ranks by {calls.apart:.1e}")
+    measured += ", before the first backward pass of the step; they were equal after the previous step"
     return step.found("parameters", "moved between", measured)
 
 
@@ -351,9 +351,9 @@ def read_settings(step: StepOfJob) -> Difference | None:
                 continue
             measured = f"{name} of group {number} is {own[name]} with one process"
             if rank:
-                measured += f" and on rank 0, and {theirs[name]} on rank {rank}"
+                measured += f" and on rank 0, but {theirs[name]} on rank {rank}"
                 return step.found("parameters", "settings on some", measured, name=name)
-            measured += f", and {first[name]} on rank 0 of {len(step.ranks)}"
+            measured += f", but {first[name]} on rank 0 of {len(step.ranks)}"
             return step.found("parameters", "settings", measured, name=name)
     return None
 
@@ -370,8 +370,8 @@ def read_parameters(step: StepOfJob) -> Difference | None:
         wrong = _stepped_apart(step, ranks)
         if wrong:
             measured = (
-                f"{len(wrong)} of {len(step.one['names'])} parameters{f' of rank {rank}' if rank else ''} differ after "
-                f"the step ({_names(step, wrong)}), by up to {max(wrong.values()):.1e} of what it moved them"
+                f"{len(wrong)} of {len(step.one['names'])} parameters{f' of rank {rank}' if rank else ''} differ "
+                f"after the step ({_names(step, wrong)}), by up to {max(wrong.values()):.1e} of their change"
             )
             return step.found("parameters", "optimizer", measured, kind=ranks["kind"])
     return None

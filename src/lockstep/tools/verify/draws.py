@@ -1,28 +1,31 @@
-"""Random numbers and sums, operator by operator: records the draws of N ranks, and gives them to the one process.
+"""Random numbers and sums, operator by operator: records the draws of N ranks, and replays them in the one process.
 
-[Note: draws by sample] Dropout, and noise that a model draws, have one or several rows per sample, along the dimension
-that is longer on one process. That N ranks draw other numbers than one process is set aside: the one process gets the
-ranks' rows, in the positions of their samples. If draws cannot be combined in this way (one process permutes ten
-samples, two ranks five each), the one process keeps its own, which is reported.
+[Note: draws by sample] Dropout masks, and noise that a model draws, have one or several rows per sample, along the
+dimension that is longer on one process. N ranks draw different numbers from one process, which is not to count as a
+difference. So the one process gets the ranks' rows, in the positions of their samples. If draws cannot be combined in
+this way (one process permutes ten samples, two ranks five each), the one process keeps its own, which is reported.
 
 [Note: halves] The effect of rounding is measured: the one process repeats each step, with every product, convolution
 and sum cut in two. Changes of that size are rounding; if more changes, the script does not determine it. Computations
 before the samples of a step, such as the data, are left unchanged: samples are identified by content. (Summing in
 reverse order instead would give the same bits with some kernels, and miss the noise.)
 
-[Note: draws by pass] A script without a loader may draw the positions of its samples in the data, with another seed on
-each rank (nanoGPT's `get_batch`), and divide the number of accumulated passes by the number of ranks. Its one process
-then runs N times the passes of a rank, of the same size, and gets a rank's draws for each: in the first rank 0's draws
-for its first, in the second rank 1's draws for its first, and so on. Draws are counted by name and shape, since draws
-for the next pass come before the backward pass of this one, and the very first before all.
+[Note: draws by pass] A script without a loader may draw the positions of its samples in the data, with a different seed
+on each rank (nanoGPT's `get_batch`), and divide the number of accumulated passes by the number of ranks. Its one
+process then runs N times as many passes as a rank, of the same size, and gets one rank's draws for each: rank 0's first
+pass, rank 1's first pass, and so on. Draws are counted by name and shape, because draws for the next pass come before
+the backward pass of this one, and those for the first pass before all steps.
 
-Writes of a step, on ranks, `draws` (in a file of its own: what was drawn, after how many batches, whether for a filler,
-and whether gradients were on; beside it the samples of the step, known without their padding, how many backward passes
-it had, and with the first step what was drawn `before` it), and on one process `own_draws` (after how many batches each
-was), `given` (how many were replaced) and `unlike_draws` (name and shape of those that were not, and shapes of the
-ranks'; those `by_pass` were, for a process that makes N times the passes of a rank). Besides, `generated`: what
-generators of the script's own drew, as a hash; and `single`: numbers of 64 bits were rounded to 32, so that what the
-step computes is no more precise.
+Fields of a step that this module writes:
+
+* on ranks, `draws`: what was drawn, after how many batches, whether for a filler, and whether gradients were on. It is
+  stored in a separate file, together with the samples of the step (identified without their padding), the number of
+  backward passes, and for the first step what was drawn `before` it;
+* on one process, `own_draws` (after how many batches each draw came), `given` (how many were replaced) and
+  `unlike_draws` (name and shape of draws that were not replaced, and the shapes on the ranks; `by_pass` if the process
+  runs N times as many passes as a rank);
+* on both, `generated`: hashes of what the script's own generators drew; and `single`: 64-bit numbers were rounded to 32
+  bits, so the step's result is no more precise.
 """
 
 from __future__ import annotations
@@ -50,46 +53,46 @@ __all__ = ["PERMUTATIONS", "DrawWatch"]
 
 _ATEN = torch.ops.aten
 _RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate", "expovariate")
-# Draws of anything, of which a number is noted, and which nobody can give to the one process.
+# Draws of arbitrary objects: only a hash is recorded, and the one process cannot get them.
 _PICKS_OF_RANDOM = ("choice", "choices", "sample", "shuffle")
 _PICKS_OF_NUMPY = {"shuffle", "permutation", "permuted", "bytes"}
 _NO_DRAWS = {"seed", "get_state", "set_state", "spawn", "bit_generator"}
 PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
-# Numbers kept of all draws of a step; more are not given to the one process.
+# Largest draw that is recorded, in numbers; the one process does not get larger ones.
 _MOST_NUMBERS = 1 << 26
-# Of one draw before the first step; and how many of these are kept, the last ones, for scripts that draw their data.
+# Largest draw recorded before the first step; and how many of the last ones are kept, for scripts that draw their data.
 _MOST_BEFORE, _KEPT_BEFORE = 1 << 16, 4096
 _Draw = dict[str, Any]
 _Kind = tuple[str, tuple[int, ...]]  # name and shape
 
 
 class DrawWatch:
-    """Watches what this process draws. See [Note: draws by sample].
+    """Watches the random numbers of this process. See [Note: draws by sample].
 
     Args:
-        recorder: of this process.
+        recorder: the recorder of this process.
     """
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self._settings = recorder.settings
-        # By number of a step: what each rank left of it; and the samples of all ranks, batch by batch.
+        # By number of a step: what each rank recorded; and the samples of all ranks, batch by batch.
         self._files: dict[int, list[Any]] = {}
         self._keys: dict[int, list[list[int]]] = {}
         self._of_passes = _DrawsOfPasses(self._of_ranks, recorder.settings.world_size)
 
     def install(self) -> None:
-        """Watch from now on."""
+        """Start watching."""
         _watch_numpy_and_random(self._see, self._note_own)
         _Operators(self._recorder, self._see).__enter__()  # type: ignore[no-untyped-call]
 
     def _note_own(self, name: str, value: int) -> None:
-        """A generator of the script's own has drawn: it may be of all ranks, of this one, or of a sample."""
+        """Note a draw of a generator that the script created, for all ranks, for this one, or for a sample."""
         if self._recorder.is_recording:
             self._recorder.step["generated"].append((name, value))
 
     def _see(self, name: str, values: Tensor) -> Tensor | None:
-        """The script has drawn: note it, or return what the ranks drew."""
+        """Record a draw of the script, or return what the ranks drew instead."""
         if not self._recorder.is_recording:
             self._note_before(name, values)
             return None
@@ -105,7 +108,7 @@ class DrawWatch:
                 step["unlike_draws"].append(_unlike(name, values, [values] * self._settings.world_size, by_pass=True))
                 step["given"] += not torch.equal(joined, values)
                 return joined
-            # From the last batch on: what one rank alone has drawn before, to show samples, moves no other draw.
+            # Counted from the last batch: what only one rank drew before it, to show samples, shifts no others.
             place = step["own_draws"].count(after)
             step["own_draws"].append(after)
             every = [
@@ -131,7 +134,7 @@ class DrawWatch:
                     before.append(_noted(name, values))
 
     def _of_ranks(self, number: int) -> list[Any]:
-        """What each rank left of a step."""
+        """What each rank recorded of a step."""
         if number not in self._files:
             files = [self._settings.file("draws", number, rank) for rank in range(self._settings.world_size)]
             found = [torch.load(file, weights_only=True, map_location="cpu") for file in files if file.exists()]
@@ -142,7 +145,7 @@ class DrawWatch:
         return self._files[number]
 
     def _joined(self, name: str, own: Tensor, every: list[list[_Draw]], place: int) -> Tensor | None:
-        """What the one process gets in place of its own draw; None where the ranks' numbers do not make one."""
+        """The ranks' numbers that replace a draw of the one process; None if they cannot be combined."""
         if any(place >= len(draws) or draws[place]["name"] != name for draws in every) or not every:
             return None
         every = [draws for draws in every if not draws[place]["filler"]] or every
@@ -173,7 +176,7 @@ class DrawWatch:
         return joined.index_select(axis, torch.tensor(places[piece * size : (piece + 1) * size], device="cpu"))
 
     def _of_other_batches(self, name: str, own: Tensor) -> Tensor | None:
-        """The same, sample by sample, where the ranks had the samples in other batches, each with a backward pass."""
+        """The same, per sample, if the ranks had the samples in other batches, each with a backward pass."""
         step, ranks = self._recorder.step, self._of_ranks(len(self._recorder.steps))
         counts = {(each["passes"], len(each["keys"]), len(each["draws"])) for each in ranks}
         passes, batches, draws = counts.pop() if len(counts) == 1 else (0, 0, 0)
@@ -188,8 +191,8 @@ class DrawWatch:
         return torch.cat([_filled_up(each, own, 0) for each in parts]).to(own.device)
 
     def _order_of_ranks(self) -> list[int]:
-        """For each sample of the last batch, its place in what the ranks' batches make one after the other."""
-        # That of an earlier step, where several steps are made of one batch.
+        """For each sample of the last batch, its position in the concatenation of the ranks' batches."""
+        # If several steps use one batch, it belongs to an earlier step.
         steps = [*self._recorder.steps, self._recorder.step]
         number = next((number for number in reversed(range(len(steps))) if steps[number]["batches"]), None)
         if number is None:
@@ -206,22 +209,22 @@ class DrawWatch:
 
 
 class _DrawsOfPasses:
-    """What ranks without a loader drew, each by itself, for the passes of the one process. See [Note: draws by pass].
+    """Independent draws of ranks without a loader, for the passes of the one process. See [Note: draws by pass].
 
     Args:
-        read: what each rank left of a step, by number; nothing where one has left nothing.
-        world_size: how many ranks.
+        read: returns what each rank recorded of a step, by number; empty if any rank recorded nothing.
+        world_size: number of ranks.
     """
 
     def __init__(self, read: Callable[[int], list[Any]], world_size: int) -> None:
         self._read = read
         self._num_read = 0  # steps of the ranks
         self._of_ranks: list[dict[_Kind, list[Tensor]]] = [defaultdict(list) for _ in range(world_size)]
-        self._per_pass: Counter[_Kind] = Counter()  # how many a backward pass has, of kinds in question
-        self._own: Counter[_Kind] = Counter()  # how many this process has drawn
+        self._per_pass: Counter[_Kind] = Counter()  # number of draws per backward pass, by kind
+        self._own: Counter[_Kind] = Counter()  # number of draws of this process
 
     def take(self, step: int, name: str, own: Tensor) -> Tensor | None:
-        """What a rank drew where this process draws now, of a kind in question; else None."""
+        """The draw of a rank that replaces this draw, if its kind is drawn by pass; else None."""
         if not self._num_read:
             self._begin()
         kind = (name, tuple(own.shape))
@@ -237,7 +240,7 @@ class _DrawsOfPasses:
         return drawn[0].to(own.device) if drawn else None
 
     def _begin(self) -> None:
-        """Learn from the second step which draws are in question: those of the first pass of all come before it."""
+        """Find the kinds of draws that differ between ranks in the second step; some of the first come before it."""
         first = self._read(0)
         second = [] if any(each["keys"] for each in first) else self._read(1)
         if not second:  # ranks have a loader, or one step
@@ -263,7 +266,7 @@ class _DrawsOfPasses:
 
 
 def _noted(name: str, values: Tensor) -> _Draw:
-    """What is kept of a draw: also whether gradients were on."""
+    """The record of a draw, including whether gradients were on."""
     return {"name": name, "values": values.detach().cpu().clone(), "trains": torch.is_grad_enabled()}
 
 
@@ -281,7 +284,7 @@ def _unlike(name: str, own: Tensor, drawn: list[Tensor], by_pass: bool = False) 
 
 
 def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[int, Tensor]:
-    """What each sample has of the draws of one name at a place in each batch of the ranks."""
+    """For each sample, its part of the draws with this name and position in the ranks' batches."""
     found = dict[int, Tensor]()
     for rank in ranks:
         for keys, draw in zip(rank["keys"], rank["draws"][place::per_batch], strict=True):
@@ -291,13 +294,13 @@ def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[
 
 
 def _axis_of_samples(own: Tensor, drawn: list[Tensor]) -> int | None:
-    """The one dimension along which the ranks' numbers make as many as one process has."""
+    """The only dimension along which the ranks' draws add up to that of one process; else None."""
     axes = [axis for axis in range(own.ndim) if _make(own, drawn, axis)]
     return axes[0] if len(axes) == 1 else None
 
 
 def _make(whole: Tensor, parts: list[Tensor], axis: int) -> bool:
-    """Whether parts make a whole along a dimension; in others each may be shorter, as of samples that are padded."""
+    """Whether parts add up to the whole along a dimension; in others they may be shorter (padded samples)."""
     if not parts or any(each.ndim != whole.ndim for each in parts):
         return False
     sizes = zip(*(each.shape for each in parts), strict=True)
@@ -305,14 +308,14 @@ def _make(whole: Tensor, parts: list[Tensor], axis: int) -> bool:
 
 
 def _filled_up(part: Tensor, own: Tensor, axis: int) -> Tensor:
-    """With zeros where one process pads further: the longest sample of all is another rank's."""
+    """The part, extended by zeros where one process pads further because another rank has the longest sample."""
     filled = part.new_zeros([part.size(axis) if each == axis else own.size(each) for each in range(own.ndim)])
     filled[tuple(map(slice, part.shape))] = part
     return filled
 
 
 def _draws_per_piece(every: list[list[_Draw]], rows: int, size: int) -> int:
-    """How many draws each piece makes of a batch that is cut into some of `size` rows; all where it is not."""
+    """The number of draws per piece of a batch that is cut into pieces of `size` rows; all draws if it is not cut."""
     most = max(map(len, every))
     pieces, rest = divmod(rows, max(1, size))
     kinds = [[(each["name"], each["values"].shape) for each in draws] for draws in every]
@@ -324,11 +327,11 @@ def _draws_per_piece(every: list[list[_Draw]], rows: int, size: int) -> int:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator of this thread.
+    """Intercepts every operator of this thread.
 
     Args:
-        recorder: of this process.
-        see: called with the operator's name and what it drew; returns what to take instead, or None.
+        recorder: the recorder of this process.
+        see: called with the operator's name and its draw; returns a replacement, or None.
     """
 
     supports_higher_order_operators = True  # such as flex_attention
@@ -342,7 +345,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, then take note or replace."""
+        """Run one operator, then record or replace its draw."""
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
@@ -358,7 +361,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._noted(func, args, result) if draws and threading.get_ident() == self._thread else result
 
     def _noted(self, func: Any, args: Any, result: Any) -> Any:
-        if any(each.is_meta for each in tensors_in(result)):  # as libraries make a model before they load it
+        if any(each.is_meta for each in tensors_in(result)):  # libraries create models like this before loading them
             return result
         if func is _ATEN.native_dropout.default:
             mask = self._see("native_dropout", result[1])
@@ -437,11 +440,11 @@ _CUTS: dict[Any, Callable[..., Any]] = {
 def _watch_numpy_and_random(
     see_draw: Callable[[str, Tensor], Tensor | None], see_own: Callable[[str, int], None]
 ) -> None:
-    """See what numpy and `random` draw in this thread, from now on.
+    """Start watching the draws of numpy and `random` in this thread.
 
     Args:
-        see_draw: called with a function and what it drew; returns what to take instead, or None.
-        see_own: called with a method of a `random.Random` that the script has made, and a hash of what it drew.
+        see_draw: called with the name of a function and its draw; returns a replacement, or None.
+        see_own: called with the method of a `random.Random` that the script created, and a hash of its draw.
     """
     thread, depth = threading.get_ident(), [0]
 
@@ -475,10 +478,10 @@ def _watch_numpy_and_random(
                     depth[0] -= is_outer
                 if not is_outer:
                     return result
-                # Who chooses from something else, such as another number of rows, draws something else.
+                # A choice from something else, such as another number of rows, is another draw.
                 asked = [*args[owner is not np.random :][:1], kwargs.get("a"), kwargs.get("p")]
                 name = f"{place} {crc32(repr(asked).encode())}" if see is choose else place
-                # A shuffle has its result in its place.
+                # A shuffle works in place.
                 return see(name, args[-1:] if result is None else result, result)
 
             return draw
@@ -501,6 +504,6 @@ def _watch_numpy_and_random(
 
 
 def _subclass(kind: Any) -> Any:
-    """One whose methods can be replaced, and of which all others are instances, too."""
+    """A subclass whose methods can be replaced, and of which all instances of `kind` count as instances."""
     meta = type("Kind", (type(kind),), {"__instancecheck__": lambda _, value: isinstance(value, kind)})
     return meta(kind.__name__, (kind,), {})

@@ -82,9 +82,9 @@ def _measured(step: StepOfJob) -> str:
     gradients, losses, used = step.gradients, step.losses, step.gradients.used
     text = "the outputs are the same"
     if not any(call["outputs"] is not None for call in step.one["calls"]):
-        text = "no output is a row for each sample"
+        text = "no output has one row per sample"
     elif step.padded:
-        text = "outputs of samples that are padded to other lengths are not compared"
+        text = "outputs of samples padded to different lengths are not compared"
     ones = _numbers(losses.one)
     text += f"; loss of one process {ones}, of the ranks " if ones else "; backward() was not called"
     if ones:
@@ -231,10 +231,10 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
         return "count" if times == 1 else "count times", words
     if _is_kept(step):
         return "kept-state", {}
-    odd = f"the ranks' losses would have to weigh {shown}, which add up to {sum(weights):.6g} and not to "
+    odd = f"one process weights the ranks' losses by {shown}, with sum {sum(weights):.6g} instead of "
     odd += f"{sum(losses.shares):.4g}"
     if times == 1:
-        odd = f"the ranks' gradients weigh {shown} in that of one process, and their losses do not"
+        odd = f"one process weights the ranks' gradients by {shown}, but not their losses"
     return "function-of-mean", {"odd": odd}
 
 

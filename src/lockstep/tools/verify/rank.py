@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["install", "main"]
 
 _SHARDS = (
-    "FullyShardedDataParallel keeps parts of parameters that no two ranks can compare. Its successor, fully_shard, "
-    "can be verified, and so can the script with DistributedDataParallel in its place"
+    "FullyShardedDataParallel's shards of parameters cannot be compared between ranks. Verify the script with its "
+    "successor, fully_shard, or with DistributedDataParallel"
 )
 
 _UNSEEDED = 0x6C6F636B  # a seed that scripts are unlikely to use on only some ranks

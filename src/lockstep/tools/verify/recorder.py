@@ -225,7 +225,7 @@ class StepRecorder:
     def check_time(self) -> None:
         """End the process if its work after the steps takes too long."""
         if self.is_cut and time.monotonic() - self._cut_at > _AFTERWARDS_S:
-            self.end(f"what followed the steps took more than {_AFTERWARDS_S:g} s, and was left")
+            self.end(f"the code after the steps ran over {_AFTERWARDS_S:g} s, and was stopped")
 
     def note_line(self, event: str) -> None:
         """Record the script's line for a kind of event: "batch", "call", "backward" or "step"."""

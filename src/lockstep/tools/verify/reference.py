@@ -35,12 +35,12 @@ __all__ = [
 OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
 _MOST_OPTIONS = 3  # number of options that are tried
 _NO_SIZE = (
-    "a loader has no batch size that one process could have N times (batch_size=None, or a batch_sampler without "
-    "batch_size), and by itself it would read other samples than the ranks"
+    "a loader has no batch size to multiply for one process (batch_size=None, or a batch_sampler without "
+    "batch_size), so one process reads other samples than the ranks"
 )
 _OF_STREAMS = (
-    "each rank reads a stream of its own (an IterableDataset) for its part of the passes of a step, and one process "
-    "would read one of these, or others"
+    "each rank reads its own stream (an IterableDataset) for its part of a step's passes, of which one process reads "
+    "one, or others"
 )
 
 

@@ -52,10 +52,10 @@ def _is_inside(path: str, folder: str) -> bool:
 def _obstacle(folder: str) -> str:
     """Why a folder cannot be covered; empty if it can."""
     if set(folder) & set(":,\\"):
-        return f"{folder} has a character in its name that separates options of mount"
+        return f"the name of {folder} has a character that separates mount options"
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     inside = [each for each in mounts if each != folder and _is_inside(each, folder)]
-    return f"{folder} has another file system inside it, {inside[0]}" if inside else ""
+    return f"{folder} contains another file system, {inside[0]}" if inside else ""
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _keep(folders: Sequence[str], memory: Path, to_parent: int, from_parent: int
             try:
                 uppers, why = _cover(folders, memory), ""
             except OSError as error:
-                uppers, why = {}, f"the system allows no overlay here ({error})"
+                uppers, why = {}, f"overlays are not allowed here ({error})"
             print(json.dumps(why), file=lines, flush=True)
             os.read(from_parent, 1)
             print(json.dumps(_changed(uppers)), file=lines, flush=True)

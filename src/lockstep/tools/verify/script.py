@@ -34,11 +34,10 @@ _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
 _SHOWN_FILES = 4
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FOREIGN = (
-    "A file or folder that belongs to another user cannot be written to where files are kept apart: give the script a "
-    "folder of your own. "
+    "Files and folders of other users cannot be written through the overlay: give the script a folder of your own. "
 )
-_ON_STAND_INS = "it was given stand-ins for GPUs, one for each rank (--devices cpu: none)"
-_WITHOUT_STAND_INS = "devices: each rank of this script trains by itself, and fails on stand-ins for GPUs"
+_ON_STAND_INS = "it got stand-ins for GPUs, one per rank (--devices cpu: none)"
+_WITHOUT_STAND_INS = "devices: the ranks of this script train separately, and fail on stand-ins for GPUs"
 
 
 def said_number(records: Sequence[Record]) -> int | None:
@@ -202,7 +201,7 @@ class Script:
             self.folder, self.devices = without, 0
             return code, ranks
         if not code:
-            what = "this script does nothing" if has_failed else "each rank of this script trains by itself"
+            what = "this script does nothing" if has_failed else "the ranks of this script train separately"
             self.notes.append(f"devices: without GPUs {what}; {_ON_STAND_INS}")
         return code_of_gpus, ranks_of_gpus
 
@@ -242,14 +241,14 @@ class Script:
         """The verdict if a run failed, so that nothing can be said."""
         output = self.output(role)
         why = _FOREIGN if f"[Errno {errno.EOVERFLOW}]" in output else ""
-        words = f"the script ends with exit code {code} on {where}. {why}Its last words:\n{output}"
+        words = f"the script exits with code {code} on {where}. {why}Its last output:\n{output}"
         return Verdict(self.world_size, unknown=words)
 
     def words_on_files(self) -> list[str]:
         """Notes on the files that the runs have written."""
         if self._not_kept:
-            return [f"files: the script wrote where it writes, once for each run: {self._not_kept}"]
+            return [f"files: each run wrote to the script's real files: {self._not_kept}"]
         written = sorted(self._written)
         more = f" and {len(written) - _SHOWN_FILES} more" if len(written) > _SHOWN_FILES else ""
-        text = f"the runs wrote {', '.join(written[:_SHOWN_FILES])}{more}, each into memory of its own"
-        return [f"files: nothing of yours was changed; {text}"] if written else []
+        text = f"the runs wrote {', '.join(written[:_SHOWN_FILES])}{more}, each into its own memory"
+        return [f"files: yours are unchanged; {text}"] if written else []

@@ -28,29 +28,27 @@ from lockstep.tools.verify.verdict import Verdict, first_steps, judge
 __all__ = ["verify_at"]
 
 _WIDE = (
-    "precision: rounding hides or makes up too much of this script (numbers of 16 bits, several calls of a closure in "
-    "a step, gradients that are clipped); it was compared in float64, which autocast leaves as it is"
+    "precision: rounding hides or fakes too much of this script (16-bit numbers, several closure calls in a step, "
+    "clipped gradients); it was compared in float64, which autocast does not change"
 )
 _DRAWN = ("samples", "drawn")
 _BY_SAMPLE = (
-    "samples: all steps were taken once more, with what samples draw by torch, numpy and random made to depend on "
-    "their index alone, on the ranks and on one process"
+    "samples: all steps were repeated, on the ranks and on one process, with each sample's draws (torch, numpy, "
+    "random) depending on its index alone"
 )
-_ALIKE = ": that was the answer of one process, so the draws of samples are all that differs"
+_ALIKE = ": this gave the answer of one process, so only the samples' draws differ"
 # Causes that may come from a number that the script takes for the batch size; "" if one process fails because of it.
 _BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
-_BY_OPTION = "options: one process was given the batches of all ranks by its arguments, which were"
-_OTHER_NUMBER = (
-    "the script asks for {ranks}, and not for as many as were started: give it the argument that says how many"
-)
+_BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
+_OTHER_NUMBER = "the script asks for {ranks}, but verify started another number: pass it the argument that sets this"
 _NEVER_ONE = (
-    "the script starts {number} ranks, and none of its arguments makes it start one: let it take their number from an "
-    "argument, from torch.cuda.device_count() or from WORLD_SIZE"
+    "the script starts {number} ranks, and no argument makes it start one: take the number from an argument, "
+    "torch.cuda.device_count() or WORLD_SIZE"
 )
 _GIVEN = (
-    "order: one process by itself draws another order of samples than the ranks, among whom no sample came twice; it "
-    "was given theirs"
+    "order: on its own, one process draws a different order of samples from the ranks, which used no sample twice; "
+    "it was given theirs"
 )
 
 
@@ -85,8 +83,8 @@ def _again(script: Script, what: Verification, by_sample: bool) -> Script:
 def _beside_drawn(drawn: Verdict, verdict: Verdict) -> Verdict:
     """Combine the verdict on a script whose ranks draw their samples with the verdict for draws by index."""
     if verdict.unknown or verdict.first == _DRAWN:
-        why = verdict.unknown.partition("\n")[0] or "samples still differ, by collate_fn or a generator of their own"
-        drawn.notes.append(f"{_BY_SAMPLE}, which tells nothing: {why}")
+        why = verdict.unknown.partition("\n")[0] or "samples still differ, through collate_fn or their own generator"
+        drawn.notes.append(f"{_BY_SAMPLE}, without a result: {why}")
         return drawn
     verdict.notes.append(f"{_BY_SAMPLE}{_ALIKE if not verdict.differences else ''}")
     verdict.differences = [*drawn.differences, *verdict.differences]
@@ -135,7 +133,7 @@ def _on_one(
     verdict = _judged(script, Runs(ranks, *one), sizes) if one else None
     if verdict is None or (code and not any(0 < each.step <= len(one[0]["steps"]) for each in verdict.differences)):
         is_alike = script.failure_of_ranks == script.failure(ONE)
-        where = f"{len(ranks)} ranks and on one process alike" if is_alike else "one process that is started as a rank"
+        where = f"{len(ranks)} ranks and also on one process" if is_alike else "one process started as a rank"
         verdict = script.ended(ONE, code, where)
         code = 0 if is_alike else code
     if verdict.unknown and not code:
@@ -212,7 +210,7 @@ def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequen
     if not pairs or verdict.first[1] not in _BY_SIZE or (not verdict.differences and not verdict.unknown):
         return []
     return [
-        f"sizes: one process was given batches of {pairs[0][1]} where the script asks for {pairs[0][0]}. What the "
-        "script computes from that number (a divisor, a mask, a learning rate, noise) is then another: take it from "
-        "the batch, len(x)"
+        f"sizes: one process got batches of {pairs[0][1]} where the script asks for {pairs[0][0]}. Whatever the "
+        "script computes from its batch size (a divisor, a mask, a learning rate, noise) then differs: use the "
+        "batch's len(x)"
     ]

@@ -30,12 +30,12 @@ _BEFORE = (
 _AFTER = (causes.read_settings, causes.read_parameters, causes.read_buffers)
 # Effect of rounding above which a script counts as not determining its own steps.
 _MOST_NOISE = 1e-2
-_BY_ITSELF = "two runs at one process differ by themselves"
-_OF_ALL = "Make the samples of all ranks on each, and let each take its part"
+_BY_ITSELF = "two runs on one process already differ"
+_OF_ALL = "Create the samples of all ranks on each, and let each use its part"
 _PIECES = (
-    "pieces: the script cuts its batches into pieces of a fixed size, of which one process with the batch of all ranks "
-    "has N times as many; the gradients are the same but for that factor, and parameters and buffers after the steps "
-    "were not compared"
+    "pieces: the script cuts its batches into pieces of a fixed size; one process, with the batch of all ranks, has "
+    "N times as many. The gradients are the same up to that factor; parameters and buffers after the steps were not "
+    "compared"
 )
 
 
@@ -96,8 +96,8 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
     verdict.notes.extend(_notes(runs))
     if not verdict.differences and _work_alike(runs.ranks):
         verdict.notes.append(
-            "samples: all ranks were given the same ones, so that N ranks do the work of one. If that is not "
-            "meant, split the data: a DistributedSampler, or lockstep.DataLoader"
+            "samples: all ranks got the same ones, so N ranks do the work of one. If this is not intended, split the "
+            "data: a DistributedSampler, or lockstep.DataLoader"
         )
     return verdict
 
@@ -162,7 +162,7 @@ def _has_other_samples(step: StepOfJob) -> str:
     """A text if one process has other samples in its second run, else empty."""
     if step.again is None or not Samples([step.again], step.one).differ:
         return ""
-    return f"{_BY_ITSELF}: they have other samples. Seed what draws them"
+    return f"{_BY_ITSELF}, in their samples. Seed what draws them"
 
 
 def _is_moved_by_rounding(step: StepOfJob) -> str:
@@ -178,19 +178,19 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
     without = [each for each in step.ranks if not each["batches"]]
     if len(without) < len(step.ranks) and any(each["calls"] for each in without):
         return (
-            "ranks without a loader train on samples that another rank's loader has handed out (dispatch_batches), "
-            "which cannot be told apart. Let each rank load its own (dispatch_batches=False)"
+            "ranks without a loader train on samples from another rank's loader (dispatch_batches), which verify "
+            "cannot tell apart. Let each rank load its own (dispatch_batches=False)"
         )
     if step.runs.one["facts"]["loaders"]:
         is_theirs = step.samples.differ and _has_own_data(step.runs)
-        return f"each rank makes a dataset of its own. {_OF_ALL}" if is_theirs else ""
+        return f"each rank creates its own dataset. {_OF_ALL}" if is_theirs else ""
     rows, foreign = step.calls.rows, step.calls.foreign
     first, *others = map(entered, step.ranks)
     if not foreign or all(each == first for each in others):
         return ""
     return (
-        f"no loader gives the samples, and each rank makes its own: one process makes {rows} of them, and cannot be "
-        f"given the ranks' {foreign} others. {_OF_ALL}"
+        f"there is no loader, and each rank creates its own samples: one process creates {rows}, and cannot get the "
+        f"ranks' {foreign} others. {_OF_ALL}"
     )
 
 
@@ -230,9 +230,9 @@ def _failed(step: int, ranks: Sequence[Record], failure: str) -> Difference:
     done = [rank for rank, each in enumerate(ranks) if each["facts"]["returned"]]
     if done:
         text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
-        measured = f"the script came to its end on {text}, and other ranks continued: {failure}"
+        measured = f"the script ended on {text}, while other ranks continued: {failure}"
         return difference(step, "steps", "number-of-steps", measured)
-    return difference(step, "steps", "fails", f"one process continues, and {len(ranks)} ranks end with: {failure}")
+    return difference(step, "steps", "fails", f"one process continues, but {len(ranks)} ranks fail with: {failure}")
 
 
 def _judge_counts(verdict: Verdict, runs: Runs) -> None:
@@ -242,7 +242,7 @@ def _judge_counts(verdict: Verdict, runs: Runs) -> None:
         verdict.unknown = "no optimizer took a step, on any number of processes"
     elif len({own, *counts}) > 1:
         text = ", ".join(map(str, counts))
-        measured = f"steps of optimizers: one process {own}{' or more' if goes_on else ''}, the ranks {text}"
+        measured = f"optimizer steps: one process {own}{' or more' if goes_on else ''}, the ranks {text}"
         verdict.differences.append(difference(min(own, *counts) + 1, "steps", "number-of-steps", measured))
 
 
@@ -252,19 +252,19 @@ def _notes(runs: Runs) -> Iterator[str]:
     given = sum(step["given"] for step in runs.one["steps"])
     if given:
         yield (
-            f"random numbers drawn within the steps (dropout, noise), {given} times, were given to the one process as "
-            "the ranks drew them: that N ranks draw other numbers than one is set aside"
+            f"random numbers drawn within the steps (dropout, noise), {given} times: one process got those that the "
+            "ranks drew, so different draws on N ranks and on one do not count"
         )
     if facts["scales"]:
         yield (
-            "float16: the scale of losses began at 1024 at most, by which those that are told are larger, and did not "
-            "grow; how a dynamic scale skips steps is set aside"
+            "float16: the loss scale started at 1024 at most, which multiplies the losses shown, and did not grow; "
+            "steps that a dynamic scale would skip are set aside"
         )
     if begun:
         yield (
-            f"begin: before the first step, {len(begun)} parameters of one process ({', '.join(begun[:3])}) were not "
-            "those of the ranks, and it was given theirs. If they are drawn without a seed, that is chance; if they "
-            "are computed from samples, compute them from those of all ranks"
+            f"begin: before the first step, {len(begun)} parameters of one process ({', '.join(begun[:3])}) differed "
+            "from the ranks'; it was given theirs. If they are drawn without a seed, this is chance; if they are "
+            "computed from samples, compute them from those of all ranks"
         )
     if facts["end"]:
         yield f"end: {facts['end']}"
@@ -273,8 +273,8 @@ def _notes(runs: Runs) -> Iterator[str]:
         passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
         if loader["shuffles"] and len(passes) == 1 and passes[0]["trains"]:
             yield (
-                "epochs: one was seen. A sampler that shuffles needs set_epoch(epoch) before each further one; to have "
-                "that compared, let the script begin a second epoch"
+                "epochs: one was seen. A shuffling sampler needs set_epoch(epoch) before each further one; to "
+                "compare this, let the script begin a second epoch"
             )
             return
 

@@ -47,7 +47,7 @@ def verify(what: Verification) -> list[Verdict]:
     if what.steps < 1 or not what.nproc or min(what.nproc) < 2:
         wrong = f"steps is {what.steps}; expected 1 or more"
         if not what.nproc or min(what.nproc) < 2:
-            wrong = f"nproc is {', '.join(map(str, what.nproc))}; expected numbers of ranks from 2 on"
+            wrong = f"nproc is {', '.join(map(str, what.nproc))}; expected 2 ranks or more"
         raise LaunchError(wrong)
     _import_for_ranks()
     from lockstep.tools.verify import session
@@ -59,7 +59,7 @@ def verify(what: Verification) -> list[Verdict]:
         try:
             verdicts.append(session.verify_at(what, world_size, folder))
         except Exception:
-            words = f"lockstep verify itself failed, and not the script:\n{traceback.format_exc()}"
+            words = f"lockstep verify itself failed, not the script:\n{traceback.format_exc()}"
             verdicts.append(Verdict(world_size, unknown=words))
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -48,307 +48,313 @@ def difference(
     return Difference(step, stage, key.partition(" ")[0], measured, meaning, advice, lines)
 
 
-_DECIDE = "decide what is skipped, and when to step, by what all ranks have (lockstep.mean, lockstep.sum)"
-_WRAP = "wrap the model that holds them in DistributedDataParallel, and call that"
-_UNEVEN = "the ranks had {rows} samples, and their means count {given} of the whole"
+_DECIDE = "agree across ranks on what to skip and when to step (lockstep.mean, lockstep.sum)"
+_WRAP = "wrap their model in DistributedDataParallel, and call the wrapped model"
+_UNEVEN = "the ranks had {rows} samples, but their means were weighted {given}"
 _COUNT = (
-    "the ranks' losses weigh {weights} in one process, and their samples {shares}: the loss is divided by a count that "
-    "ranks have more or less of (tokens, a mask, a selection, weights of classes)"
+    "one process weights the ranks' losses by {weights}, but their shares of the samples "
+    "are {shares}: the loss is divided by a count that differs between ranks (tokens, a "
+    "mask, a selection, class weights)"
 )
 _NOT_LINEAR = (
-    "no weights of the ranks make one process's gradient: the loss compares samples with each other, takes a "
-    "statistic of the rank's rows (a mean, a deviation, a maximum, advantages, weights), or mixes terms that are "
-    "divided by different things"
+    "no weighting of the ranks gives one process's gradient: the loss compares samples "
+    "with each other, uses a statistic of the rank's rows (a mean, a deviation, a "
+    "maximum, advantages, weights), or mixes terms with different divisors"
 )
 _WRITE_MEANS = (
-    "lockstep.all_gather(output) before samples are compared, and for a mean of each feature; lockstep.mean(total, "
-    "count) for each number that is a mean, and of which something else than a sum is made; lockstep.sum for terms "
-    "that are sums"
+    "lockstep.all_gather(output) before samples are compared, and for a per-feature "
+    "mean; lockstep.mean(total, count) for each mean that goes into anything but a sum; "
+    "lockstep.sum for terms that are sums"
 )
 
 _WORDS = {
     # steps
     "fails": (
         "the script cannot train on this number of ranks as it is written",
-        "what the error says; where it asks how many samples a pass holds, first see whether samples are compared "
-        "with each other there",
+        "what the error says; if it asks how many samples a pass holds, first check whether "
+        "that pass compares samples with each other",
     ),
     "number-of-steps": (
-        "ranks step, skip or stop by what they have themselves: a length, a size or a loss of their own part",
-        "decide by what all ranks have: lockstep.mean(loss * len(y), len(y)), lockstep.any(…), the loader's length",
+        "each rank decides for itself when to step, skip or stop: by a length, size or loss of its own part",
+        "agree across ranks: lockstep.mean(loss * len(y), len(y)), lockstep.any(…), the loader's length",
     ),
     # samples
     "no-sampler": (
-        "nobody splits the data: each rank walks all of it",
-        "give the loader a DistributedSampler, or use lockstep.DataLoader(dataset, batch_size=GLOBAL), which takes a "
-        "sampler of your own, too; a stream of samples takes each world_size-th one, from that of its rank on",
+        "the data is not split: every rank reads all of it",
+        "give the loader a DistributedSampler, or use lockstep.DataLoader(dataset, "
+        "batch_size=GLOBAL), which also takes your own sampler; of a stream, each rank takes "
+        "every world_size-th sample, starting at its rank",
     ),
     "order": (
-        "the ranks were given other samples in this step than one process: another order, a part of the data for each "
-        "rank by itself, or what collate_fn makes of other rows",
-        "let one order be split batch by batch: lockstep.DataLoader, or a DistributedSampler with one seed",
+        "the ranks got different samples in this step from one process: another order, a "
+        "separate part of the data per rank, or a collate_fn that combined other rows",
+        "split one order batch by batch: lockstep.DataLoader, or a DistributedSampler with one seed",
     ),
     "padded": (
-        "{extra} came twice: the last batch was filled up so that all ranks get equally many",
-        "leave the last batch out (drop_last=True), or use lockstep.DataLoader, which splits it without filling it up",
+        "{extra} used twice: the last batch was padded so that all ranks get the same number",
+        "drop the last batch (drop_last=True), or use lockstep.DataLoader, which splits it without padding",
     ),
     "drawn samples": (
-        "what the dataset makes of an index differs: it draws from each rank's own stream (augmentation), or "
-        "collate_fn computes it from the rank's rows",
-        "draw by sample (lockstep.DataLoader seeds each sample's draws by its index), and let collate_fn join only",
+        "the same index gives different data: it is drawn from each rank's own stream "
+        "(augmentation), or collate_fn computes it from the rank's rows",
+        "draw per sample (lockstep.DataLoader seeds each sample's draws by its index), and let collate_fn only join",
     ),
     "split": (
-        "the ranks have the same samples in other places: each drew its own split or order of the data",
-        "draw it by a generator with one seed: random_split(…, generator=torch.Generator().manual_seed(0))",
+        "the same samples have different indices: each rank drew its own split or order of the data",
+        "draw it with a seeded generator: random_split(…, generator=torch.Generator().manual_seed(0))",
     ),
     "batch-size": (
-        "that is the size of the batch of all ranks together, and it depends on the number of ranks",
+        "batch_size counts the samples of all ranks together, but depends on the number of ranks",
         "lockstep.DataLoader(dataset, batch_size=GLOBAL), neither divided nor multiplied by the number of ranks",
     ),
     "collate": (
-        "lockstep.DataLoader fetches the samples of one process, so what is made of them differs: collate_fn mixes the "
-        "rows that a rank holds, or leaves some out, or something is drawn that no sample owns",
-        "let collate_fn join samples and nothing else; mix after lockstep.all_gather, or draw in __getitem__",
+        "lockstep.DataLoader fetches the samples of one process, but the batches differ: "
+        "collate_fn mixes a rank's rows or drops some, or random numbers are drawn that "
+        "belong to no sample",
+        "let collate_fn only join samples; mix after lockstep.all_gather, or draw in __getitem__",
     ),
     "skips": (
-        "ranks skip batches, or accumulate over another number of them, by what they have themselves",
+        "each rank decides for itself which batches to skip, or how many to accumulate",
         _DECIDE,
     ),
     "set-epoch": (
-        "set_epoch is called on some ranks alone, so that their orders differ",
-        "sampler.set_epoch(epoch) at the beginning of each epoch, on all ranks",
+        "set_epoch is called on some ranks only, so their orders differ",
+        "sampler.set_epoch(epoch) at the start of each epoch, on all ranks",
     ),
     "set-epoch never": (
-        "a DistributedSampler draws its order from the epoch that it is told, and nobody tells it",
-        "sampler.set_epoch(epoch) at the beginning of each epoch",
+        "a DistributedSampler shuffles by its epoch, and set_epoch is never called",
+        "sampler.set_epoch(epoch) at the start of each epoch",
     ),
     "set-epoch anew": (
-        "the loader is made anew for each epoch, and begins with the order of epoch 0",
-        "make it once, before the epochs (and with a DistributedSampler, sampler.set_epoch(epoch) in each)",
+        "the loader is recreated for each epoch, and starts with the order of epoch 0",
+        "create it once, before the epochs (with a DistributedSampler, sampler.set_epoch(epoch) in each)",
     ),
     # inputs
     "drawn inputs": (
-        "each rank draws its own numbers, where one process draws once for all samples",
-        "draw a row for each sample (randn(len(x), …)), or once per step from a generator that all ranks seed alike",
+        "each rank draws its own numbers; one process draws once for all samples",
+        "draw one row per sample (randn(len(x), …)), or once per step from a generator with one seed on all ranks",
     ),
     "batch inputs": (
-        "they are computed from the other rows of a rank's batch (mixed with them, or normalised by their mean or "
-        "maximum), or cut by a constant number of rows",
-        "compute it from the batch of all ranks (lockstep.all_gather, lockstep.mean), or for each sample in the "
-        "dataset",
+        "they depend on the other rows of the rank's batch (mixed with them, or normalized "
+        "by their mean or maximum), or are sliced at a fixed number of rows",
+        "compute them from the batch of all ranks (lockstep.all_gather, lockstep.mean), or per sample in the dataset",
     ),
     # outputs
     "batch-norm": (
-        "it normalizes over this rank's rows, and one process over all",
-        "lockstep.convert_sync_batchnorm(model) before the model is wrapped (torch.nn.SyncBatchNorm on GPUs)",
+        "it normalizes over this rank's rows, not over the whole batch",
+        "lockstep.convert_sync_batchnorm(model) before wrapping the model (torch.nn.SyncBatchNorm on GPUs)",
     ),
     "padding outputs": (
-        "the model sees the padding, which a rank makes as long as the longest of its own samples",
+        "the model sees the padding, and each rank pads to its own longest sample",
         "pad to one length, or mask the padding",
     ),
     "mode": (
-        "parts of the model are in eval() on some ranks alone, where dropout and batch normalization are off",
-        "call model.train() on all ranks, after an evaluation by one of them too",
+        "parts of the model are in eval() on some ranks only, so dropout and batch normalization are off there",
+        "call model.train() on all ranks, also if only one has evaluated",
     ),
     "drawn outputs": (
-        "each rank draws its own numbers, within forward() or handed to it",
-        "draw them from a generator that all ranks seed alike",
+        "each rank draws its own numbers, in forward() or passed to it",
+        "draw them from a generator with one seed on all ranks",
     ),
     "batch outputs": (
-        "rows are compared with each other or mixed within forward(), or a statistic of this rank's rows is taken "
-        "there",
-        "lockstep.all_gather(x) where the rows meet, or lockstep.mean(total, count) for a statistic",
+        "forward() compares or mixes rows, or computes a statistic of this rank's rows",
+        "lockstep.all_gather(x) where rows are combined, or lockstep.mean(total, count) for a statistic",
     ),
     # loss
-    "passes": ("ranks skip batches, or accumulate over another number of them, than one process", _DECIDE),
+    "passes": ("ranks skip batches, or accumulate a different number of them from one process", _DECIDE),
     "closure": (
-        "{kind} decides by the loss that the closure returns, which is that of each rank's own samples",
+        "{kind} uses the loss that the closure returns, which covers only the rank's own samples",
         "return lockstep.mean(loss * len(y), len(y)) from the closure, after loss.backward()",
     ),
     "count": (_COUNT, "lockstep.mean(total, count)"),
     "count of a part": (
-        "in the gradients of {names} the ranks' losses weigh {weights} in one process, and their samples {shares}: a "
-        "part of the loss is divided by a count that ranks have more or less of (positives, tokens, a mask), and "
-        "another part is not",
+        "in the gradients of {names}, one process weights the ranks' losses by {weights}, "
+        "but their shares of the samples are {shares}: part of the loss is divided by a "
+        "count that differs between ranks (positives, tokens, a mask), and another part is "
+        "not",
         "lockstep.mean(total, count) for that part",
     ),
     "count times": (
         _COUNT + ", and multiplied by the number of ranks",
-        "lockstep.mean(total, count), and leave the number of ranks out",
+        "lockstep.mean(total, count), without the number of ranks",
     ),
     "count zero": (
-        "the loss of rank {rank} is no number: it is divided by a count, which is 0 for that rank's samples",
+        "the loss of rank {rank} is not finite: it is divided by a count, which is 0 for that rank's samples",
         "lockstep.mean(total, count)",
     ),
     "function-of-mean": (
-        "{odd}: the loss is a function of a mean over the batch (a root, a logarithm, a ratio, a threshold), or of a "
-        "number of the rank's own rows",
-        "take the mean of all ranks first: lockstep.mean(total, count), and then the function of it",
+        "{odd}: the loss is a function of a mean over the batch (a root, a logarithm, a "
+        "ratio, a threshold), or of a number from the rank's own rows",
+        "average over all ranks first, with lockstep.mean(total, count), then apply the function",
     ),
     "extreme": (
-        "one rank's loss makes the whole gradient of one process (weights {weights}): the loss takes one value out of "
-        "the batch, such as a maximum or median, or is cut off",
+        "one rank's loss gives the whole gradient of one process (weights {weights}): the "
+        "loss picks one value from the batch, such as a maximum or median, or is clamped",
         "lockstep.all_gather(values) before max() or median()",
     ),
     "padding": (
-        "the loss or the model sees the padding, which a rank makes as long as the longest of its own samples; or, if "
-        "that is masked in both, the loss adds terms that are divided by different counts",
+        "the loss or the model sees the padding, and each rank pads to its own longest "
+        "sample; or, if both mask it, the loss adds terms that are divided by different "
+        "counts",
         "pad to one length, or mask the padding; and lockstep.mean(total, count) for each term",
     ),
     "threshold": (
-        "the gradient of {who} is zero, and others are not: the loss is skipped, cut off or multiplied by zero by a "
-        "value of the rank's own samples",
-        "decide by what all ranks have: lockstep.mean(loss * len(y), len(y)), lockstep.any(…)",
+        "the gradient of {who} is zero, others are not: the rank's own samples decide "
+        "whether the loss is skipped, clamped or multiplied by zero",
+        "agree across ranks: lockstep.mean(loss * len(y), len(y)), lockstep.any(…)",
     ),
     "not-linear": (_NOT_LINEAR, _WRITE_MEANS),
     "not-linear gradients": (
-        _NOT_LINEAR + "; or a hook, or the backward of an autograd.Function, changes gradients by what a rank has "
-        "itself",
+        _NOT_LINEAR + "; or a hook, or the backward of an autograd.Function, changes gradients by a rank's own values",
         _WRITE_MEANS,
     ),
     "drawn": (
-        "each rank draws its own numbers, which the loss may depend on. If it does not: {meaning}",
-        "draw them once per step, from a generator that all ranks seed alike; else {advice}",
+        "each rank draws its own numbers, which may affect the loss. If they do not: {meaning}",
+        "draw them once per step, with one seed on all ranks; otherwise {advice}",
     ),
     "kept-state": (
-        "the steps before were those of one process, and no mean of the ranks makes its gradient now: something that "
-        "is kept from step to step (a centre, a queue, weights by earlier losses) follows one rank's rows; or a term "
-        "came in, or counts were equal by chance before, and the loss compares samples, is cut off, or adds terms that "
-        "are divided by different counts",
-        "update what is kept by the samples of all ranks (lockstep.all_gather(rows)); in the loss, lockstep.mean("
-        "total, count) for each mean, lockstep.sum for sums, lockstep.all_gather(output) before samples are compared",
+        "earlier steps matched one process, but now no weighting of the ranks gives its "
+        "gradient. Either state kept between steps (a centre, a queue, weights by earlier "
+        "losses) follows one rank's rows; or a term was added, or counts were equal by "
+        "chance before, and the loss compares samples, is clamped, or adds terms with "
+        "different divisors",
+        "update that state from the samples of all ranks (lockstep.all_gather(rows)); in the "
+        "loss, lockstep.mean(total, count) for each mean, lockstep.sum for sums, "
+        "lockstep.all_gather(output) before samples are compared",
     ),
     # gradients
     "sum": (
-        "the loss is a sum over samples: averaging makes a mean of the ranks' sums",
-        "lockstep.sum(loss), or divide by the number of samples; lockstep.global_loss(loss) where gradients are "
-        "divided later",
+        "the loss is a sum over samples; averaging gives the mean of the ranks' sums",
+        "lockstep.sum(loss), or divide by the number of samples; lockstep.global_loss(loss) "
+        "if gradients are divided later",
     ),
     "factor": (
-        "every rank's part counts {factor} times what it does in one process: the loss is multiplied or divided by a "
-        "number that depends on the number of ranks or on a rank's rows, or gradients are added and not averaged "
-        "(clipping by norm hides that, but for the 1e-6 that it adds)",
-        "leave the number of ranks out of the loss, or lockstep.mean(total, count) for what is divided by a count",
+        "each rank counts {factor} times as much as in one process: the loss is multiplied "
+        "or divided by a number that depends on the number of ranks or on a rank's rows, or "
+        "gradients are summed instead of averaged (clipping by norm hides this, except for "
+        "the 1e-6 that it adds)",
+        "leave the number of ranks out of the loss, or use lockstep.mean(total, count) for what is divided by a count",
     ),
     "whole-batch": (
-        "each rank's loss is that of the whole batch, by collectives of torch, and the averaging takes it for that of "
-        "the rank's own samples",
-        "lockstep.all_gather(output) in place of torch's collectives",
+        "each rank computes the loss of the whole batch with torch's collectives; averaging "
+        "assumes a loss over the rank's own samples",
+        "lockstep.all_gather(output) instead of torch's collectives",
     ),
     "before-averaging": (
-        "the weighted mean of what the ranks computed is one process's gradient, and what the optimizer took is not: "
-        "gradients were changed in each rank before they were averaged (clipped, unscaled, rounded), or divided once "
-        "more after",
-        "clip and unscale after the averaging: after backward(), and with Horovod between optimizer.synchronize() and "
-        "step()",
+        "the weighted mean of the ranks' gradients is that of one process, but the optimizer "
+        "used something else: gradients were changed on each rank before averaging (clipped, "
+        "unscaled, rounded), or divided again afterwards",
+        "clip and unscale after averaging: after backward(), and with Horovod between "
+        "optimizer.synchronize() and step()",
     ),
     "after-averaging": (
-        "the gradients were those of one process when backward() returned, and were then changed otherwise than there: "
-        "clipped to a limit, or multiplied by a factor, that depends on the number of ranks",
-        "leave the number of ranks out of max_norm, clip_value, and whatever else changes gradients",
+        "the gradients matched one process when backward() returned, and were then changed "
+        "differently: clipped to a limit, or multiplied by a factor, that depends on the "
+        "number of ranks",
+        "leave the number of ranks out of max_norm, clip_value and anything else that changes gradients",
     ),
     "uneven": (
         _UNEVEN,
-        "give all ranks equally many samples in each step (drop_last=True), or train with lockstep.DataLoader and "
-        "lockstep.DistributedDataParallel, which weigh ranks by their samples; model.samples(n) says how many a pass "
-        "holds",
+        "give all ranks the same number of samples in each step (drop_last=True), or use "
+        "lockstep.DataLoader and lockstep.DistributedDataParallel, which weight ranks by "
+        "samples; model.samples(n) says how many a pass holds",
     ),
     "uneven means": (
         _UNEVEN,
-        "lockstep.mean(loss * len(y), len(y)): a rank's part counts as much as it is given to",
+        "lockstep.mean(loss * len(y), len(y)), which weights each rank by its len(y)",
     ),
     "uneven loader": (
         _UNEVEN,
-        "with model.samples(0 if lockstep.is_filler(batch) else len(x)): output = model(x), where collate_fn or the "
-        "loop leaves samples out",
+        "with model.samples(0 if lockstep.is_filler(batch) else len(x)): output = model(x), "
+        "if collate_fn or the loop drops samples",
     ),
     "changed": (
-        "gradients were averaged, and then each rank changed its own (noise, a limit or a factor of its own)",
-        "change them by what all ranks have (lockstep.mean), and draw from a generator that all ranks seed alike",
+        "gradients were averaged, and then each rank changed its own (noise, or its own limit or factor)",
+        "change them by values of all ranks (lockstep.mean), and draw from a generator with one seed on all ranks",
     ),
     "own-steps": (
-        "each rank steps by its own gradients, and parameters are averaged or combined afterwards (local SGD, Adasum), "
-        "which is another algorithm than one process's",
-        "average gradients before each step where the answer of one process is wanted",
+        "each rank steps with its own gradients, and parameters are averaged or combined "
+        "afterwards (local SGD, Adasum), which is a different algorithm from one process's",
+        "average gradients before each step if you want the answer of one process",
     ),
-    "unwrapped": ("gradients are not averaged: no engine was made", _WRAP),
+    "unwrapped": ("no gradient is averaged: no model was wrapped", _WRAP),
     "unwrapped part": (
-        "no engine holds {names}, and so nobody averages their gradients",
-        "let one module hold the model and the criterion, and wrap that once requires_grad is set",
+        "no wrapped model holds {names}, so their gradients are not averaged",
+        "put the model and the criterion into one module, and wrap it after requires_grad is set",
     ),
     "inner-model": (
-        "the model within the engine was called, and the engine was not: it averages what its own forward() leads to",
+        "the inner model was called instead of the wrapper, which averages only what its own forward() computes",
         "call the wrapped model, not model.module",
     ),
     "past-engine": (
-        "a part of these gradients came past the engine: by another backward pass, by hand, or under no_sync",
-        "compute it with the wrapped model, and add up all losses before one backward() that averages; or leave "
-        "no_sync() before the last backward() of each window",
+        "part of these gradients bypassed the wrapper: by another backward pass, by hand, or under no_sync",
+        "compute them with the wrapped model, and add up all losses before one backward() "
+        "that averages; or leave no_sync() before the last backward() of each window",
     ),
     "not-averaged": (
-        "the engine was called, and averaged nothing: under no_sync up to the step, by gradients taken by hand "
-        "(torch.autograd.grad), in a group of one rank, by a model that was moved to another device or type after it "
-        "was wrapped, or since parameters that the step does not use kept it waiting",
-        "let the last backward pass before each step average (outside of no_sync), take gradients by backward(), and "
-        "move the model before it is wrapped; where parameters go unused, find_unused_parameters=True",
+        "the wrapper was called, but averaged nothing: no_sync lasted until the step, "
+        "gradients came from torch.autograd.grad, the group has one rank, the model was "
+        "moved to another device or dtype after it was wrapped, or the wrapper still waited "
+        "for parameters that the step does not use",
+        "run the last backward pass before each step outside of no_sync, compute gradients "
+        "with backward(), and move the model before wrapping it; for unused parameters, "
+        "find_unused_parameters=True",
     ),
     # parameters and buffers
     "ranks-differ": (
-        "the ranks have other parameters {when}: each has drawn, loaded or changed its own, or they were averaged by "
-        "nobody",
-        "draw what changes parameters from a generator that all ranks seed alike, let all of them load the same file, "
-        "and " + _WRAP,
+        "the ranks have different parameters {when}: each drew, loaded or changed its own, or they were never averaged",
+        "draw changes of parameters from a generator with one seed on all ranks, load the "
+        "same file on all of them, and " + _WRAP,
     ),
     "moved between": (
-        "they are changed between the steps by what a rank has itself, such as weights that are put back or replaced "
-        "by its own samples",
-        "make the change of what all ranks have: lockstep.mean(total, count), lockstep.all_gather(rows)",
+        "they are changed between the steps by a rank's own values, such as weights that are "
+        "restored or replaced by its own samples",
+        "compute the change from all ranks: lockstep.mean(total, count), lockstep.all_gather(rows)",
     ),
     "moved": (
-        "they are changed within the step by what each rank has itself, such as its own gradients (sharpness-aware "
-        "steps, perturbations, inner loops)",
-        "make the change of what all ranks have: gradients that are averaged, so outside of no_sync",
+        "they are changed within the step by each rank's own values, such as its gradients "
+        "(sharpness-aware steps, perturbations, inner loops)",
+        "compute the change from all ranks: from averaged gradients, so outside of no_sync",
     ),
     "settings": (
-        "{name} depends on the number of ranks (a schedule that steps once for each, as one that Accelerate has "
-        "prepared), or on what one rank has seen (a schedule by its own loss)",
-        "set {name} without the number of ranks, and let schedules go by what all ranks have (lockstep.mean)",
+        "{name} depends on the number of ranks (a schedule that steps once per rank, as "
+        "Accelerate's prepared ones do), or on one rank's data (a schedule by its own loss)",
+        "set {name} independently of the number of ranks, and schedule by all ranks' values (lockstep.mean)",
     ),
     "settings on some": (
-        "{name} is set or scheduled on some ranks alone (if rank == 0: scheduler.step()), or by what one has seen",
-        "set {name} on all ranks alike, by what all of them have (lockstep.mean)",
+        "{name} is set or scheduled on some ranks only (if rank == 0: scheduler.step()), or by one rank's data",
+        "set {name} on all ranks, from all ranks' values (lockstep.mean)",
     ),
     "optimizer": (
-        "the same gradients make other steps: {kind} goes by something that each rank has of its own, such as a state "
-        "that one rank alone has loaded",
-        "give the optimizer what all ranks have; a closure returns lockstep.mean(loss * len(y), len(y))",
+        "the same gradients give different steps: {kind} uses something of each rank's own, "
+        "such as a state that only one rank has loaded",
+        "use the same values on all ranks; a closure returns lockstep.mean(loss * len(y), len(y))",
     ),
     "buffers": (
-        "they follow the samples of one rank, where one process takes those of the whole batch",
-        "update them by the samples of all ranks (lockstep.all_gather within forward()); for BatchNorm "
-        "lockstep.convert_sync_batchnorm",
+        "they follow the samples of one rank instead of the whole batch",
+        "update them from the samples of all ranks (lockstep.all_gather in forward()); for "
+        "BatchNorm lockstep.convert_sync_batchnorm",
     ),
     # what follows
     "padded-evaluation": (
-        "{extra} counted twice: the last batch was filled up so that all ranks get equally many",
+        "{extra} counted twice: the last batch was padded so that all ranks get the same number",
         "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics: each sample on one rank",
     ),
     "metric": (
-        "the metric is that of one rank's samples, or a mean of the ranks' metrics, of which each counts alike{more}",
-        "lockstep.metrics, or add up numerators and denominators of all ranks before dividing (lockstep.mean(total, "
-        "count))",
+        "the metric covers one rank's samples, or is a mean of the ranks' metrics with equal weights{more}",
+        "lockstep.metrics, or sum numerators and denominators over all ranks before dividing "
+        "(lockstep.mean(total, count))",
     ),
     "other-weights": (
-        "they are no optimizer's, and follow something else than in one process: the number of ranks (a decay), or "
-        "what one rank has",
-        "leave the number of ranks out of it, and let it follow parameters alone, or what all ranks have",
+        "no optimizer trains them, and they depend on the number of ranks (a decay) or on one rank's data",
+        "leave the number of ranks out, and compute them from parameters alone, or from all ranks' values",
     ),
     "other-steps": (
-        "what decides when to save is a number of rank 0's samples, such as the best metric so far",
+        "a number from rank 0's samples decides when to save, such as the best metric so far",
         "decide by the metric of all ranks: lockstep.metrics, lockstep.mean(total, count)",
     ),
     "all-ranks-save": (
-        "they write one file at the same time, which one process writes alone: it may end up damaged",
-        "if rank == 0: torch.save(…), or lockstep.checkpoint.save, which all ranks call",
+        "they write the same file at the same time and may damage it; one process writes it alone",
+        "if rank == 0: torch.save(…), or lockstep.checkpoint.save on all ranks",
     ),
 }

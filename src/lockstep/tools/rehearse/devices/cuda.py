@@ -178,8 +178,8 @@ def _random() -> dict[str, Any]:
 def _refuse(name: str) -> Callable[..., Any]:
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"torch.cuda.{name} records GPU kernels, of which a rehearsal has none; run without it (for a rehearsal "
-            "eager execution computes the same)"
+            f"torch.cuda.{name} records GPU kernels, but a rehearsal has none. Run without it (for a rehearsal eager "
+            "execution computes the same)"
         )
 
     return refused

@@ -65,8 +65,8 @@ def _check_rank(world_size: Any = -1, rank: Any = -1, **others: Any) -> None:
     """Refuse a rank that is not below the world size, which would wait for ever."""
     if isinstance(world_size, int) and isinstance(rank, int) and 0 <= world_size <= rank:
         raise InputError(
-            f"init_process_group: rank {rank} of world_size {world_size}; ranks are numbered from 0 to world_size - 1. "
-            "Give the number of all processes of the job as world_size"
+            f"init_process_group: rank {rank} of world_size {world_size}, but ranks are 0 to world_size - 1. Pass the "
+            "number of all processes of the job as world_size"
         )
 
 

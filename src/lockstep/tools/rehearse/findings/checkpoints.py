@@ -78,7 +78,7 @@ def _written_by_copies(job: RehearsedJob) -> Iterator[Finding]:
     for path, writers in _writers(job):
         num_copies = len(writers.copies)
         if num_copies > 1:
-            what = f"{num_copies} copies of the script, which joined no group together, wrote {path}"
+            what = f"{num_copies} copies of the script, not joined in a group, wrote {path}"
             yield Finding("checkpoint-by-copies", writers.event.sites, what)
 
 
@@ -112,39 +112,39 @@ KINDS = (
     Kind(
         "checkpoint-by-every-rank",
         "every rank writes the checkpoint",
-        "ranks overwrite each other's file while it is being written: on a shared file system that is a broken "
-        "checkpoint sooner or later, and N times the traffic",
-        "save on rank 0 only, to a temporary name, and rename it; lockstep.checkpoint.save does",
+        "ranks overwrite each other's file while writing it: on a shared file system this breaks a checkpoint sooner "
+        "or later, and causes N times the traffic",
+        "save on rank 0 only, to a temporary name, and rename it, as lockstep.checkpoint.save does",
         _written_by_all,
     ),
     Kind(
         "checkpoint-by-every-node",
         "one rank of every node writes the checkpoint",
-        "where the nodes share the file system, as they do where a script starts, they overwrite each other's file "
-        "while it is being written",
-        "save on rank 0 of all (RANK, not LOCAL_RANK); where every node has a disk of its own, name a folder on that",
+        "if the nodes share the file system, as they do where a script starts, they overwrite each other's file "
+        "while writing it",
+        "save on global rank 0 (RANK, not LOCAL_RANK); if every node has its own disk, use a folder on that",
         _written_by_nodes,
         spans_families=True,
     ),
     Kind(
         "checkpoint-by-copies",
         "copies of the script write one checkpoint",
-        "each trains for itself, and the file is that of whoever came last, or parts of several",
-        "let all ranks join one group and save on its rank 0, or give each copy a file of its own",
+        "each trains independently, and the file is that of the last one, or parts of several",
+        "let all ranks join one group and save on its rank 0, or give each copy its own file",
         _written_by_copies,
         spans_families=True,
     ),
     Kind(
         "module-prefix",
         "`module.` in the names of a saved state",
-        "the state of the wrapper was saved: it does not load into the model itself, nor where it is not wrapped",
+        "the state of the wrapper was saved: it does not load into the bare model",
         "save model.module.state_dict()",
         _prefixed,
     ),
     Kind(
         "load-without-map-location",
-        "a checkpoint comes back on another rank's GPU",
-        "tensors go back to the device that they were saved from, usually cuda:0, on every rank: its memory fills up "
+        "a checkpoint is loaded onto another rank's GPU",
+        "tensors return to the device that they were saved from, usually cuda:0, on every rank: its memory fills up "
         "with N copies",
         'load with map_location="cpu", or with this rank\'s own device',
         _loaded_elsewhere,
@@ -154,7 +154,7 @@ KINDS = (
         "torch.load without weights_only",
         "before PyTorch 2.6 it runs whatever code the file contains; from 2.6 on it refuses files that hold more than "
         "tensors: the same script behaves differently on the cluster's version",
-        "pass weights_only=True, and save plain data beside the tensors",
+        "pass weights_only=True, and save plain data next to the tensors",
         _loaded_anything,
     ),
 )

@@ -31,9 +31,9 @@ def _died(job: RehearsedJob) -> Iterator[Finding]:
 KINDS = (
     Kind(
         "child-failed",
-        "a process of the script's own failed, and nobody looked",
-        "join() returns whatever happened: the script continues without that process's work and says that all is well",
-        "start them with torch.multiprocessing.spawn, which raises what they raised; or look at exitcode after join()",
+        "a child process of the script failed unnoticed",
+        "join() returns whatever happened: the script continues without that process's work and reports success",
+        "start them with torch.multiprocessing.spawn, which raises their exceptions; or check exitcode after join()",
         _died,
         is_failure=True,
     ),

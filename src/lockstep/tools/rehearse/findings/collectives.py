@@ -93,7 +93,7 @@ def _partings(job: RehearsedJob) -> Iterator[tuple[str, Finding]]:
 
 def _describe(call: _CollectiveCall | None, ranks: Sequence[int]) -> str:
     if call is None:
-        return f"{name_ranks(ranks)} came to no further collective"
+        return f"{name_ranks(ranks)} called no further collective"
     return f"{name_ranks(ranks)} called {call.text} at {call.site}"
 
 
@@ -105,17 +105,18 @@ KINDS = (
     Kind(
         "rank-only-collective",
         "a collective that only some ranks call",
-        "it stands under a test of the rank, and the others never come: nccl and gloo hang there until their timeout",
-        "move it out of the branch, so that all ranks call it; what only one rank needs, it can do without the others "
+        "it is in a branch on the rank, and the other ranks never call it: nccl and gloo hang there until their "
+        "timeout",
+        "move it out of the branch, so that all ranks call it; what only one rank needs works without collectives "
         "(evaluate with model.module, save without a barrier inside the branch)",
         lambda job: _only("rank-only-collective", job),
     ),
     Kind(
         "branch-dependent-collective",
-        "ranks come to different collectives",
-        "the data that a rank has decides whether it calls, so ranks get out of step: a hang, or sums of unrelated "
+        "ranks call different collectives",
+        "each rank's own data decides whether it calls this, so ranks get out of step: a hang, or sums of unrelated "
         "values",
-        "let all ranks decide alike: reduce the condition first (all_reduce of a flag), or call it on every path",
+        "agree across ranks: reduce the condition first (all_reduce of a flag), or call it on every path",
         lambda job: _only("branch-dependent-collective", job),
     ),
 )

@@ -194,31 +194,31 @@ KINDS = (
     Kind(
         "local-rank-from-global-rank",
         "the local rank is a global rank",
-        "it works on one node; on the second, numbers continue where the first node's ended, and there is no such GPU",
-        "take LOCAL_RANK (SLURM_LOCALID under srun, hvd.local_rank() with Horovod), or what lockstep.init() returns",
+        "it works on one node; on the second, numbers continue after the first node's, and there is no such GPU",
+        "use LOCAL_RANK (SLURM_LOCALID under srun, hvd.local_rank() with Horovod), or the result of lockstep.init()",
         _local_from_global,
     ),
     Kind(
         "world-size-from-device-count",
-        "the number of this node's GPUs is taken for the world size",
-        "it is right on one node; on two, half of the ranks have no place in the group or the sampler, and means are "
+        "the number of this node's GPUs is used as the world size",
+        "it is right on one node; on two, half of the ranks are missing in the group or the sampler, and means are "
         "divided by too little",
-        'take dist.get_world_size(), or int(os.environ["WORLD_SIZE"]) before there is a group',
+        'use dist.get_world_size(), or int(os.environ["WORLD_SIZE"]) before there is a group',
         _counted_world,
     ),
     Kind(
         "slurm-world-size",
         "the number of Slurm tasks is not the number of ranks",
-        "SLURM_NPROCS counts tasks; where a task starts a process for each of its GPUs, ranks beyond that number have "
-        "no place in the group, and the job stops or waits for ever",
+        "SLURM_NPROCS counts tasks; if a task starts a process for each of its GPUs, ranks beyond that number cannot "
+        "join the group, and the job stops or waits forever",
         "world_size = int(SLURM_NTASKS) * processes per task; or start one task per GPU and no processes of your own",
         _wrong_slurm_world,
     ),
     Kind(
         "shared-gpu",
         "several ranks on one GPU",
-        "nccl refuses two ranks on one GPU; before that, its memory holds all their models",
-        "call torch.cuda.set_device(local_rank) before anything touches CUDA, and use that device",
+        "nccl refuses two ranks on one GPU; even before, its memory holds all their models",
+        "call torch.cuda.set_device(local_rank) before anything uses CUDA, and use that device",
         _shared_gpus,
     ),
 )

@@ -72,8 +72,8 @@ KINDS = (
     Kind(
         "mean-of-unequal-means",
         "means averaged over unequal counts",
-        "a mean of the ranks' means is not the mean over samples where ranks have different numbers of them: samples "
-        "of the smaller ranks weigh more",
+        "a mean of the ranks' means is not the mean over samples if ranks have different numbers of them: samples of "
+        "smaller ranks count more",
         "reduce the sum and the count in one collective and divide afterwards (lockstep.metrics.Mean does); for "
         "gradients use lockstep.DistributedDataParallel with lockstep.DataLoader, which weight by the global count",
         _judge,

@@ -26,7 +26,7 @@ def _thrown_away(job: RehearsedJob) -> Iterator[Finding]:
             and not any(data["reads"] for data in getters)
         ):
             times = getters[0]["instances"]
-            what = f"the value was reduced {times} times, and nothing on any rank looked at the result"
+            what = f"the value was reduced {times} times, and no rank used the result"
             # Who called the function that reduces is who threw the result away.
             yield Finding("reduced-value-unused", sites, what)
 
@@ -44,9 +44,9 @@ def _bursts(job: RehearsedJob) -> Iterator[Finding]:
 KINDS = (
     Kind(
         "reduced-value-unused",
-        "a reduced value is thrown away",
-        "the ranks wait for each other and the result is dropped: what is logged is one rank's own value",
-        "use what the reduction returns (or, with all_reduce, the tensor that it was given), or leave it out",
+        "a reduced value is not used",
+        "the ranks wait for each other and drop the result: what is logged is the value of one rank",
+        "use the result of the reduction (with all_reduce, the tensor that was passed to it), or remove it",
         _thrown_away,
         by_path=True,
     ),
@@ -54,7 +54,7 @@ KINDS = (
         "reductions-one-by-one",
         "several collectives where one would do",
         "each costs the latency of the slowest rank, in every step; a barrier before a reduction adds one more and "
-        "changes nothing, as a reduction waits too",
+        "changes nothing, since a reduction waits too",
         "stack the numbers into one tensor and reduce it once, without a barrier; best once per epoch",
         _bursts,
         by_path=True,

@@ -26,7 +26,7 @@ def _forgotten_epochs(job: RehearsedJob) -> Iterator[Finding]:
         for events in trained.values():
             repeats = [event for event in events if event.data["number"] > 0 and not event.data["was_told"]]
             if repeats and len({event.data["epoch"] for event in events}) == 1:
-                what = f"{len(events)} passes over the data came in one and the same order"
+                what = f"{len(events)} passes over the data were in exactly the same order"
                 yield Finding("set-epoch-forgotten", repeats[0].sites, what)
 
 
@@ -43,8 +43,8 @@ def _padded_evaluation(job: RehearsedJob) -> Iterator[Finding]:
         if _is_evaluation(event) and data["padding"] > 0 and process.world_size > 1:
             total = data["length"] + data["padding"]
             what = (
-                f"{total} samples are evaluated where the data set has {data['length']}: {data['padding']} of them "
-                f"twice, so that each of {process.world_size} ranks has as many"
+                f"{total} samples are evaluated, but the data set has {data['length']}: {data['padding']} are used "
+                f"twice, so that each of {process.world_size} ranks has the same number"
             )
             yield Finding("padded-evaluation", _sites(event, "sampler") or event.sites, what)
 
@@ -62,7 +62,7 @@ def _same_draws(job: RehearsedJob) -> Iterator[Finding]:
     for (sites, library, worker, _), by_rank in states.items():
         if len(by_rank) == job.world_size > 1 and len(set(by_rank.values())) == 1:
             where = "" if worker < 0 else f" (in worker {worker} of its loader)"
-            what = f"every rank draws the same numbers from {library}'s generator to make its batches{where}"
+            what = f"every rank draws the same numbers from {library}'s generator for its batches{where}"
             yield Finding("same-augmentation-seed", sites, what)
 
 
@@ -84,33 +84,33 @@ KINDS = (
         "set-epoch-forgotten",
         "set_epoch is never called",
         "a DistributedSampler shuffles by its epoch, which stays 0: every epoch shows the samples in the same order, "
-        "and each rank the same ones for ever",
-        "call sampler.set_epoch(epoch) at the top of every epoch",
+        "and each rank always the same ones",
+        "call sampler.set_epoch(epoch) at the start of every epoch",
         _forgotten_epochs,
     ),
     Kind(
         "padded-evaluation",
         "evaluation sees samples twice",
-        "DistributedSampler repeats samples until the ranks have as many, so averages over them change with the number "
-        "of ranks; an evaluator that knows its samples and counts each once is right",
-        "use lockstep.DataLoader, which hands out every sample once, and reduce sums and counts together; or leave the "
+        "DistributedSampler repeats samples until all ranks have the same number, so averages over them change with "
+        "the number of ranks; an evaluator that knows its samples and counts each once is right",
+        "use lockstep.DataLoader, which yields every sample once, and reduce sums and counts together; or leave the "
         "repeated ones out of the count",
         _padded_evaluation,
     ),
     Kind(
         "same-augmentation-seed",
-        "every rank augments alike",
-        "the ranks are seeded alike, so they draw the same crops and flips: the global batch has less variety than it "
-        "seems to have, and N times the same noise",
-        "seed the model alike and the data differently: after the model is made, seed with seed + rank (torch, numpy, "
-        "random), or give the DataLoader a generator of its own; lockstep.DataLoader draws per sample",
+        "all ranks augment equally",
+        "the ranks have the same seed, so they draw the same crops and flips: the global batch has less variety than "
+        "it seems to have, and N times the same noise",
+        "seed the model equally and the data differently: after creating the model, seed with seed + "
+        "rank (torch, numpy, random), or give the DataLoader its own generator; lockstep.DataLoader draws per sample",
         _same_draws,
     ),
     Kind(
         "evaluation-on-every-rank",
         "every rank evaluates the whole data set",
         "evaluation takes as long on N GPUs as on one, and counts that are summed over ranks are N times too large",
-        "give each rank a share (lockstep.DataLoader hands out every sample once) and reduce sums and counts together",
+        "give each rank a share (lockstep.DataLoader yields every sample once) and reduce sums and counts together",
         _whole_set_on_each,
     ),
 )

@@ -25,7 +25,7 @@ def _never_joined(job: RehearsedJob) -> Iterator[Finding]:
     trainings = {process.rank: event for process, event in job.each("optimizer") if event.data["steps"]}
     if len(trainings) == job.num_started:
         event = next(iter(trainings.values()))
-        what = f"{job.num_started} processes were started, and each trained a model of its own: none joined a group"
+        what = f"{job.num_started} processes were started, and each trained its own model: none joined a group"
         yield Finding("never-joined", event.sites, what)
 
 
@@ -47,7 +47,7 @@ def _option_of_old_launchers(job: RehearsedJob) -> Iterator[Finding]:
     for process, event in job.each("option"):
         if process.joined and event.site is not None and _reads_attribute(event.site.file):
             name = event.data["name"]
-            what = f"the local rank comes from {name}, and nothing asks for LOCAL_RANK in the environment"
+            what = f"the local rank comes from {name}, and nothing reads LOCAL_RANK from the environment"
             yield Finding("local-rank-option", event.sites, what)
 
 
@@ -61,8 +61,8 @@ KINDS = (
     Kind(
         "never-joined",
         "ranks that joined no group",
-        "each trains for itself: N times the same work instead of one training N times as fast, and whose checkpoint "
-        "is left in the end is chance",
+        "each trains independently: N times the same work instead of one training N times as fast, and which "
+        "checkpoint is left in the end is chance",
         "call lockstep.init() or torch.distributed.init_process_group on every rank, wrap the model in "
         "DistributedDataParallel and give each rank a share of the data; or start one process",
         _never_joined,
@@ -70,16 +70,17 @@ KINDS = (
     Kind(
         "local-rank-option",
         "torchrun passes no --local_rank",
-        "torchrun and srun put the local rank into the environment only, and torch.distributed.launch passes "
-        "--local-rank since torch 2.0: the option keeps its default on every rank, or the parser refuses the other one",
+        "torchrun and srun set the local rank only in the environment, and torch.distributed.launch passes "
+        "--local-rank since torch 2.0: the option keeps its default on every rank, or the parser rejects the other "
+        "spelling",
         'read int(os.environ["LOCAL_RANK"]), perhaps as the default of the option; lockstep launch passes what a '
         "script declares",
         _option_of_old_launchers,
     ),
     Kind(
         "needs-older-torch",
-        "plain torch turns this call away",
-        "it went well because Lockstep changes torch for scripts of 2018 to 2021; under torchrun or python it raises",
+        "plain torch rejects this call",
+        "it worked because Lockstep changes torch for scripts of 2018 to 2021; under torchrun or python it raises",
         "write it for today's torch (.reshape(-1) after eq, int(batch_size / n), no verbose=, no argument to "
         "Sampler.__init__, gloo for tcp); or start it with lockstep run or lockstep launch, which make the same change",
         _older_torch,

@@ -44,7 +44,7 @@ def _unscaled_lr(job: RehearsedJob) -> Iterator[Finding]:
                 assert batch is not None
                 size = one.data["batch_size"]
                 what = (
-                    f"the learning rate is {ast.unparse(rate)} = {data['lr']:g} at any number of ranks, while every "
+                    f"the learning rate is {ast.unparse(rate)} = {data['lr']:g} on any number of ranks, but every "
                     f"rank takes {ast.unparse(batch)} = {size} samples: {size * job.world_size} a step on "
                     f"{job.world_size} ranks"
                 )
@@ -57,7 +57,7 @@ def _repeated_schedule(job: RehearsedJob) -> Iterator[Finding]:
     for process, event in job.each("scheduler"):
         gaps = [*event.data["gaps"], *([event.data["rest"]] if event.data["rest"] else [])]
         if process.world_size > 1 and len(gaps) >= _MIN_GAPS and set(gaps) == {process.world_size}:
-            what = f"the scheduler is stepped {gaps[0]} times, once for each rank, between two steps of the optimizer"
+            what = f"the scheduler is stepped {gaps[0]} times, once per rank, between two steps of the optimizer"
             yield Finding("scheduler-steps-per-rank", event.sites, what)
 
 
@@ -81,15 +81,15 @@ KINDS = (
     Kind(
         "scheduler-steps-per-rank",
         "the schedule runs N times too fast",
-        "every rank has its own scheduler, which is to be stepped once per optimizer step like on one GPU: stepped "
-        "once for each rank, the learning rate decays N times too early",
+        "every rank has its own scheduler, to be stepped once per optimizer step as on one GPU: stepped once per "
+        "rank, the learning rate decays N times too early",
         "call scheduler.step() once per optimizer.step(), or once per epoch",
         _repeated_schedule,
     ),
     Kind(
         "clip-before-unscale",
         "gradients are clipped before they are unscaled",
-        "they are multiplied by the loss scale (65536 to begin with), so nearly every norm is over the limit and the "
+        "they are multiplied by the loss scale (initially 65536), so nearly every norm exceeds the limit and the "
         "step shrinks to almost nothing",
         "call scaler.unscale_(optimizer) before clipping",
         _clipped_scaled,

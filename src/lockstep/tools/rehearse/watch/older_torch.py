@@ -24,9 +24,9 @@ __all__ = ["install"]
 
 _LAYOUT = "_lockstep_plain_layout"
 _ERRORS = {
-    "init_process_group": 'torch knows no backend "tcp", and of a file:// URL wants the whole path',
-    "batch_size": "torch takes no float as batch_size",
-    "sampler": "torch's Sampler takes no data_source",
+    "init_process_group": 'torch has no backend "tcp", and needs the whole path of a file:// URL',
+    "batch_size": "torch accepts no float as batch_size",
+    "sampler": "torch's Sampler accepts no data_source",
     "verbose": "torch's schedulers take no verbose=",
     "multigpu": "torch.distributed has no {name}",
     "reduce_op": "torch.distributed has no reduce_op",
