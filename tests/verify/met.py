@@ -99,6 +99,27 @@ RIGHT = {
         if world.rank == 0:
             torch.save({"model": module.state_dict(), "loss": loss.detach()}, "last.pt")
     """,
+    "columns of a text without a loader, of which each rank has a part": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.cells, self.head = nn.Embedding(4, 8), nn.GRU(8, 8), nn.Linear(8, 4)
+
+            def forward(self, words, state):
+                found, state = self.cells(nn.functional.dropout(self.embed(words), 0.5), state)
+                return self.head(found), state
+
+        text = torch.randint(4, (33, 8), generator=draws).chunk(world.world_size, 1)[world.rank]
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Reader())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        state = None
+        for at in range(0, 32, 4):
+            optimizer.zero_grad()
+            words, state = model(text[at : at + 4], None if state is None else state.detach())
+            cross_entropy(words.flatten(0, 1), text[at + 1 : at + 5].flatten()).backward()
+            optimizer.step()
+    """,
     "parameters in shards": """
         torch.manual_seed(0)
         model = sharded(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))

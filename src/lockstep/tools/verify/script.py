@@ -47,6 +47,16 @@ def said_number(records: Sequence[Record]) -> int | None:
     return next((each for each in numbers if each is not None), None)
 
 
+def _are_columns(records: Sequence[Record], world_size: int) -> bool:
+    """Whether the ranks' first inputs, without a loader, are as long as that of one process, and together as wide."""
+    firsts = [step for each in records for step in each["steps"][:1] if step["calls"] and not step["batches"]]
+    lengths = [step["calls"][0]["lengths"] for step in firsts]
+    if len(lengths) != world_size + 1 or {*map(len, lengths)} != {2}:
+        return False
+    *ranks, one = lengths
+    return {each[0] for each in ranks} == {one[0]} and sum(each[1] for each in ranks) == one[1]
+
+
 def _local_rank_option(what: Verification) -> str:
     source = locate_target(what.target, what.is_module)
     needs = Needs() if source is None else read_script(source.file)
@@ -211,11 +221,12 @@ class Script:
         return True
 
     def learns_layout(self, records: Sequence[Record]) -> bool:
-        """Note if batches show that samples are columns; returns whether this decides about others, as long as wide."""
+        """Note if samples are columns; returns whether this decides about others: as long as wide, or of no loader."""
         batches = (batch for each in records for step in each["steps"] for batch in step["batches"])
         layouts = {batch["time_first"] for batch in batches}
-        self._time_first = self._time_first or (True in layouts or None)
-        return {None, True} <= layouts
+        is_new = self._time_first is None and _are_columns(records, self.world_size)
+        self._time_first = self._time_first or (True in layouts or is_new or None)
+        return is_new or {None, True} <= layouts
 
     def output(self, role: str, most: int = 30) -> str:
         """The last lines printed by a run's processes."""

@@ -1,12 +1,12 @@
 """Records a process's computation: forward passes sample by sample, losses, gradients, and optimizer steps.
 
 Writes `calls` of a step, the forward passes that train: `name` (class of the outermost module), `resting` (modules in
-eval mode), `keys` and `unpadded` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches of each row, or
-None; also `across`, if the rows of a sample are `count` apart, as those of views are that are joined), `widths`
-(numbers in a row of each output), `parameters` (two numbers of each), `after` (how many backward passes), `inner`
-(name, class and sketches of what the modules inside take and return first, in order), `filler` and `samples` (keys of
-the batch that it was computed from, if the last one has as many rows; else its own, `unpadded`). Besides, `rounded`:
-the eps of the coarsest numbers of 16 bits that modules return.
+eval mode), `keys` and `unpadded` (of its inputs), `count` of rows, `lengths` (of its first input), `inputs` and
+`outputs` (sketches of each row, or None; also `across`, if the rows of a sample are `count` apart, as those of views
+are that are joined), `widths` (numbers in a row of each output), `parameters` (two numbers of each), `after` (how many
+backward passes), `inner` (name, class and sketches of what the modules inside take and return first, in order),
+`filler` and `samples` (keys of the batch that it was computed from, if the last one has as many rows; else its own,
+`unpadded`). Besides, `rounded`: the eps of the coarsest numbers of 16 bits that modules return.
 
 Writes `backwards` (`losses`: the numbers that backward() was called on, None for what is no number; `local`: what
 reached each parameter in this process, before anybody averaged it; `batch`: the place of the last batch; `weighed`: by
@@ -234,9 +234,12 @@ class TrainingWatch:
         self._recorder.note_line("call")
         step, given = self._recorder.step, list[Any]([args, kwargs])
         last = step["batches"][-1] if step["batches"] else None
-        if last and last["time_first"]:
-            given = inputs = samples_first(inputs, last["rows"])
-            outputs = samples_first(outputs, last["rows"])
+        lengths = next((list(each.shape[:2]) for each in inputs if each.ndim), [])
+        is_time_first = last["time_first"] if last else self._recorder.settings.time_first and len(lengths) == 2
+        if is_time_first:
+            columns = last["rows"] if last else lengths[1]
+            given = inputs = samples_first(inputs, columns)
+            outputs = samples_first(outputs, columns)
         count = _count_of(args, inputs, last)
         samples = [key for _, key in last["keys"]] if last else []
         keys = sample_keys(given, count) if count else []
@@ -245,6 +248,7 @@ class TrainingWatch:
             {
                 "name": type(getattr(module, "module", module)).__name__,
                 "count": count,
+                "lengths": lengths,
                 "resting": sum(not each.training for each in module.modules()),
                 "keys": [key for key, _ in keys],
                 "unpadded": unpadded,
