@@ -405,6 +405,20 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "a last batch that is filled up for the ranks, and that one process drops": (
+        ("samples", "padded"),
+        """
+        model, optimizer = by_torch()
+        rows = torch.utils.data.Subset(data, range(59))
+        sampler = torch.utils.data.DistributedSampler(rows)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in torch.utils.data.DataLoader(rows, 5, sampler=sampler, drop_last=True):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+    ),
     "samples that each rank draws, and a mean over those that count": (
         ("loss", "count"),
         """

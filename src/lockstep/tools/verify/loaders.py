@@ -221,11 +221,16 @@ class LoaderWatch:
         """Replaces the samples that a loader has chosen, if requested."""
 
         def next_index(iterator: Any) -> Any:
-            index, one = original(iterator), self._pass_of(iterator)
+            one = self._pass_of(iterator)
             given = self._orders.get(one.number)
-            if given is not None and len(one.asked) >= len(given):
+            if given is None:
+                index = original(iterator)
+            elif len(one.asked) < len(given):
+                with contextlib.suppress(StopIteration):  # at a last batch that only ranks have filled up
+                    original(iterator)
+                index = given[len(one.asked)]
+            else:
                 raise StopIteration
-            index = index if given is None else given[len(one.asked)]
             is_known = isinstance(index, Sequence) and iterator._dataset_kind == _DatasetKind.Map
             one.asked.append(_numbers(index) if is_known else None)
             one.fetching.append(list(index) if is_known else None)
