@@ -283,6 +283,31 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "images that each rank flips by itself, with more boxes than there are images": (
+        ("samples", "drawn"),
+        """
+        class Boxes(torch.utils.data.Dataset):
+            def __len__(self):
+                return 60
+
+            def __getitem__(self, index):
+                x, y = data[index]
+                return x * (torch.rand(1) - 0.5).sign(), {"boxes": x.repeat(3 + y, 1), "labels": y.repeat(3 + y)}
+
+        def join(samples):
+            images, targets = zip(*samples)
+            return torch.stack(images), targets
+
+        model, optimizer = by_torch()
+        torch.manual_seed(world.rank)
+        boxes = Boxes()
+        sampler = torch.utils.data.DistributedSampler(boxes)
+        for x, targets in torch.utils.data.DataLoader(boxes, 2, sampler=sampler, collate_fn=join):
+            optimizer.zero_grad()
+            cross_entropy(model(x), torch.stack([each["labels"][0] for each in targets])).backward()
+            optimizer.step()
+        """,
+    ),
     "texts that are packed into one row, and a mean over their tokens": (
         ("loss", "count"),
         """

@@ -33,7 +33,7 @@ from lockstep.data.source import SampleSource, TensorSource
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder, line_of_script
-from lockstep.tools.verify.rows import is_time_first, sample_keys, samples_first
+from lockstep.tools.verify.rows import is_time_first, joins_samples, sample_keys, samples_first
 from lockstep.tools.verify.settings import OF_RANK_0, Orders
 from lockstep.tree import tensors_in
 
@@ -340,7 +340,6 @@ class LoaderWatch:
         self._iterators[one.number] = weakref.ref(iterator)
         self._forget_looked_at(facts["loader"])
         recorder.note_line("batch")
-        lengths = [each.size(0) for each in tensors_in(batch) if each.ndim]
         recorder.step["batches"].append(
             {
                 "loader": facts["loader"],
@@ -348,7 +347,7 @@ class LoaderWatch:
                 "keys": keys,
                 "rows": count if count and share is None else len(keys),
                 "time_first": time_first,
-                "joins": not time_first and any(length > count > 0 for length in lengths),
+                "joins": not time_first and count > 0 and joins_samples(batch, count),
                 "filler": is_filler,
                 "weight": None if share is None else share.local_samples / share.global_samples,
                 "indices": _numbers(indices),

@@ -19,7 +19,16 @@ from torch.distributed.tensor import DTensor
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
-__all__ = ["brief", "is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
+__all__ = [
+    "brief",
+    "is_time_first",
+    "joins_samples",
+    "row_sketch",
+    "sample_keys",
+    "samples_first",
+    "value_sample",
+    "whole",
+]
 
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
@@ -86,10 +95,25 @@ def _columns(value: Any, count: int, in_lists: bool = False) -> list[Any]:
     if _is_list_of(value, count) and (in_lists or _says_so(value, count)):
         return [list(value)]
     if isinstance(value, Mapping | list | tuple):
-        parts = list(value.values() if isinstance(value, Mapping) else value)
-        in_lists = any(_is_list_of(part, count) and _says_so(part, count) for part in parts)
+        parts, in_lists = _parts(value, count)
         return [column for part in parts for column in _columns(part, count, in_lists)]
     return [_array(tensor) for tensor in tensors_in(value) if _length(tensor) == count]
+
+
+def joins_samples(value: Any, count: int, in_lists: bool = False) -> bool:
+    """Whether rows of a batch are parts of samples, such as nodes of graphs, outside lists with something for each."""
+    if not isinstance(value, Mapping | list | tuple):
+        return any((_length(tensor) or 0) > count for tensor in tensors_in(value))
+    if _is_list_of(value, count) and (in_lists or _says_so(value, count)):
+        return False
+    parts, in_lists = _parts(value, count)
+    return any(joins_samples(part, count, in_lists) for part in parts)
+
+
+def _parts(value: Any, count: int) -> tuple[list[Any], bool]:
+    """The parts of a batch, and whether one of them is a list with something for each sample."""
+    parts = list(value.values() if isinstance(value, Mapping) else value)
+    return parts, any(_is_list_of(part, count) and _says_so(part, count) for part in parts)
 
 
 def _is_list_of(value: Any, count: int) -> bool:
