@@ -2,7 +2,7 @@
 
 [Note: samples by content] A sample is identified by content, not by index: two runs with different loaders yield the
 same samples in different places. Its key is a hash of its rows in all tensors and texts of the batch. A second key
-ignores padding at the end of a row, so that a sample is recognised if it was padded to another length.
+ignores padding at the ends of a row, so that a sample is recognised if it was padded to another length or size.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ROW_VALUES = 13
 _MOST_VALUES = 2048
 # Targets that losses ignore by default. Padding is this, or zeros.
 _IGNORED = -100
-# Longer rows get no second key, as they are not padded in practice.
-_LONGEST_PADDED = 1 << 16
+# Longer rows get no second key.
+_LONGEST_PADDED = 1 << 22
 
 
 Array = np.ndarray[Any, Any]
@@ -71,12 +71,15 @@ def _bytes_of(row: Array) -> bytes:
 
 
 def _unpadded(row: Array) -> bytes:
-    """Without padding at its end, and without its shape."""
+    """Without padding at the ends of its dimensions, and without its shape; a mask of padding alone is one number."""
+    if not 1 < row.size <= _LONGEST_PADDED:
+        return _bytes_of(row.reshape(-1))
+    counts = row != row.flat[-1] if row.dtype == bool else (row != 0) & (row != _IGNORED)
+    for axis in range(row.ndim):
+        others = np.flatnonzero(counts.any(tuple({*range(row.ndim)} - {axis})))
+        row = row.take(range(int(others[-1]) + 1 if len(others) else 1), axis)
     flat = row.reshape(-1)
-    if not 1 < flat.size <= _LONGEST_PADDED:
-        return _bytes_of(flat)
-    others = np.flatnonzero((flat != 0) & (flat != _IGNORED))
-    return _bytes_of(flat[: int(others[-1]) + 1] if len(others) else flat[:1])
+    return _bytes_of(flat[:1] if row.dtype == bool and (flat == flat[0]).all() else flat)
 
 
 def _length(value: Any) -> int | None:
