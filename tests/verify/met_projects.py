@@ -348,6 +348,19 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "columns of a text, on ranks that want GPUs and whose gradients nobody averages": (
+        ("gradients", "unwrapped"),
+        """
+        torch.cuda.set_device(world.rank)
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in torch.randn(4, 3, 8, 6, generator=draws).chunk(world.world_size, 2)[world.rank]:
+            optimizer.zero_grad()
+            cross_entropy(model(x).flatten(0, 1), x[..., :4].argmax(2).flatten()).backward()
+            optimizer.step()
+        """,
+    ),
     "a generator that is called without its engine, and a discriminator that is called with it": (
         ("gradients", "inner-model"),
         """

@@ -197,7 +197,7 @@ class Script:
         code, ranks = self._run_as_many()
         has_failed = code or not any(each["steps"] for each in ranks)
         wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or said_number(ranks) in (0, 1)
-        if self.what.devices != "auto" or not (wants if has_failed else train_apart(ranks)):
+        if self.devices or self.what.devices != "auto" or not (wants if has_failed else train_apart(ranks)):
             return code, ranks
         without = self.folder
         self.folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size

@@ -235,11 +235,16 @@ class TrainingWatch:
         step, given = self._recorder.step, list[Any]([args, kwargs])
         last = step["batches"][-1] if step["batches"] else None
         lengths = next((list(each.shape[:2]) for each in inputs if each.ndim), [])
-        is_time_first = last["time_first"] if last else self._recorder.settings.time_first and len(lengths) == 2
-        if is_time_first:
-            columns = last["rows"] if last else lengths[1]
-            given = inputs = samples_first(inputs, columns)
-            outputs = samples_first(outputs, columns)
+        if last and last["time_first"]:
+            given = inputs = samples_first(inputs, last["rows"])
+            outputs = samples_first(outputs, last["rows"])
+        elif not last and self._recorder.settings.time_first and len(lengths) == 2:
+            # Without what has samples in other dimensions, such as a state.
+            given, outputs = (
+                [each.transpose(0, 1) for each in tensors if each.shape[1:2] == (lengths[1],)]
+                for tensors in (inputs, outputs)
+            )
+            inputs = given
         count = _count_of(args, inputs, last)
         samples = [key for _, key in last["keys"]] if last else []
         keys = sample_keys(given, count) if count else []
