@@ -33,7 +33,7 @@ from lockstep.data.source import SampleSource, TensorSource
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder, line_of_script
-from lockstep.tools.verify.rows import is_time_first, joins_samples, sample_keys, samples_first
+from lockstep.tools.verify.rows import is_time_first, joins, sample_keys, samples_first
 from lockstep.tools.verify.settings import OF_RANK_0, Orders
 from lockstep.tree import tensors_in
 
@@ -347,7 +347,7 @@ class LoaderWatch:
                 "keys": keys,
                 "rows": count if count and share is None else len(keys),
                 "time_first": time_first,
-                "joins": not time_first and count > 0 and joins_samples(batch, count),
+                "joins": not time_first and count > 0 and joins(batch, count),
                 "filler": is_filler,
                 "weight": None if share is None else share.local_samples / share.global_samples,
                 "indices": _numbers(indices),

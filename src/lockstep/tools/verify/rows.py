@@ -19,16 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
-__all__ = [
-    "brief",
-    "is_time_first",
-    "joins_samples",
-    "row_sketch",
-    "sample_keys",
-    "samples_first",
-    "value_sample",
-    "whole",
-]
+__all__ = ["brief", "is_time_first", "joins", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
 
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
@@ -103,14 +94,14 @@ def _columns(value: Any, count: int, in_lists: bool = False) -> list[Any]:
     return [_array(tensor) for tensor in tensors_in(value) if _length(tensor) == count]
 
 
-def joins_samples(value: Any, count: int, in_lists: bool = False) -> bool:
+def joins(value: Any, count: int, in_lists: bool = False) -> bool:
     """Whether rows of a batch are parts of samples, such as nodes of graphs, outside lists with something for each."""
     if not isinstance(value, Mapping | list | tuple):
         return any((_length(tensor) or 0) > count for tensor in tensors_in(value))
     if _is_list_of(value, count) and (in_lists or _says_so(value, count)):
         return False
     parts, in_lists = _parts(value, count)
-    return any(joins_samples(part, count, in_lists) for part in parts)
+    return any(joins(part, count, in_lists) for part in parts)
 
 
 def _parts(value: Any, count: int) -> tuple[list[Any], bool]:

@@ -196,8 +196,7 @@ class Script:
         """
         code, ranks = self._run_as_many()
         has_failed = code or not any(each["steps"] for each in ranks)
-        wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or said_number(ranks) in (0, 1)
-        if self.devices or self.what.devices != "auto" or not (wants if has_failed else train_apart(ranks)):
+        if not self._may_want_gpus(ranks, bool(has_failed)):
             return code, ranks
         without = self.folder
         self.folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
@@ -212,6 +211,13 @@ class Script:
             what = "this script does nothing" if has_failed else "each rank of this script trains by itself"
             self.notes.append(f"devices: without GPUs {what}; {_ON_STAND_INS}")
         return code_of_gpus, ranks_of_gpus
+
+    def _may_want_gpus(self, ranks: Sequence[Record], has_failed: bool) -> bool:
+        if self.devices or self.what.devices != "auto":
+            return False
+        if not has_failed:
+            return train_apart(ranks) > 0
+        return any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or said_number(ranks) in (0, 1)
 
     def turns_draws(self, one: Sequence[Record]) -> bool:
         """Switch to the other layout of draws with several rows per sample; returns whether there was one to try."""

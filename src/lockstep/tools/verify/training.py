@@ -234,16 +234,10 @@ class TrainingWatch:
         self._recorder.note_line("call")
         step, given = self._recorder.step, list[Any]([args, kwargs])
         last = step["batches"][-1] if step["batches"] else None
-        lengths = next((list(each.shape[:2]) for each in inputs if each.ndim), [])
-        if last and last["time_first"]:
-            given = inputs = samples_first(inputs, last["rows"])
-            outputs = samples_first(outputs, last["rows"])
-        elif not last and self._recorder.settings.time_first and len(lengths) == 2:
-            # Without what has samples in other dimensions, such as a state.
-            given, outputs = (
-                [each.transpose(0, 1) for each in tensors if each.shape[1:2] == (lengths[1],)]
-                for tensors in (inputs, outputs)
-            )
+        lengths = _lengths_of(inputs)
+        columns = self._columns_of(last, lengths)
+        if columns:
+            given, outputs = (_samples_first(each, columns, last is not None) for each in (inputs, outputs))
             inputs = given
         count = _count_of(args, inputs, last)
         samples = [key for _, key in last["keys"]] if last else []
@@ -267,6 +261,12 @@ class TrainingWatch:
             }
         )
         self._inner = []
+
+    def _columns_of(self, last: dict[str, Any] | None, lengths: list[int]) -> int:
+        """The number of samples if they are columns, else 0."""
+        if last is not None:
+            return int(last["rows"]) if last["time_first"] else 0
+        return lengths[1] if self._recorder.settings.time_first and len(lengths) == 2 else 0
 
     # ---- backward passes -----------------------------------------------------------------------------
 
@@ -389,6 +389,17 @@ def _is_without_numbers() -> bool:
 
 def _have_numbers(parameters: Iterable[Tensor]) -> bool:
     return not any(nn.parameter.is_lazy(each) or each.is_meta for each in parameters)
+
+
+def _lengths_of(inputs: list[Tensor]) -> list[int]:
+    return next((list(each.shape[:2]) for each in inputs if each.ndim), [])
+
+
+def _samples_first(tensors: list[Tensor], columns: int, of_loader: bool) -> list[Tensor]:
+    """What a module takes or returns, with samples as rows; without a loader, only what has them as columns."""
+    if of_loader:
+        return samples_first(tensors, columns)
+    return [each.transpose(0, 1) for each in tensors if each.shape[1:2] == (columns,)]
 
 
 def _count_of(args: Any, inputs: list[Tensor], last: dict[str, Any] | None) -> int:
