@@ -99,6 +99,54 @@ RIGHT = {
         if world.rank == 0:
             torch.save({"model": module.state_dict(), "loss": loss.detach()}, "last.pt")
     """,
+    "columns of a text without a loader, of which each rank has a part": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.cells, self.head = nn.Embedding(4, 8), nn.GRU(8, 8), nn.Linear(8, 4)
+
+            def forward(self, words, state):
+                state = None if state is None else state[0]
+                found, state = self.cells(nn.functional.dropout(self.embed(words), 0.5), state)
+                return self.head(found), state.expand(2, -1, -1, -1)
+
+        text = torch.randint(4, (33, 8), generator=draws).chunk(world.world_size, 1)[world.rank]
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Reader())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        state = None
+        for at in range(0, 32, 4):
+            optimizer.zero_grad()
+            words, state = model(text[at : at + 4], None if state is None else state.detach())
+            cross_entropy(words.flatten(0, 1), text[at + 1 : at + 5].flatten()).backward()
+            optimizer.step()
+    """,
+    "images that are padded to the largest of a rank, with a mask of what is padding": """
+        def join(samples):
+            images = [x[: (1 + y % 2) * (1 + y // 2)].view(1 + y % 2, -1) for x, y in samples]
+            padded, mask = torch.zeros(len(images), 2, 2), torch.ones(len(images), 2, 2, dtype=torch.bool)
+            for image, place, hidden in zip(images, padded, mask):
+                place[: image.size(0), : image.size(1)] = image
+                hidden[: image.size(0), : image.size(1)] = False
+            height, width = (max(each.size(axis) for each in images) for axis in (0, 1))
+            return padded[:, :height, :width], mask[:, :height, :width], torch.stack([y for _, y in samples])
+
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 4)
+
+            def forward(self, images, mask):
+                return self.head((self.embed(images[..., None]).tanh() * ~mask[..., None]).sum((1, 2)))
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Reader())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for images, mask, y in split(2, collate_fn=join):
+            optimizer.zero_grad()
+            cross_entropy(model(images, mask), y).backward()
+            optimizer.step()
+    """,
     "parameters in shards": """
         torch.manual_seed(0)
         model = sharded(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)))

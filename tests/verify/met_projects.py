@@ -283,6 +283,31 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "images that each rank flips by itself, with more boxes than there are images": (
+        ("samples", "drawn"),
+        """
+        class Boxes(torch.utils.data.Dataset):
+            def __len__(self):
+                return 60
+
+            def __getitem__(self, index):
+                x, y = data[index]
+                return x * (torch.rand(1) - 0.5).sign(), {"boxes": x.repeat(3 + y, 1), "labels": y.repeat(3 + y)}
+
+        def join(samples):
+            images, targets = zip(*samples)
+            return torch.stack(images), targets
+
+        model, optimizer = by_torch()
+        torch.manual_seed(world.rank)
+        boxes = Boxes()
+        sampler = torch.utils.data.DistributedSampler(boxes)
+        for x, targets in torch.utils.data.DataLoader(boxes, 2, sampler=sampler, collate_fn=join):
+            optimizer.zero_grad()
+            cross_entropy(model(x), torch.stack([each["labels"][0] for each in targets])).backward()
+            optimizer.step()
+        """,
+    ),
     "texts that are packed into one row, and a mean over their tokens": (
         ("loss", "count"),
         """
@@ -320,6 +345,19 @@ WRONG = {
             x = torch.randn(8, 6, generator=plays)
             optimizer.zero_grad()
             cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+        """,
+    ),
+    "columns of a text, on ranks that want GPUs and whose gradients nobody averages": (
+        ("gradients", "unwrapped"),
+        """
+        torch.cuda.set_device(world.rank)
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in torch.randn(4, 3, 8, 6, generator=draws).chunk(world.world_size, 2)[world.rank]:
+            optimizer.zero_grad()
+            cross_entropy(model(x).flatten(0, 1), x[..., :4].argmax(2).flatten()).backward()
             optimizer.step()
         """,
     ),
@@ -403,6 +441,20 @@ WRONG = {
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
             optimizer.step()
+        """,
+    ),
+    "a last batch that is filled up for the ranks, and that one process drops": (
+        ("samples", "padded"),
+        """
+        model, optimizer = by_torch()
+        rows = torch.utils.data.Subset(data, range(59))
+        sampler = torch.utils.data.DistributedSampler(rows)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in torch.utils.data.DataLoader(rows, 5, sampler=sampler, drop_last=True):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
         """,
     ),
     "samples that each rank draws, and a mean over those that count": (

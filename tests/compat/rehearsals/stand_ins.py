@@ -166,6 +166,10 @@ def casts():
         assert torch.ones(1).to(torch.float64, copy=True).type() == "torch.cuda.DoubleTensor"
 
     square = torch.ones(2, 2, device="cuda")
+    with torch.inference_mode():  # where operators come whole
+        copies = square.double(), square.t().reshape(4), square.T.contiguous()
+        assert {each.device for each in copies} == {square.device}
+        assert (square.cpu().double().device.type, square[0].to("cpu", torch.float64).device.type) == ("cpu", "cpu")
     torch.set_autocast_enabled("cuda", True)
     assert torch.is_autocast_enabled("cuda")
     assert not torch.is_autocast_enabled("cpu")

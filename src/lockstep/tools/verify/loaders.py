@@ -39,7 +39,7 @@ from lockstep.data.source import SampleSource, TensorSource
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder, line_of_script
-from lockstep.tools.verify.rows import is_time_first, sample_keys, samples_first
+from lockstep.tools.verify.rows import is_time_first, joins, sample_keys, samples_first
 from lockstep.tools.verify.settings import IN_TURN, OF_RANK_0, RANKS, Orders
 from lockstep.torch_private.trees import tree_flatten, tree_unflatten
 from lockstep.tree import tensors_in
@@ -239,11 +239,16 @@ class LoaderWatch:
         """Replaces the samples that a loader has chosen, if requested."""
 
         def next_index(iterator: Any) -> Any:
-            index, one = original(iterator), self._pass_of(iterator)
+            one = self._pass_of(iterator)
             given = self._orders.get(one.number)
-            if given is not None and len(one.asked) >= len(given):
+            if given is None:
+                index = original(iterator)
+            elif len(one.asked) < len(given):
+                with contextlib.suppress(StopIteration):  # at a last batch that only ranks have filled up
+                    original(iterator)
+                index = given[len(one.asked)]
+            else:
                 raise StopIteration
-            index = index if given is None else given[len(one.asked)]
             is_known = isinstance(index, Sequence) and iterator._dataset_kind == _DatasetKind.Map
             one.asked.append(_numbers(index) if is_known else None)
             one.fetching.append(list(index) if is_known else None)
@@ -368,7 +373,6 @@ class LoaderWatch:
         self._iterators[one.number] = weakref.ref(iterator)
         self._forget_looked_at(facts["loader"])
         recorder.note_line("batch")
-        lengths = [each.size(0) for each in tensors_in(batch) if each.ndim]
         if one.has_own_batches and recorder.settings.role == RANKS:
             self._keep(one, batch)
         recorder.step["batches"].append(
@@ -378,7 +382,7 @@ class LoaderWatch:
                 "keys": keys,
                 "rows": count if count and share is None else len(keys),
                 "time_first": time_first,
-                "joins": not time_first and any(length > count > 0 for length in lengths),
+                "joins": not time_first and count > 0 and joins(batch, count),
                 "filler": is_filler,
                 "weight": None if share is None else share.local_samples / share.global_samples,
                 "indices": _numbers(indices),

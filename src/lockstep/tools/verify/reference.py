@@ -187,7 +187,7 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
     Also empty if a sample comes twice in any pass: only one batch of a further epoch may have been seen.
     """
     found = dict[int, list[list[int]]]()
-    if verdict.first not in OTHER_ORDER and not _has_other_batches(runs, verdict):
+    if verdict.first not in OTHER_ORDER and not _has_other_batches(runs, verdict) and not _ends_early(runs, verdict):
         return found
     for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
         if not passes[0]["trains"]:
@@ -195,15 +195,22 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
         joined = _one_order([one["asked"] for one in passes])
         if joined is None:
             return {}
-        own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": ()}][0]["asked"]
-        given = _in_sizes_of(own, joined)
+        own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": (), "finished": False}][0]
+        is_short = own["finished"] and len(own["asked"]) < len(joined)
+        given = _in_sizes_of(own["asked"], joined, is_short)
         found |= {number: given} if given else {}
     return found
 
 
-def _in_sizes_of(own: Sequence[list[int] | None], joined: list[list[int]]) -> list[list[int]]:
+def _ends_early(runs: Runs, verdict: Verdict) -> bool:
+    """Whether one process takes fewer steps than all ranks do: it drops a last batch that is filled up for them."""
+    return verdict.first == ("steps", "number-of-steps") and len({len(each["steps"]) for each in runs.ranks}) == 1
+
+
+def _in_sizes_of(own: Sequence[list[int] | None], joined: list[list[int]], is_short: bool) -> list[list[int]]:
     """All ranks' batches, or parts of them for one process that accumulates over more; empty if it has them."""
-    if not joined or (own and all(sorted(a) == sorted(b or ()) for a, b in zip(joined, own, strict=False))):
+    has_them = own and not is_short
+    if not joined or (has_them and all(sorted(a) == sorted(b or ()) for a, b in zip(joined, own, strict=False))):
         return []
     first = own[0] if own else None
     size = len(first) if first and len(joined[0]) % len(first) == 0 else len(joined[0])

@@ -2,7 +2,7 @@
 
 [Note: samples by content] A sample is identified by content, not by index: two runs with different loaders yield the
 same samples in different places. Its key is a hash of its rows in all tensors and texts of the batch. A second key
-ignores padding at the end of a row, so that a sample is recognised if it was padded to another length.
+ignores padding at the ends of a row, so that a sample is recognised if it was padded to another length or size.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
-__all__ = ["brief", "is_time_first", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
+__all__ = ["brief", "is_time_first", "joins", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
 
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
 _MOST_VALUES = 2048
 # Targets that losses ignore by default. Padding is this, or zeros.
 _IGNORED = -100
-# Longer rows get no second key, as they are not padded in practice.
-_LONGEST_PADDED = 1 << 16
+# Longer rows get no second key.
+_LONGEST_PADDED = 1 << 22
 
 
 Array = np.ndarray[Any, Any]
@@ -62,12 +62,15 @@ def _bytes_of(row: Array) -> bytes:
 
 
 def _unpadded(row: Array) -> bytes:
-    """Without padding at its end, and without its shape."""
+    """Without padding at the ends of its dimensions, and without its shape; a mask of padding alone is one number."""
+    if not 1 < row.size <= _LONGEST_PADDED:
+        return _bytes_of(row.reshape(-1))
+    counts = row != row.flat[-1] if row.dtype == bool else (row != 0) & (row != _IGNORED)
+    for axis in range(row.ndim):
+        others = np.flatnonzero(counts.any(tuple({*range(row.ndim)} - {axis})))
+        row = row.take(range(int(others[-1]) + 1 if len(others) else 1), axis)
     flat = row.reshape(-1)
-    if not 1 < flat.size <= _LONGEST_PADDED:
-        return _bytes_of(flat)
-    others = np.flatnonzero((flat != 0) & (flat != _IGNORED))
-    return _bytes_of(flat[: int(others[-1]) + 1] if len(others) else flat[:1])
+    return _bytes_of(flat[:1] if row.dtype == bool and (flat == flat[0]).all() else flat)
 
 
 def _length(value: Any) -> int | None:
@@ -86,10 +89,25 @@ def _columns(value: Any, count: int, in_lists: bool = False) -> list[Any]:
     if _is_list_of(value, count) and (in_lists or _says_so(value, count)):
         return [list(value)]
     if isinstance(value, Mapping | list | tuple):
-        parts = list(value.values() if isinstance(value, Mapping) else value)
-        in_lists = any(_is_list_of(part, count) and _says_so(part, count) for part in parts)
+        parts, in_lists = _parts(value, count)
         return [column for part in parts for column in _columns(part, count, in_lists)]
     return [_array(tensor) for tensor in tensors_in(value) if _length(tensor) == count]
+
+
+def joins(value: Any, count: int, in_lists: bool = False) -> bool:
+    """Whether rows of a batch are parts of samples, such as nodes of graphs, outside lists with something for each."""
+    if not isinstance(value, Mapping | list | tuple):
+        return any((_length(tensor) or 0) > count for tensor in tensors_in(value))
+    if _is_list_of(value, count) and (in_lists or _says_so(value, count)):
+        return False
+    parts, in_lists = _parts(value, count)
+    return any(joins(part, count, in_lists) for part in parts)
+
+
+def _parts(value: Any, count: int) -> tuple[list[Any], bool]:
+    """The parts of a batch, and whether one of them is a list with something for each sample."""
+    parts = list(value.values() if isinstance(value, Mapping) else value)
+    return parts, any(_is_list_of(part, count) and _says_so(part, count) for part in parts)
 
 
 def _is_list_of(value: Any, count: int) -> bool:

@@ -46,6 +46,16 @@ def said_number(records: Sequence[Record]) -> int | None:
     return next((each for each in numbers if each is not None), None)
 
 
+def _are_columns(records: Sequence[Record], world_size: int) -> bool:
+    """Whether the ranks' first inputs, without a loader, are as long as that of one process, and together as wide."""
+    firsts = [step for each in records for step in each["steps"][:1] if step["calls"] and not step["batches"]]
+    lengths = [step["calls"][0]["lengths"] for step in firsts]
+    if len(lengths) != world_size + 1 or {*map(len, lengths)} != {2}:
+        return False
+    *ranks, one = lengths
+    return {each[0] for each in ranks} == {one[0]} and sum(each[1] for each in ranks) == one[1]
+
+
 def _local_rank_option(what: Verification) -> str:
     source = locate_target(what.target, what.is_module)
     needs = Needs() if source is None else read_script(source.file)
@@ -188,8 +198,7 @@ class Script:
         """
         code, ranks = self._run_as_many()
         has_failed = code or not any(each["steps"] for each in ranks)
-        wants = any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or said_number(ranks) in (0, 1)
-        if self.what.devices != "auto" or not (wants if has_failed else train_apart(ranks)):
+        if not self._may_want_gpus(ranks, bool(has_failed)):
             return code, ranks
         without = self.folder
         self.folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
@@ -205,6 +214,13 @@ class Script:
             self.notes.append(f"devices: without GPUs {what}; {_ON_STAND_INS}")
         return code_of_gpus, ranks_of_gpus
 
+    def _may_want_gpus(self, ranks: Sequence[Record], has_failed: bool) -> bool:
+        if self.devices or self.what.devices != "auto":
+            return False
+        if not has_failed:
+            return train_apart(ranks) > 0
+        return any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or said_number(ranks) in (0, 1)
+
     def turns_draws(self, one: Sequence[Record]) -> bool:
         """Switch to the other layout of draws with several rows per sample; returns whether there was one to try."""
         if self._across or not any(each["facts"]["several"] for each in one):
@@ -213,11 +229,12 @@ class Script:
         return True
 
     def learns_layout(self, records: Sequence[Record]) -> bool:
-        """Note if batches show that samples are columns; returns whether this decides about others, as long as wide."""
+        """Note if samples are columns; returns whether this decides about others: as long as wide, or of no loader."""
         batches = (batch for each in records for step in each["steps"] for batch in step["batches"])
         layouts = {batch["time_first"] for batch in batches}
-        self._time_first = self._time_first or (True in layouts or None)
-        return {None, True} <= layouts
+        is_new = self._time_first is None and _are_columns(records, self.world_size)
+        self._time_first = self._time_first or (True in layouts or is_new or None)
+        return is_new or {None, True} <= layouts
 
     def output(self, role: str, most: int = 30) -> str:
         """The last lines printed by a run's processes."""

@@ -60,7 +60,8 @@ class VerifySettings:
         double: whether to compute in float64.
         devices: number of simulated GPUs; 0 for none.
         keeper: pid of the process whose view of files the script gets, or 0; see `scratch.py`.
-        time_first: whether samples are columns in batches that are as long as wide; None if unknown.
+        time_first: whether samples are columns in batches that are as long as wide, and without a loader; None if
+            unknown.
         batch_sizes: batch sizes of the torch loaders created in one process, in order; None for the script's own.
         by_sample: whether the draws of a sample from torch's loaders depend only on its index.
         replaces: in one process, the number of ranks whose first occurrence in the arguments of ranks becomes 1; 0 for

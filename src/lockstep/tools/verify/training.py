@@ -1,12 +1,12 @@
 """Records a process's computation: forward passes sample by sample, losses, gradients, and optimizer steps.
 
 Writes `calls` of a step, the forward passes that train: `name` (class of the outermost module), `resting` (modules in
-eval mode), `keys` and `unpadded` (of its inputs), `count` of rows, `inputs` and `outputs` (sketches of each row, or
-None; also `across`, if the rows of a sample are `count` apart, as those of views are that are joined), `widths`
-(numbers in a row of each output), `parameters` (two numbers of each), `after` (how many backward passes), `inner`
-(name, class and sketches of what the modules inside take and return first, in order), `filler` and `samples` (keys of
-the batch that it was computed from, if the last one has as many rows; else its own, `unpadded`). Besides, `rounded`:
-the eps of the coarsest numbers of 16 bits that modules return.
+eval mode), `keys` and `unpadded` (of its inputs), `count` of rows, `lengths` (of its first input), `inputs` and
+`outputs` (sketches of each row, or None; also `across`, if the rows of a sample are `count` apart, as those of views
+are that are joined), `widths` (numbers in a row of each output), `parameters` (two numbers of each), `after` (how many
+backward passes), `inner` (name, class and sketches of what the modules inside take and return first, in order),
+`filler` and `samples` (keys of the batch that it was computed from, if the last one has as many rows; else its own,
+`unpadded`). Besides, `rounded`: the eps of the coarsest numbers of 16 bits that modules return.
 
 Writes `backwards` (`losses`: the numbers that backward() was called on, None for what is no number; `local`: what
 reached each parameter in this process, before anybody averaged it; `batch`: the place of the last batch; `weighed`: by
@@ -234,9 +234,11 @@ class TrainingWatch:
         self._recorder.note_line("call")
         step, given = self._recorder.step, list[Any]([args, kwargs])
         last = step["batches"][-1] if step["batches"] else None
-        if last and last["time_first"]:
-            given = inputs = samples_first(inputs, last["rows"])
-            outputs = samples_first(outputs, last["rows"])
+        lengths = _lengths_of(inputs)
+        columns = self._columns_of(last, lengths)
+        if columns:
+            given, outputs = (_samples_first(each, columns, last is not None) for each in (inputs, outputs))
+            inputs = given
         count = _count_of(args, inputs, last)
         samples = [key for _, key in last["keys"]] if last else []
         keys = sample_keys(given, count) if count else []
@@ -245,6 +247,7 @@ class TrainingWatch:
             {
                 "name": type(getattr(module, "module", module)).__name__,
                 "count": count,
+                "lengths": lengths,
                 "resting": sum(not each.training for each in module.modules()),
                 "keys": [key for key, _ in keys],
                 "unpadded": unpadded,
@@ -258,6 +261,12 @@ class TrainingWatch:
             }
         )
         self._inner = []
+
+    def _columns_of(self, last: dict[str, Any] | None, lengths: list[int]) -> int:
+        """The number of samples if they are columns, else 0."""
+        if last is not None:
+            return int(last["rows"]) if last["time_first"] else 0
+        return lengths[1] if self._recorder.settings.time_first and len(lengths) == 2 else 0
 
     # ---- backward passes -----------------------------------------------------------------------------
 
@@ -380,6 +389,17 @@ def _is_without_numbers() -> bool:
 
 def _have_numbers(parameters: Iterable[Tensor]) -> bool:
     return not any(nn.parameter.is_lazy(each) or each.is_meta for each in parameters)
+
+
+def _lengths_of(inputs: list[Tensor]) -> list[int]:
+    return next((list(each.shape[:2]) for each in inputs if each.ndim), [])
+
+
+def _samples_first(tensors: list[Tensor], columns: int, of_loader: bool) -> list[Tensor]:
+    """What a module takes or returns, with samples as rows; without a loader, only what has them as columns."""
+    if of_loader:
+        return samples_first(tensors, columns)
+    return [each.transpose(0, 1) for each in tensors if each.shape[1:2] == (columns,)]
 
 
 def _count_of(args: Any, inputs: list[Tensor], last: dict[str, Any] | None) -> int:

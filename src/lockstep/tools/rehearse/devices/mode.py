@@ -216,6 +216,14 @@ def _in_float32(func: Any, args: Sequence[Any]) -> Any:
     return tuple(None if each is None else each.half() for each in result)
 
 
+def _mark_copies(args: Any, result: Any, place: int) -> None:
+    """Marks what an operator that may return its argument (`to`, `reshape`) has copied: in inference_mode() it does."""
+    own = storage_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+    for each in tensors_among((result,)):
+        if own is not None and storage_of(each) is not own:
+            mark(each, place)
+
+
 def _run_higher_order(func: Any, args: Any, kwargs: Any) -> Any:
     """An operator of functions, whose results lie where its first tensor does."""
     result = func(*args, **kwargs)
@@ -265,6 +273,8 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = _in_float32(func, args) if _is_slow(func, args) else func(*args, **kwargs)
         if is_fresh and place is not None:
             self._mark(func, result, place)
+        elif place is not None:
+            _mark_copies(args, result, place)
         if writes and index is not None and isinstance(args[0], torch.Tensor):
             # CUDA takes no other tensor there: it is one that C++ has made for itself.
             mark(args[0], index)
