@@ -193,13 +193,7 @@ def check_own_batches(batch_sampler: object, own: object) -> None:
 
 
 def is_fixed(what: str, name: str, value: object) -> DataError:
-    """The error for who assigns to an attribute of a loader that stays as the loader was made with it.
-
-    Args:
-        what: the attribute, as the script has written it.
-        name: the argument of the loader that it stands for.
-        value: assigned.
-    """
+    """The error for assigning `value` to an attribute that stays as the loader's argument `name` made it."""
     shown = value if isinstance(value, int | float | str | None) else f"<{type(value).__name__}>"
     return DataError(
         f"loader.{what} = {shown}: what a loader makes its batches from cannot be changed. Create a new loader, and "

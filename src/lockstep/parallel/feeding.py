@@ -139,12 +139,7 @@ class Feeding:
         self._plain_feed = PLAIN
 
     def look(self, inputs: Any, trains: bool) -> BatchShare | None:
-        """The share of a forward pass that needs no weight, if it is known without asking other ranks. Local.
-
-        Args:
-            inputs: positional and keyword arguments of the model.
-            trains: the model is in training mode.
-        """
+        """The share of a forward pass that needs no weight, if it is known without asking other ranks. Local."""
         held = batch.hand.held()
         if held is not None:
             return held
