@@ -38,7 +38,8 @@ class Operators(TorchDispatchMode):
 
 def compare_claims() -> set[str]:
     """The operators of the writing of a new claim that make a host wait; it ends with a copy on the device."""
-    claims = Claims(dist.group.WORLD, META)
+    group: Any = dist.group.WORLD
+    claims = Claims(group, META)
     claims.travel_in(torch.empty(NUM_ELEMENTS, device=META))
     with Operators() as operators:
         claims.write("8 rows")
@@ -82,3 +83,33 @@ def ask_for_unused() -> tuple[list[bool], list[frozenset[int]]]:
 
 def test_who_has_used_all_parameters_reads_nothing() -> None:
     assert run_ranks(ask_for_unused, 2) == [([False, True], [frozenset(), frozenset()])] * 2
+
+
+class Counting:
+    """A group whose all_reduces are counted."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.lengths = group, list[int]()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.lengths.append(len(tensors[0]))
+        return self.group.allreduce(tensors, options)
+
+
+def count_all_reduces() -> list[int]:
+    model: Any = lockstep.DistributedDataParallel(torch.nn.Linear(5, 3))
+    model(torch.ones(2, 5)).mean().backward()  # the first compares parameters, too
+    counting = Counting(model.process_group)
+    model.zero_grad()
+    with (
+        mock.patch.object(model._reducer._transport, "_group", counting),
+        mock.patch.object(model._agreement.claims, "_group", counting),
+        mock.patch.object(dist, "all_reduce", side_effect=AssertionError("another collective")),
+    ):
+        model(torch.ones(2, 5)).mean().backward()
+    return counting.lengths
+
+
+def test_a_step_is_one_all_reduce_for_each_bucket() -> None:
+    """Over a group that compares no descriptions: the claim travels in the last one."""
+    assert run_ranks(count_all_reduces, 2, backend="gloo") == [[32 + NUM_ELEMENTS]] * 2
