@@ -36,6 +36,7 @@ ALLOWED = {
     "lockstep.testing.pool": _OWN_CHILDREN,
     "lockstep.testing.worker": _OWN_CHILDREN,
     "lockstep.tools.capabilities.verbs": "tries the verbs that send objects, on objects of its own",
+    "lockstep.tools.verify.loaders": "batches that ranks of the same script have saved, in verify's own folder",
 }
 
 

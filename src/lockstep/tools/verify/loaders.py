@@ -1,6 +1,6 @@
 """Records the samples of every batch of loaders, and gives the one process the batches of all ranks.
 
-[Note: streams of ranks] A stream (an IterableDataset), or a loader without a batch size, has no order that one process
+[Note: given streams] A stream (an IterableDataset), or a loader without a batch size, has no order that one process
 could be given, nor a size. So each rank saves the batches that it trains on, unless they are too large or cannot be
 saved, and one process is given these: one of each rank at a time, joined, or if it makes the passes of all ranks, one
 after the other.
@@ -11,7 +11,7 @@ of the step its loader takes it for, or None; `indices` of the dataset or None),
 sizes of torch's loaders, in the order in which they were made: what the script said, and what they have), `loaders`
 (see `_describe`) and `passes` (`loader`, `anew`: it is the first one over this object, `line`, `keys`, `trains`,
 `optimizer`: that has stepped last by it, `finished`, `asked`: the indices of each batch, None where they are no
-numbers, `endless`: has no length, `stream` and `kept`: see [Note: streams of ranks], `epoch`: that its sampler was
+numbers, `endless`: has no length, `stream` and `kept`: see [Note: given streams], `epoch`: that its sampler was
 told).
 """
 
@@ -278,7 +278,7 @@ class LoaderWatch:
             self._depth -= 1
 
     def _batch_of_ranks(self, one: _Pass) -> Any:
-        """The next batch that one process is given of the ranks' streams; see [Note: streams of ranks]."""
+        """The next batch that one process is given of the ranks' streams; see [Note: given streams]."""
         settings = self._recorder.settings
         number, rank = divmod(one.given, settings.world_size) if settings.streams == IN_TURN else (one.given, None)
         ranks = range(settings.world_size) if rank is None else [rank]
@@ -373,8 +373,7 @@ class LoaderWatch:
         self._iterators[one.number] = weakref.ref(iterator)
         self._forget_looked_at(facts["loader"])
         recorder.note_line("batch")
-        if one.has_own_batches and recorder.settings.role == RANKS:
-            self._keep(one, batch)
+        self._keep(one, batch)
         recorder.step["batches"].append(
             {
                 "loader": facts["loader"],
@@ -390,7 +389,9 @@ class LoaderWatch:
         )
 
     def _keep(self, one: _Pass, batch: Any) -> None:
-        """Save a batch of a stream for the one process; see [Note: streams of ranks]."""
+        """Save a batch of a stream for the one process; see [Note: given streams]."""
+        if not one.has_own_batches or self._recorder.settings.role != RANKS:
+            return
         path = self._recorder.settings.file("stream", one.number, len(one.facts["keys"]) - 1, self._recorder.rank)
         try:
             with self._recorder.aside():

@@ -21,7 +21,7 @@ from lockstep.tools.verify.reference import (
 )
 from lockstep.tools.verify.samples import Record
 from lockstep.tools.verify.script import Script, said_number
-from lockstep.tools.verify.settings import HALVES, ONE, RANKS, Verification
+from lockstep.tools.verify.settings import HALVES, ONE, RANKS, Orders, Verification
 from lockstep.tools.verify.step import Runs, counted
 from lockstep.tools.verify.verdict import Verdict, first_steps, judge
 
@@ -156,14 +156,29 @@ def _comes_further(second: Verdict, first: Verdict) -> bool:
 
 
 def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdict:
+    """The verdict on these runs; if one process reads other samples than the ranks, on one that is given theirs."""
+    by_itself = judge(runs, script.failure_of_ranks)
+    orders = order_of_ranks(runs, by_itself)
+    script.streams = "" if orders else streams_of_ranks(runs, by_itself)
+    _, given = script.run(ONE, sizes, orders) if orders or script.streams else (0, [])
+    streams = script.streams if has_begun(given) else ""
+    script.streams = streams
+    verdict = _judged_again(script, Runs(runs.ranks, *given) if has_begun(given) else runs, sizes, orders)
+    script.streams = ""
+    if streams:
+        return _beside_streams(runs, by_itself, verdict)
+    why = why_not_given(runs) if verdict.first == ("samples", "order") else ""
+    if why:
+        return Verdict(script.world_size, unknown=why)
+    if orders and verdict.first not in OTHER_ORDER:
+        verdict.notes.append(_GIVEN)
+    return verdict
+
+
+def _judged_again(script: Script, runs: Runs, sizes: tuple[int | None, ...], orders: Orders) -> Verdict:
+    """The verdict on these runs, and if something differs, on further ones that measure rounding and evaluation."""
     failure = script.failure_of_ranks
     verdict = judge(runs, failure)
-    orders, by_itself = order_of_ranks(runs, verdict), (runs, verdict)
-    script.streams = "" if orders else streams_of_ranks(runs, verdict)
-    if orders or script.streams:
-        _, given = script.run(ONE, sizes, orders)
-        runs = Runs(runs.ranks, *given) if has_begun(given) else runs
-        verdict = judge(runs, failure)
     if verdict.code != 0 or any(each.startswith(LOGGED) for each in verdict.notes):
         _, again = script.run(HALVES, sizes, orders)
         runs = Runs(runs.ranks, runs.one, *again)
@@ -173,13 +188,6 @@ def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdic
         if verdict.first[0] == "evaluated":
             _, moved = script.run(ONE, sizes, {**orders, **evaluation_of_first(runs)})
             verdict = judge(dataclasses.replace(runs, moved=moved[0] if moved else None), failure)
-    if script.streams and runs is not by_itself[0]:
-        return _beside_streams(*by_itself, verdict)
-    why = why_not_given(runs) if verdict.first == ("samples", "order") else ""
-    if why:
-        return Verdict(script.world_size, unknown=why)
-    if orders and verdict.first not in OTHER_ORDER:
-        verdict.notes.append(_GIVEN)
     return verdict
 
 
