@@ -92,8 +92,8 @@ _WORDS = {
     ),
     "padded": (
         "{extra} used twice: the last batch was padded so that all ranks get the same number",
-        "drop the last batch (drop_last=True for the DistributedSampler, too), or use lockstep.DataLoader, which splits "
-        "it without padding",
+        "drop the last batch (drop_last=True for the DistributedSampler, too), or use lockstep.DataLoader, which "
+        "splits it without padding",
     ),
     "drawn samples": (
         "the same index gives different data: it is drawn from each rank's own stream "
