@@ -40,7 +40,7 @@ def compare_claims() -> set[str]:
     """The operators of the writing of a new claim that make a host wait; it ends with a copy on the device."""
     group: Any = dist.group.WORLD
     claims = Claims(group, META)
-    claims.travel_in(torch.empty(NUM_ELEMENTS, device=META))
+    claims.set_elements(torch.empty(NUM_ELEMENTS, device=META))
     with Operators() as operators:
         claims.write("8 rows")
     assert operators.names.pop() == "aten::copy_"

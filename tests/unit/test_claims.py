@@ -22,7 +22,7 @@ def verdicts(claims: list[str], dtype: torch.dtype) -> list[bool]:
     ranks = [Claims(NO_GROUP, torch.device("cpu")) for _ in claims]
     elements = [torch.empty(NUM_ELEMENTS, dtype=dtype) for _ in claims]
     for rank, claim, own in zip(ranks, claims, elements, strict=True):
-        rank.travel_in(own)
+        rank.set_elements(own)
         rank.write(claim)
     average: Tensor = sum(own / len(claims) for own in elements)  # type: ignore[assignment]
     return [differs(rank, own.copy_(average)) for rank, own in zip(ranks, elements, strict=True)]
@@ -57,7 +57,7 @@ def test_half_of_the_ranks_may_differ_and_all_in_pairs() -> None:
 
 def test_a_later_claim_replaces_the_first() -> None:
     claims, elements = Claims(NO_GROUP, torch.device("cpu")), torch.empty(NUM_ELEMENTS)
-    claims.travel_in(elements)
+    claims.set_elements(elements)
     written = []
     for claim in ("a", "b", "a"):
         claims.write(claim)

@@ -50,7 +50,7 @@ class Claims:
         # With a GPU: the claim, its `_unset`, the averaged elements on the host, and the event after their copy.
         self._unread: list[tuple[str, int, torch.Tensor, torch.cuda.Event]] = []
 
-    def travel_in(self, elements: torch.Tensor) -> None:
+    def set_elements(self, elements: torch.Tensor) -> None:
         """Write claims to these elements from now on. Local.
 
         Args:
@@ -98,7 +98,7 @@ class Claims:
         elements = self._elements
         if elements is None:
             elements = torch.zeros(NUM_ELEMENTS, dtype=torch.int32, device=self._device)  # exact on any wire
-            self.travel_in(elements)
+            self.set_elements(elements)
         self.write(claim)
         self._group.allreduce([elements], all_reduce_options(dist.ReduceOp.SUM)).wait()
         self.read()

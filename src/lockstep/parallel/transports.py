@@ -32,7 +32,7 @@ __all__ = ["GroupTransport", "Transport", "make_transport"]
 class GroupTransport:
     """One asynchronous all_reduce per bucket, by any process group; sharded parameters' buckets go to their owners.
 
-    The last bucket takes the claim along ([Note: claims as bits]), and is sent in `finish`, when that is known.
+    The last bucket carries the claim ([Note: claims as bits]), and is sent in `finish`, when the claim is known.
 
     Args:
         plans: the parameters in each bucket, and their positions.
@@ -97,7 +97,7 @@ class GroupTransport:
         else:
             buffer = torch.zeros(numel, dtype=plan.dtype, device=plan.device)
         if bucket == self._carrier:
-            self._agreement.claims.travel_in(buffer[-NUM_ELEMENTS:])
+            self._agreement.claims.set_elements(buffer[-NUM_ELEMENTS:])
         return buffer
 
     def buffer(self, bucket: int) -> torch.Tensor:
