@@ -150,13 +150,13 @@ def texts_that_differ(text: str, group: dist.ProcessGroup, device: torch.device)
 
 
 def first_that_differ(text: str, group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, str]]:
-    """Rank and text of the first rank, and of the first with another text; there must be one. Collective."""
+    """Rank and text of the first rank, and of the first with another text, or of itself again. Collective."""
     own = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
     lengths = gather(torch.tensor(len(own), device=device), group)
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
     padded[: len(own)] = own
     texts = [bytes(row.numpy()).rstrip(b"\0").decode() for row in gather(padded.to(device), group)]
-    other = next(rank for rank, each in enumerate(texts) if each != texts[0])
+    other = next((rank for rank, each in enumerate(texts) if each != texts[0]), 0)
     return [(dist.get_global_rank(group, rank), texts[rank]) for rank in (0, other)]
 
 

@@ -205,7 +205,7 @@ def test_an_expanded_buffer_is_named(world_size: int) -> None:
 
 
 def test_a_group_is_needed() -> None:
-    with pytest.raises(NotInitialized, match=r"call lockstep.init\(\) first"):
+    with pytest.raises(NotInitialized, match=r"Call lockstep.init\(\) first"):
         DistributedDataParallel(mlp())
 
 

@@ -194,7 +194,9 @@ def train_in_evaluation_mode(kind: str) -> str:
     return "no batch"
 
 
-@pytest.mark.parametrize(("kind", "words"), [("slice", "takes 3 of the 4 samples"), ("other", "cannot tell how many")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("slice", "uses 3 of this rank's 4 samples"), ("other", "cannot tell how many")]
+)
 def test_gradients_of_parameters_in_evaluation_mode_are_not(kind: str, words: str) -> None:
     assert all(words in error for error in run_ranks(train_in_evaluation_mode, 2, kind))
 

@@ -113,7 +113,7 @@ def consolidate() -> tuple[bool, bool]:
         compare(optimizer.state_dict(), plain_optimizer.state_dict())  # on this rank alone
         return True, True
     error = error_of(optimizer.state_dict)
-    return isinstance(error, CheckpointError), "to rank 1 alone" in str(error)
+    return isinstance(error, CheckpointError), "on rank 1 only" in str(error)
 
 
 @backends
@@ -291,7 +291,7 @@ def reshape_inside() -> str:
 
 def test_what_is_changed_keeps_its_shape() -> None:
     for text in run_ranks(reshape_inside, 2):
-        assert text.startswith("a parameter of shape [7] and torch.float64 was given one of shape [3]")
+        assert "a parameter of shape [7] and torch.float64 was given one of shape [3]" in text
 
 
 def load_others() -> str:

@@ -12,6 +12,7 @@ left. Nothing is compared while a CUDA graph is captured: it repeats one step, a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -47,15 +48,11 @@ class Claims:
         # Elements on the host are written and read as bytes, which takes a fraction of any operator's time.
         self._memory: memoryview | None = None
         self._claim, self._unset = "", 0  # as written last
-        # With a GPU: the claim, its `_unset`, the averaged elements on the host, and the event after their copy.
-        self._unread: list[tuple[str, int, torch.Tensor, torch.cuda.Event]] = []
+        # With a GPU: the claim, whether the result on the host differs from it, and the event after its copy.
+        self._unread: list[tuple[str, Callable[[], bool], torch.cuda.Event]] = []
 
     def set_elements(self, elements: torch.Tensor) -> None:
-        """Write claims to these elements from now on. Local.
-
-        Args:
-            elements: shape (NUM_ELEMENTS,), any dtype that is averaged, contiguous.
-        """
+        """Write claims to these elements from now on: contiguous, of shape (NUM_ELEMENTS,) and any dtype. Local."""
         self._elements = elements
         self._memory = _bytes_of(elements) if elements.device.type == "cpu" else None
 
@@ -79,29 +76,34 @@ class Claims:
             CollectiveMismatch: on every rank; the ranks' claims differ, for this step or, on a GPU, for one of the
                 sixteen before.
         """
-        elements = self._elements
+        elements, unset = self._elements, self._unset
         assert elements is not None
         if self._memory is not None:
-            self._check(self._claim, self._unset, self._memory, is_late=False)
+            self._check(self._claim, bool(_number(self._memory) & unset), is_late=False)
         elif not is_capturing(elements.device):
-            self.read_arrived(_MOST_UNREAD)
-            values, event = elements.to("cpu", non_blocking=True, copy=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._unread.append((self._claim, self._unset, values, event))
+            self._read_later(self._claim, elements, lambda values: bool(_number(_bytes_of(values)) & unset))
 
     def exchange(self, claim: str) -> None:
-        """Compare claims by an all_reduce, where no bucket takes them along. Collective.
+        """Compare claims by the call of `texts_that_differ`: if another rank makes that alone, both notice. Collective.
 
         Raises:
             CollectiveMismatch: as in `read`.
         """
-        elements = self._elements
-        if elements is None:
-            elements = torch.zeros(NUM_ELEMENTS, dtype=torch.int32, device=self._device)  # exact on any wire
-            self.set_elements(elements)
-        self.write(claim)
-        self._group.allreduce([elements], all_reduce_options(dist.ReduceOp.SUM)).wait()
-        self.read()
+        if is_capturing(self._device):
+            return
+        pair = torch.full((2,), fingerprint(claim), dtype=torch.int64, device=self._device)
+        pair[1].neg_()
+        self._group.allreduce([pair], all_reduce_options(dist.ReduceOp.MAX)).wait()
+        if self._device.type == "cpu":
+            self._check(claim, bool(pair.sum()), is_late=False)
+        else:
+            self._read_later(claim, pair, lambda values: bool(values.sum()))
+
+    def _read_later(self, claim: str, result: torch.Tensor, differs: Callable[[torch.Tensor], bool]) -> None:
+        self.read_arrived(_MOST_UNREAD)
+        values, event = result.to("cpu", non_blocking=True, copy=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._unread.append((claim, functools.partial(differs, values), event))
 
     def read_arrived(self, num_unread: int) -> None:
         """Check results that have arrived from a GPU, waiting for all but the latest `num_unread`. Local.
@@ -109,13 +111,13 @@ class Claims:
         Raises:
             CollectiveMismatch: the ranks' claims differed.
         """
-        while self._unread and (len(self._unread) > num_unread or self._unread[0][3].query()):  # type: ignore[no-untyped-call]
-            claim, unset, values, event = self._unread.pop(0)
+        while self._unread and (len(self._unread) > num_unread or self._unread[0][2].query()):  # type: ignore[no-untyped-call]
+            claim, differs, event = self._unread.pop(0)
             event.synchronize()
-            self._check(claim, unset, _bytes_of(values), is_late=True)
+            self._check(claim, differs(), is_late=True)
 
-    def _check(self, claim: str, unset: int, averaged: memoryview, is_late: bool) -> None:
-        if not _number(averaged) & unset:
+    def _check(self, claim: str, differs: bool, is_late: bool) -> None:
+        if not differs:
             return
         had = f"rank {dist.get_rank()} had {claim}, another rank did not"
         if not is_late:  # otherwise ranks may have moved on by now
