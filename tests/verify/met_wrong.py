@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from met import UNKNOWN
+
 WRONG = {
     "a split that each rank draws": (
         ("samples", "split"),
@@ -594,27 +596,7 @@ WRONG = {
     ),
     "streams of their own, for parts of the passes of a step, and a divisor that stays": (
         ("loss", "passes"),
-        """
-        import random
-
-        class Stream(torch.utils.data.IterableDataset):
-            def __iter__(self):
-                draw = random.Random(world.rank)
-                while True:
-                    yield data[draw.randrange(60)]
-
-        model, optimizer = by_torch()
-        count = 4 // world.world_size
-        batches = iter(torch.utils.data.DataLoader(Stream(), batch_size=5))
-        x, y = next(batches)
-        for step in range(4):
-            optimizer.zero_grad()
-            for place in range(count):
-                loss = cross_entropy(model(x), y) / 4
-                x, y = next(batches)
-                loss.backward()
-            optimizer.step()
-        """,
+        UNKNOWN["streams of their own, for parts of the passes of a step"][1].replace("/ count", "/ 4"),
     ),
     "a stream in blocks, one for each rank": (
         ("samples", "order"),

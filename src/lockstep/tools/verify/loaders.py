@@ -205,9 +205,9 @@ class LoaderWatch:
         is_new = loader not in self._numbers
         one = self._pass_of(iterator)
         one.number = len(self._passes)
-        is_of_torch = isinstance(iterator, _BaseDataLoaderIter)
-        is_stream = is_of_torch and iterator._dataset_kind == _DatasetKind.Iterable
-        one.has_own_batches = is_stream or (is_of_torch and _batch_size_of(loader) is None)
+        if isinstance(iterator, _BaseDataLoaderIter):
+            is_stream = iterator._dataset_kind == _DatasetKind.Iterable
+            one.has_own_batches = is_stream or self._recorder.facts["made"][vars(loader)[_MADE]] is None
         one.facts = {
             "loader": self._number_of(loader),
             "anew": is_new,
@@ -426,13 +426,6 @@ def _length_of(thing: Any) -> int | None:
         return len(thing)
     except TypeError:
         return None
-
-
-def _batch_size_of(loader: Any) -> int | None:
-    """The batch size of a loader, or of its batch sampler; None if it has none."""
-    sampler = getattr(loader, "batch_sampler", None)
-    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 def _joined(batches: Sequence[Any], dim: int) -> Any:

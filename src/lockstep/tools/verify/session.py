@@ -161,10 +161,13 @@ def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdic
     orders = order_of_ranks(runs, by_itself)
     script.streams = "" if orders else streams_of_ranks(runs, by_itself)
     _, given = script.run(ONE, sizes, orders) if orders or script.streams else (0, [])
-    streams = script.streams if has_begun(given) else ""
-    script.streams = streams
-    verdict = _judged_again(script, Runs(runs.ranks, *given) if has_begun(given) else runs, sizes, orders)
-    script.streams = ""
+    if has_begun(given):
+        theirs = Runs(runs.ranks, *given)
+        verdict = _judged_again(script, theirs, judge(theirs, script.failure_of_ranks), sizes, orders)
+    else:
+        script.streams = ""
+        verdict = _judged_again(script, runs, by_itself, sizes, orders)
+    streams, script.streams = script.streams, ""
     if streams:
         return _beside_streams(runs, by_itself, verdict)
     why = why_not_given(runs) if verdict.first == ("samples", "order") else ""
@@ -175,10 +178,11 @@ def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdic
     return verdict
 
 
-def _judged_again(script: Script, runs: Runs, sizes: tuple[int | None, ...], orders: Orders) -> Verdict:
-    """The verdict on these runs, and if something differs, on further ones that measure rounding and evaluation."""
+def _judged_again(
+    script: Script, runs: Runs, verdict: Verdict, sizes: tuple[int | None, ...], orders: Orders
+) -> Verdict:
+    """The verdict on these runs, or if something differs, on further ones that measure rounding and evaluation."""
     failure = script.failure_of_ranks
-    verdict = judge(runs, failure)
     if verdict.code != 0 or any(each.startswith(LOGGED) for each in verdict.notes):
         _, again = script.run(HALVES, sizes, orders)
         runs = Runs(runs.ranks, runs.one, *again)
