@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
@@ -883,3 +884,66 @@ def batches_joined_said(site: Site) -> None:
         x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         with site.samples(model, 0 if lockstep.is_filler(parts[0]) else len(x)):
             train(site, [(x, y)], model, optimizer)
+
+
+# ---- models in transforms of torch.func ------------------------------------------------------------------
+
+
+def transformed(site: Site, outputs_of: Callable[[nn.Module, Tensor], tuple[Tensor, ...]]) -> None:
+    """The loss contains all of `outputs_of(model, x)`, the first of which is the model's output."""
+    loader, model, optimizer = start(site)
+    for x, y in loader:
+        optimizer.zero_grad()
+        output, *derivatives = outputs_of(model, x)
+        (loss_of(output, y) + sum(each.square().mean() for each in derivatives)).backward()
+        optimizer.step()
+
+
+def along_ones(function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    return torch.func.jvp(function, (x,), (torch.ones_like(x),))
+
+
+@exact
+def outputs_and_their_tangents(site: Site) -> None:
+    transformed(site, along_ones)
+
+
+@exact
+def tangents_in_a_target(site: Site) -> None:
+    """As consistency and mean flow models are trained."""
+    loader, model, optimizer = start(site)
+    for x, y in loader:
+        optimizer.zero_grad()
+        output, tangent = along_ones(model, x)
+        loss_of(output, y - 0.1 * tangent.detach()).backward()
+        optimizer.step()
+
+
+@exact
+def second_derivatives_in_forward_mode(site: Site) -> None:
+    def outputs_of(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        (output, first), (_, second) = along_ones(lambda point: along_ones(model, point), x)
+        return output, first, second
+
+    transformed(site, outputs_of)
+
+
+@exact
+def a_level_of_forward_mode(site: Site) -> None:
+    def outputs_of(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            output, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        assert tangent is not None
+        return output, tangent
+
+    transformed(site, outputs_of)
+
+
+@exact
+def jacobians_of_samples(site: Site) -> None:
+    transformed(site, lambda model, x: (torch.func.vmap(model)(x), torch.func.vmap(torch.func.jacfwd(model))(x)))
+
+
+@exact
+def the_output_of_vjp(site: Site) -> None:
+    transformed(site, lambda model, x: (torch.func.vjp(model, x)[0],))

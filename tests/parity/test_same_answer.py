@@ -210,6 +210,11 @@ def regularised(site: Site) -> None:
     steps(site, loss)
 
 
+def test_forward_mode_derivatives() -> None:
+    assert_same(loops.outputs_and_their_tangents)
+    assert_same(loops.jacobians_of_samples)
+
+
 def test_terms_on_parameters() -> None:
     assert_same(regularised)
 

@@ -34,7 +34,7 @@ from torch.autograd.graph import Node
 from lockstep import batch
 from lockstep.errors import ModelError
 from lockstep.parallel.feeding import Feed
-from lockstep.torch_private.autograd import base_of, current_graph_task_id, without_transforms
+from lockstep.torch_private.autograd import base_of, current_graph_task_id, tensors_within, without_transforms
 from lockstep.torch_private.dynamo import left_out
 from lockstep.tree import map_tensors, tensors_in
 
@@ -62,10 +62,9 @@ class ForwardPass:
         trains: whether the model is in training mode.
 
     Attributes:
-        feed: its samples; its weight is known after `settle`.
+        feed, trains: as given; the weight of `feed` is known after `settle`.
         is_plain: whether gradients need no weight.
         is_filler: whether this rank's samples do not count.
-        trains: whether the model is in training mode.
         claimed_task: the last backward pass for which the batch of its gradients was noted.
     """
 
@@ -144,21 +143,27 @@ class ForwardPass:
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
         """The output, with hooks on its tensors that require a gradient, and the graph nodes of these by number.
 
-        A leaf that is not a parameter of the model is left unchanged: no parameter is reached through it, and a script
-        may differentiate with respect to it.
+        Within transforms of `torch.func`, these are all `tensors_within` the output. A leaf that is not a parameter of
+        the model is left unchanged: a script may differentiate with respect to it.
         """
         roots: dict[int, Node] = {}
-        separate = not self.is_plain and sum(tensor.requires_grad for tensor in tensors_in(output)) > 1
+
+        def find(tensor: torch.Tensor) -> list[torch.Tensor]:
+            layers = [tensor] if self._is_functional else tensors_within(tensor)
+            return [each for each in layers if each.requires_grad and (not each.is_leaf or id(each) in self._own)]
+
+        separate = not self.is_plain and sum(len(find(tensor)) for tensor in tensors_in(output)) > 1
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad or (tensor.is_leaf and id(tensor) not in self._own):
+            if not find(tensor):
                 return tensor
             if separate:
                 tensor = tensor.clone()
             elif tensor.grad_fn is None:  # A leaf would keep the hook beyond this step.
                 tensor = tensor.view_as(tensor)
-            number = _next_number()
-            roots[number] = self._watch(tensor, number)
+            for each in find(tensor):
+                number = _next_number()
+                roots[number] = self._watch(each, number)
             return tensor
 
         return map_tensors(watch, output), roots

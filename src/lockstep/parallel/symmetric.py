@@ -141,11 +141,7 @@ class SymmetricTransport:
         self._rows.pop(bucket, None)
 
     def fill(
-        self,
-        bucket: int,
-        offsets: Sequence[int],
-        views: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
+        self, bucket: int, offsets: Sequence[int], views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> Sequence[int]:
         """Copy gradients that others will reduce; keep those that this rank reduces. Local. See [Note: traffic].
 

@@ -114,11 +114,7 @@ class GroupTransport:
         self._buffers[bucket] = self._allocate(bucket, self._plans[bucket])
 
     def fill(
-        self,
-        bucket: int,
-        offsets: Sequence[int],
-        views: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
+        self, bucket: int, offsets: Sequence[int], views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> Sequence[int]:
         """Copy the gradients, and leave them all in place: the copy is reduced while the backward pass continues."""
         if not self._ready:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 from lockstep.torch_private.lookup import attribute, need
@@ -16,7 +17,9 @@ __all__ = [
     "current_graph_task_id",
     "current_node",
     "innermost_transform",
+    "outside_transforms",
     "queue_callback",
+    "tensors_within",
     "version_of",
     "will_engine_execute_node",
     "without_transforms",
@@ -40,8 +43,38 @@ version_of: Callable[[torch.Tensor], int] = attribute("torch.Tensor._version", d
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attribute("torch.Tensor._base", default=None)
 """The tensor that a tensor is a view of, for autograd; else None."""
 
-innermost_transform: Callable[[], object | None] = need("torch._C._functorch.peek_interpreter_stack")
+innermost_transform: Callable[[], Any] = need("torch._C._functorch.peek_interpreter_stack")
 """The transform of `torch.func` (grad, vmap, …) that this thread is in; None outside of all."""
 
 without_transforms: Callable[[], AbstractContextManager[object]] = need("torch._C._DisableFuncTorch")
 """A context in which tensors are what they are outside of the transforms of `torch.func`."""
+
+_transform_of: Callable[[torch.Tensor], int] = need("torch._C._functorch.maybe_get_level")
+_unwrapped: Callable[[torch.Tensor], torch.Tensor] = need("torch._C._functorch.get_unwrapped")
+_in_outer_transform: Callable[[], AbstractContextManager[object]] = need(
+    "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack"
+)
+
+
+def outside_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is outside of the transforms of `torch.func`: under vmap, the whole batch. Local."""
+    while _transform_of(tensor) >= 0:
+        tensor = _unwrapped(tensor)
+    return tensor
+
+
+def tensors_within(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, its tangents in forward-mode differentiation, and what all these are outside of each transform. Local.
+
+    Gradients that are computed outside of a transform of `torch.func` do not pass through the tensor that a function
+    inside of it sees, but through the one that this wraps.
+    """
+    found, transform = [tensor], innermost_transform()
+    if forward_ad._current_level >= 0 and (transform is None or transform.key().name == "Jvp"):
+        tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+        found += [] if tangent is None else [tangent]
+    if transform is None:
+        return found
+    wrapped = [each for each in found if _transform_of(each) == transform.level()]
+    with _in_outer_transform():
+        return found + [inner for each in wrapped for inner in tensors_within(_unwrapped(each))]

@@ -62,11 +62,7 @@ class ShardedTransport(SymmetricTransport):
         self._sharded[bucket] = self._find_shares(bucket)
 
     def fill(
-        self,
-        bucket: int,
-        offsets: Sequence[int],
-        views: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
+        self, bucket: int, offsets: Sequence[int], views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> Sequence[int]:
         """Copy whole gradients: a share left where autograd wrote it would keep the whole gradient until the step."""
         shares = self._sharded[bucket]
