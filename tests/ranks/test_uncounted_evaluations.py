@@ -13,7 +13,7 @@ import lockstep
 from ddp_checks import warnings_of_lockstep
 from lockstep.testing import run_ranks
 
-WARNING = "nothing was communicated afterwards"
+WARNING = "and nothing was communicated"
 NUM_SAMPLES = 23
 
 
@@ -62,6 +62,20 @@ def test_counts_of_one_rank_are_told_of(epochs: int, backend: str) -> None:
 @pytest.mark.parametrize("after", [by_mean, by_all_reduce])
 def test_counts_that_are_added_up_are_not(after: Callable[[float, int], object], backend: str) -> None:
     assert run_ranks(evaluating, 2, after, 2, backend, init=False) == ["", ""]
+
+
+def gathering_each_batch(group: str) -> str:
+    data = torch.utils.data.TensorDataset(torch.arange(24.0))
+    with warnings_of_lockstep() as messages, lockstep.init(backend=group):
+        for _ in range(2):
+            seen = sum(len(lockstep.all_gather(x)) for (x,) in lockstep.DataLoader(data, 6, evaluation=True))
+            assert seen == len(data)
+    return "\n".join(messages)
+
+
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
+def test_nor_are_those_of_batches_that_were_gathered(backend: str) -> None:
+    assert run_ranks(gathering_each_batch, 2, backend, init=False) == ["", ""]
 
 
 def with_a_loader_that_is_gone() -> str:

@@ -274,7 +274,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         if self.evaluation:
             batch.hand.note_evaluation(rank_batches.fingerprint, world_size)
-        self._evaluations.look()
+        self._evaluations.begin()
         watch_shutdown()
         assert self.generator is not None
         self.generator.manual_seed(derive_seed(b"workers", self.seed, epoch, rank))

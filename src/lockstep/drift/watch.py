@@ -8,10 +8,10 @@ only now and then, or when the world is left. A script that communicates for ano
 gets no warning: `lockstep verify` shows what it trains.
 
 [Note: uncounted evaluations] A loader gives each rank its share of the samples. If the script has iterated over a
-loader with `evaluation=True`, or under no_grad, to its end, and this process communicates nothing until it iterates
-over the loader again or leaves the world, then its counts cover only one rank's samples. Rank 0 says so, once for each
-loader. It need not be a mistake: if each rank writes its own predictions, there is nothing to add up. A loader created
-in the head of a loop is freed before that, so the state at its end is kept here.
+loader with `evaluation=True`, or under no_grad, to its end, and this process communicates nothing from the beginning of
+that iteration until it iterates over the loader again or leaves the world, then its counts cover only one rank's
+samples. Rank 0 says so, once for each loader. It need not be a mistake: if each rank writes its own predictions, there
+is nothing to add up. A loader created in the head of a loop is freed before that, so the state at its end is kept here.
 """
 
 from __future__ import annotations
@@ -69,11 +69,16 @@ class _Watched:
 
 
 class EvaluationWatch:
-    """Whether anything was communicated after the last evaluation by one loader. Local."""
+    """Whether anything was communicated since the last evaluation by one loader began. Local."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._communication: object = None
+        self._communication: object = None  # when the iteration began
+
+    def begin(self) -> None:
+        """An iteration over the loader begins: the last one is over. Local."""
+        self.look()
+        self._communication = _communication()
 
     def end(self, num_local: int, num_total: int, world_size: int) -> None:
         """Note that the loader was iterated to its end, and gave this rank `num_local` of `num_total` samples."""
@@ -81,17 +86,17 @@ class EvaluationWatch:
         if group is None or group.size() != world_size or world_size == 1 or group.rank() != 0:
             return
         self._text = (
-            f"rank 0 evaluated {num_local} of {num_total} samples, and nothing was communicated afterwards, so what "
-            f"the script counted here covers one rank of {world_size}. Count with lockstep.metrics, or add up the "
+            f"rank 0 evaluated {num_local} of {num_total} samples, and nothing was communicated, so what the script "
+            f"counted here covers one rank of {world_size}. Count with lockstep.metrics, or add up the "
             "ranks, such as accuracy = lockstep.mean(torch.tensor(float(right)), n). If each rank keeps its own "
             "results, ignore this"
         )
-        self._communication = _communication()
-        _pending.difference_update([each for each in _pending if each._communication != self._communication])
+        current = _communication()
+        _pending.difference_update([each for each in _pending if each._communication != current])
         _pending.add(self)
 
     def look(self) -> None:
-        """Warn if nothing was communicated since `end`; called before the next iteration and on leaving the world."""
+        """Warn if nothing was communicated since `begin`; called before the next one and on leaving the world."""
         if self._text and self._communication == _communication():
             warn_once(_logger, self._text)
         self._text = ""
