@@ -1,15 +1,12 @@
-"""A number for what a loader takes its batches from, by which the ranks notice that they do not hold the same.
+"""A number for the data of a loader, by which ranks notice that theirs differ.
 
 Each rank takes its part of every batch, so all need the same samples in the same order. A `random_split` or a
-`random.shuffle` of a list of files after `lockstep.init`, which gives each rank random numbers of its own, breaks that,
-and so does a folder that two hosts list in different orders. The number travels with the gradients
-(`parallel/rank_agreement.py`).
+`random.shuffle` after `lockstep.init` breaks that, and so does a folder that two hosts list in different orders. The
+number travels with the gradients (`parallel/rank_agreement.py`).
 
-What is looked at: some indices of a `Subset`, some values of a `TensorDataset`, a tensor or an array, and some of the
-order: enough to tell two orders apart, little enough for data of any size. Where these differ, so does the training.
-What a dataset of the user's own class keeps is its own business: a cache, say, which a rank fills for itself. Of
-floating-point numbers the sign and the magnitude count: what each rank has computed for itself, such as features of a
-frozen model, may differ in the last bits.
+It covers some indices of a `Subset`, some values of a `TensorDataset`, tensor or array, and some of the order. The
+attributes of a user's own class are left out, as each rank may fill a cache by itself. Of floating-point numbers, only
+sign and magnitude count: features that each rank computed by itself may differ in the last bits.
 """
 
 from __future__ import annotations

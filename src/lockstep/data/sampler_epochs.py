@@ -1,9 +1,9 @@
-"""Which epoch a sampler of the user's is in: the loader tells it, unless the script has.
+"""Tells the user's sampler the epoch, unless the script does.
 
-A script that was written for torch's loader calls `sampler.set_epoch(epoch)` itself, and may begin with another epoch
-than 0. So that its call is seen, the method is replaced on that one sampler. What the script has told counts for the
-next iteration; for one without such a call the loader tells the sampler its own epoch. A loader without a sampler has
-an `OwnOrder` in its place, for programs that say `loader.batch_sampler.sampler.set_epoch(epoch)`.
+A script written for torch's loader calls `sampler.set_epoch(epoch)` itself, and may begin with another epoch than 0. To
+notice that call, the method is replaced on that one sampler. An epoch set by the script holds for the next iteration;
+before others, the loader sets its own. A loader without a sampler has an `OwnOrder` in its place, for programs that
+call `loader.batch_sampler.sampler.set_epoch(epoch)`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["OwnOrder", "SamplerEpochs"]
 
 
 class OwnOrder(Sampler[int]):
-    """Stands for the sampler of a loader that orders its samples by itself. It is told epochs, and gives nothing."""
+    """Stands for the sampler of a loader that orders its samples by itself. Only its epoch can be set."""
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration of the loader runs this epoch, as by the loader's own `set_epoch`.
+        """Set the epoch of the loader's next iteration, like the loader's own `set_epoch`.
 
         Raises:
-            DataError: `epoch` is no integer, or negative.
+            DataError: `epoch` is not an integer, or negative.
         """
         check_integer("epoch", epoch, 0)
 
@@ -40,13 +40,13 @@ class OwnOrder(Sampler[int]):
 
 
 class SamplerEpochs:
-    """Stands for the `set_epoch` of one sampler; a class, so that the sampler can be copied.
+    """Replaces the `set_epoch` of one sampler; a class, so that the sampler can be copied.
 
     Args:
-        tell: the method as it was, which makes no note; None for a sampler that has no epochs.
+        tell: the original method; None for a sampler without epochs.
 
     Attributes:
-        told: the epoch that the script has told the sampler since the last one began; None if it has not.
+        told: the epoch that the script has set since the last one began; None if it has not.
     """
 
     def __init__(self, tell: Callable[..., Any] | None) -> None:
@@ -55,7 +55,7 @@ class SamplerEpochs:
 
     @classmethod
     def of(cls, *samplers: Any) -> SamplerEpochs:
-        """Those of the first that has any, of which from now on is noted what it is told. Local."""
+        """Replace the method of the first sampler that has one. Local."""
         for sampler in samplers:
             known = getattr(sampler, "set_epoch", None)
             if isinstance(known, cls):
@@ -68,7 +68,7 @@ class SamplerEpochs:
         return cls(None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the sampler's own."""
+        """The sampler's own method."""
         epoch: Any = next(iter((*args, *kwargs.values())), None)
         is_number = isinstance(epoch, int | np.integer) and not isinstance(epoch, bool)
         self.told = int(epoch) if is_number and epoch >= 0 else None
@@ -76,7 +76,7 @@ class SamplerEpochs:
         return self._tell(*args, **kwargs)
 
     def begin(self, epoch: int) -> None:
-        """An epoch begins: tell the sampler, unless the script just has. Local."""
+        """Set the epoch that begins now, unless the script has set one. Local."""
         if self._tell is not None and self.told is None:
             self._tell(epoch)
         self.told = None

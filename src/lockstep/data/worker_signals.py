@@ -1,13 +1,12 @@
 """Worker processes of a loader leave signals to their rank.
 
-What tells a job to stop reaches its workers as well: a terminal's Ctrl-C and `kill` of a process group, Slurm and
-systemd, which signal every process of a job. A worker that obeys takes away the batches of a rank that means to finish
-its step and save. So workers ignore these signals, from their start on, and end when their rank says so, when it
-ends, or, by the kernel, when it is killed.
+Signals that stop a job reach its workers as well: a terminal's Ctrl-C, `kill` of a process group, and those of Slurm
+and systemd. A worker that obeyed would take away the batches of a rank that wants to finish its step and save. So
+workers ignore these signals, and end when their rank tells them to, when it ends, or, by the kernel, when it is killed.
 
-[Note: ends of workers] multiprocessing ends the workers that are left at the end of a process by SIGTERM, and waits for
-them without a limit. So before that they are killed here, by a finalizer of its own. torch would then raise, in the
-handler of SIGCHLD, that a worker was killed; at that time nobody is left who waits for a batch.
+[Note: ends of workers] When a process ends, multiprocessing sends SIGTERM to its remaining workers, and waits for them
+without a limit. So a finalizer kills them before that. torch's handler of SIGCHLD would then raise an error about a
+killed worker; by that time nobody waits for a batch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _pids: set[int | None] = set()
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """While it is entered workers are started: a signal that comes before they ignore it waits for that."""
+    """A context in which workers are started; signals are held back until the workers ignore them."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows, which has no such signals
         yield
         return
@@ -48,7 +47,7 @@ def held_back() -> Iterator[None]:
 
 @functools.cache
 def _kill_at_end(_: int) -> None:
-    """Once in each process: a forked child has finalizers of its own."""
+    """Once in each process, as a forked child has its own finalizers."""
     util.Finalize(None, _kill_workers, exitpriority=_KILL_PRIORITY)
 
 
@@ -62,7 +61,7 @@ def _kill_workers() -> None:
 
 
 class Shield:
-    """Made where workers are started, called first in each of them."""
+    """Created by the process that starts workers, and called first in each of them."""
 
     def __init__(self) -> None:
         self._signals = signals_for_ranks()
