@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train docs docs-serve test test-all gpu lab samples matrix check lint types doctests layers torch-suite nightly bench failures clean
+.PHONY: help venv site-tools train docs docs-serve test test-all gpu lab samples matrix check lint types doctests layers torch-suite nightly bench failures clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do \
@@ -53,6 +53,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(SITE_TOOLS): $(INSTALLED)
 	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
+
+site-tools: $(SITE_TOOLS)
 
 train: venv ## train on handwritten digits with 2 processes
 	@$(RUN) $(BIN)/lockstep train digits --nproc 2 $(ARGS)

@@ -17,6 +17,7 @@ import datetime
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,9 +33,11 @@ def run_release(release: Release, python: Path, chosen: groups.Choice) -> dict[s
     """All groups of tests with one environment; what failed is printed."""
     results: dict[str, Counts] = {}
     for group in chosen:
+        began = time.monotonic()
         counts = groups.run(group, python, ROOT, environments.FOLDER / "logs" / release.torch)
         results[group.name] = counts
-        print(f"torch {release.torch}, {group.name}: {counts} (passed/failed/skipped)", flush=True)
+        took = f"{time.monotonic() - began:.0f} s"
+        print(f"torch {release.torch}, {group.name}: {counts} (passed/failed/skipped) in {took}", flush=True)
     return results
 
 
