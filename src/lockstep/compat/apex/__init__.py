@@ -59,8 +59,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   fp16_utils.tofp16                           supported
   fp16_utils.fp16_to_fp32                     supported
   fp16_utils.fp32_to_fp16                     supported
-  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam, in float32 for 16-bit parameters;
-                                                         no master_weights
+  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam, in float32 for 16-bit parameters
   optimizers.FusedSGD                         different  torch.optim.SGD; no wd_after_momentum
   optimizers.FusedAdagrad                     different  torch.optim.Adagrad; no adagrad_w_mode
   optimizers.FusedLAMB                        supported
