@@ -67,7 +67,8 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   optimizers.FP16_Optimizer                   different  that of fp16_utils
   optimizers.FusedMixedPrecisionLamb          refused    when constructed: use FusedLAMB with
                                                          amp.initialize(opt_level="O2")
-  normalization.FusedLayerNorm                different  torch.nn.LayerNorm; memory_efficient ignored
+  normalization.FusedLayerNorm                different  torch.nn.LayerNorm; memory_efficient ignored; under
+                                                         torch.autocast in float32, as torch's
   normalization.FusedRMSNorm                  different  torch.nn.RMSNorm, rounded as in Apex; memory_efficient ignored
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
   normalization.MixedFusedRMSNorm             different  as FusedRMSNorm
