@@ -355,6 +355,34 @@ def test_adam_of_16_bit_parameters_computes_in_float32(decoupled: bool) -> None:
     )
 
 
+def test_adam_with_masters_under_a_scaler() -> None:
+    """Capturable on CPUs, where torch's is not. The steps are below float16's, as the unscaled gradients are."""
+    narrow, wide = nn.Parameter(torch.tensor([3.0, -4.0]).half()), nn.Parameter(torch.tensor([3.0, -4.0]))
+    options = {"lr": 1e-4, "weight_decay": 0.1}
+    optimizer = optimizers.FusedAdam([narrow], capturable=True, master_weights=True, **options)
+    reference, scaler = torch.optim.AdamW([wide], **options), torch.amp.GradScaler("cpu")
+    for value in (1e-3, float("inf"), 3e-3):
+        scaler.scale(torch.ones(()))  # makes the scale
+        narrow.grad = torch.full_like(narrow, value)
+        wide.grad = narrow.grad.float() / scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if value < 1:
+            reference.step()
+    loaded = optimizers.FusedAdam([narrow], capturable=True, master_weights=True)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert loaded.state[narrow]["step"] == 2
+    torch.testing.assert_close(loaded.state[narrow]["master"], wide.detach())
+    assert torch.equal(narrow, wide.half())
+    assert not torch.equal(wide, wide.half().float())
+
+
+def test_adam_is_capturable_on_cpus() -> None:
+    parameter, expected = nn.Parameter(torch.tensor([3.0, -4.0])), nn.Parameter(torch.tensor([3.0, -4.0]))
+    moved = _two_steps(optimizers.FusedAdam([parameter], capturable=True), parameter)
+    torch.testing.assert_close(moved, _two_steps(torch.optim.AdamW([expected], weight_decay=0.0), expected))
+
+
 def test_adagrad_loads_checkpoints_of_apex() -> None:
     expected, parameter = nn.Parameter(torch.tensor([3.0, -4.0])), nn.Parameter(torch.tensor([3.0, -4.0]))
     plain = torch.optim.Adagrad([expected], lr=0.1, weight_decay=0.3, eps=1e-8)

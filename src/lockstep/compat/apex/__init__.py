@@ -59,8 +59,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   fp16_utils.tofp16                           supported
   fp16_utils.fp16_to_fp32                     supported
   fp16_utils.fp32_to_fp16                     supported
-  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam, in float32 for 16-bit parameters;
-                                                         no master_weights
+  optimizers.FusedAdam                        different  torch.optim.AdamW or Adam, in float32 for 16-bit parameters
   optimizers.FusedSGD                         different  torch.optim.SGD; no wd_after_momentum
   optimizers.FusedAdagrad                     different  torch.optim.Adagrad; no adagrad_w_mode
   optimizers.FusedLAMB                        supported
@@ -68,7 +67,8 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   optimizers.FP16_Optimizer                   different  that of fp16_utils
   optimizers.FusedMixedPrecisionLamb          refused    when constructed: use FusedLAMB with
                                                          amp.initialize(opt_level="O2")
-  normalization.FusedLayerNorm                different  torch.nn.LayerNorm; memory_efficient ignored
+  normalization.FusedLayerNorm                different  torch.nn.LayerNorm; memory_efficient ignored; under
+                                                         torch.autocast in float32, as torch's
   normalization.FusedRMSNorm                  different  torch.nn.RMSNorm, rounded as in Apex; memory_efficient ignored
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
   normalization.MixedFusedRMSNorm             different  as FusedRMSNorm

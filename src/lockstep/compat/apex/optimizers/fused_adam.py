@@ -17,7 +17,7 @@ __all__ = ["FusedAdam"]
 # The Adam of older torch only adds the weight decay to the gradient; that of AdamW is taken off here.
 _DECOUPLED = "decoupled_weight_decay"
 _ADAM_DECOUPLES = _DECOUPLED in inspect.signature(torch.optim.Adam).parameters
-_MEANS = ("exp_avg", "exp_avg_sq")
+_WIDE = ("exp_avg", "exp_avg_sq", "master")  # what is float32 where the parameter has 16 bits
 
 
 class FusedAdam(ZeroGrad, torch.optim.Adam):
@@ -33,8 +33,8 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         weight_decay: see above.
         amsgrad: must be False, as in Apex.
         set_grad_none: `zero_grad` sets gradients to None instead of zero.
-        capturable: for CUDA graphs.
-        master_weights: must be False; `amp.initialize(opt_level="O2")` keeps masters.
+        capturable: for CUDA graphs; `torch.amp.GradScaler` takes gradients of 16 bits, too.
+        master_weights: update float32 copies of 16-bit parameters, kept in the state; needs `capturable`, as in Apex.
         max_grad_norm: clip each group's gradients to this norm, as Apex did until 2019; 0 for no limit.
 
     Raises:
@@ -58,12 +58,14 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     ) -> None:
         if amsgrad:
             raise InputError("FusedAdam has no AMSGrad variant, here as in Apex: use torch.optim.AdamW(amsgrad=True)")
-        if master_weights:
-            raise InputError('FusedAdam(master_weights=True) is not supported: amp.initialize(opt_level="O2") has them')
+        if master_weights and not capturable:
+            raise InputError("FusedAdam(master_weights=True) needs capturable=True, here as in Apex")
         self.set_grad_none = set_grad_none
         self.adam_w_mode = adam_w_mode
         self.bias_correction = bias_correction
         self.max_grad_norm = max_grad_norm
+        self.master_weights = master_weights
+        self.capturable = self._step_supports_amp_scaling = capturable
         decoupled = {"decoupled_weight_decay": adam_w_mode} if _ADAM_DECOUPLES else {}
         super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, **decoupled)
 
@@ -81,29 +83,32 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with the running means of 16-bit parameters in float32."""
+        """As torch's, with what belongs to 16-bit parameters in float32."""
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(numbers, self._parameters(), strict=True):
             saved = state_dict["state"].get(number)
             if saved and is_narrow(parameter):  # torch has rounded them to the dtype of the parameter
-                for name in _MEANS:
+                for name in saved.keys() & set(_WIDE):
                     self.state[parameter][name] = saved[name].to(parameter.device, torch.float32, copy=True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step."""
+        """One step, or none where a GradScaler has found infinite gradients."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return None
         takes_off = self.adam_w_mode and not _ADAM_DECOUPLES
-        by_hand = not self.bias_correction or any(map(is_narrow, self._parameters()))
+        by_hand = not self.bias_correction or found_inf is not None or any(map(self._is_ours, self._parameters()))
         if self.max_grad_norm <= 0 and not by_hand and not takes_off:
             return super().step(closure)
         loss = loss_of(closure)
         if self.max_grad_norm > 0:
             for group in self.param_groups:
-                torch.nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm * (1.0 if scale is None else scale))
         if by_hand:
             for group in self.param_groups:
                 for parameter in (each for each in group["params"] if each.grad is not None):
-                    self._move(parameter, group)
+                    self._move(parameter, group, scale)
         elif takes_off:
             self._step_decoupled()
         else:
@@ -112,6 +117,10 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _is_ours(self, parameter: Tensor) -> bool:
+        """Whether torch's Adam computes this parameter in 16 bits, or refuses it: it is capturable on GPUs only."""
+        return is_narrow(parameter) or (self.capturable and parameter.is_cpu)
 
     @torch.no_grad()
     def _step_decoupled(self) -> None:
@@ -128,7 +137,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
                 group["weight_decay"] = decay
 
     @torch.no_grad()
-    def _move(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _move(self, parameter: Tensor, group: dict[str, Any], scale: Tensor | None) -> None:
         """A step as Apex's kernel has it: torch's always corrects, and computes in 16 bits where parameters do."""
         assert parameter.grad is not None
         state, (beta1, beta2), decay = self.state[parameter], group["betas"], group["weight_decay"]
@@ -139,6 +148,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
         state["step"] += 1
         weight, gradient = parameter.to(wide), parameter.grad.to(wide)
+        if self.master_weights and is_narrow(parameter):
+            weight = state.setdefault("master", weight)
+        if scale is not None:  # unscaled gradients may be 0 in 16 bits
+            gradient = gradient / scale
+            parameter.grad.copy_(gradient)
         if decay and not self.adam_w_mode:
             gradient = gradient + decay * weight
         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
@@ -152,4 +166,4 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         update = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
         if self.adam_w_mode:
             update = update + decay * weight
-        parameter.copy_(weight - group["lr"] * update)
+        parameter.copy_(weight.sub_(group["lr"] * update))

@@ -101,19 +101,18 @@ class FusedNovoGrad(ZeroGrad, torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
         wide = torch.float32 if is_narrow(parameter) else parameter.dtype
         weight, update, mean = parameter.to(wide), parameter.grad.to(wide), state["exp_avg"].to(wide)
-        decay = group["weight_decay"] * weight
-        first, second = 1.0, 1.0
+        decay, first, second = group["weight_decay"], 1.0, 1.0
         if group["bias_correction"]:
             first, second = 1 - beta1 ** group["step"], (1 - beta2 ** group["step"]) ** 0.5
         divisor = norm.to(wide) / second + group["eps"]
         if self.reg_inside_moment:
-            update = update / divisor + decay
-        mean = beta1 * mean + (1 - beta1 if group["grad_averaging"] else 1.0) * update
+            update = (update / divisor).add_(weight, alpha=decay)
+        mean.mul_(beta1).add_(update, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
         state["exp_avg"].copy_(mean)
         update = mean / first
         if not self.reg_inside_moment:
-            update = update / divisor + decay
-        parameter.copy_(weight - group["lr"] * update)
+            update.div_(divisor).add_(weight, alpha=decay)
+        parameter.copy_(weight.sub_(update.mul_(group["lr"])))
 
 
 def _blend(before: Tensor | None, parameters: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
