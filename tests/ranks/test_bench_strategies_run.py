@@ -90,7 +90,7 @@ def test_ctrl_c_keeps_what_has_been_measured(tmp_path: Path) -> None:
     out = process.communicate()[0]
     os.close(ours)
     assert process.returncode == 130, seen.decode()
-    assert b"interrupted; what was measured until now is kept" in seen
+    assert b"interrupted; results so far are kept" in seen
     assert b"Traceback" not in seen
     assert "This run was cut short" in out
     result = Result.load(tmp_path / "run" / "strategies.json")
