@@ -188,7 +188,7 @@ def test_which_ways_can_run() -> None:
         "torch_ddp_lockstep",
     }
     missing = replace(WAYS["ignite"], package=("no_such_module", "no-such-package"))
-    assert why_not(missing, 2, 0) == "not installed here: pip install no-such-package"
+    assert why_not(missing, 2, 0) == "not installed: pip install no-such-package"
 
 
 def test_every_way_is_started_by_the_launcher_that_its_users_have() -> None:
@@ -251,12 +251,12 @@ def test_evaluation_counts_every_image_once(config: TrainingConfig) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ways", "dpd"], "there is no way 'dpd', did you mean 'dp'?; there are: single, "),
-        (["--ways", ""], "there is no way ''"),
+        (["--ways", "dpd"], "unknown way 'dpd', did you mean 'dp'? Ways: single, "),
+        (["--ways", ""], "unknown way ''"),
         (["--recipe", "mnist"], "invalid choice: 'mnist'"),
-        (["--epochs", "0"], "0 is too small; give 1 or more"),
+        (["--epochs", "0"], "0 is too small; expected 1 or more"),
         (["--batch-size", "x"], "'x' is not a whole number"),
-        (["--data", "/no/such/folder"], "there is no folder '/no/such/folder'"),
+        (["--data", "/no/such/folder"], "folder '/no/such/folder' does not exist"),
         (["--budget", "x"], "write 30s, 5m or 1h30m"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_way_whose_processes_end_says_what_they_said_last(tmp_path: Path, monk
 def test_a_way_that_does_not_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "command_of", lambda *_: ["sleep", "1000"])
     job = WayJob(ways.WAYS["single"], 2, 1, Orders({}, tmp_path / "logs"))
-    with pytest.raises(WayFailed, match="did not answer"):
+    with pytest.raises(WayFailed, match="did not reply"):
         job.ask({"do": "describe"}, 0)
     job.kill()
     assert job._process.returncode == -15

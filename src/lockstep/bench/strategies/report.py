@@ -1,6 +1,6 @@
-"""Tables of a result of `bench strategies`: how long, where a step goes, what was learned, and which way is fastest.
+"""Tables of a result of `bench strategies`: times, parts of a step, losses, and which way is fastest.
 
-Everything comes from the stored samples; docs/bench.md says what each column means.
+All are computed from the stored samples; docs/bench.md explains the columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.bench.strategies.ways import ALL_THREADS, BASE, OURS, PARTS, PEER,
 
 __all__ = ["SEEDS", "View", "blocks"]
 
-# The figures of the comparison that this one repeats: seconds of ImageNet training on four V100s.
+# Published times of the same comparison: seconds of ImageNet training on four V100s.
 SEEDS = {
     "dp": ("DataParallel", 4138.3),
     "horovod": ("Horovod", 1200.3),
@@ -25,7 +25,7 @@ SEEDS = {
 }
 
 _REFERENCE = "torch_ddp"
-# Of the first epoch: rounding grows with every step, and what a way does wrongly shows at once.
+# For the first epoch, because rounding grows with every step, and errors of a way show at once.
 _TOLERANCES = {"float32": 1e-3, "float64": 1e-9}
 _MIB = 1024 * 1024
 
@@ -43,23 +43,23 @@ class View:
         return [name for name in WAYS if name in measured]
 
     def samples(self, name: str, measure: str) -> list[float]:
-        """Of one measure, a sample for each round: seconds of an epoch, or of a part of a step; empty without any."""
+        """The samples of a measure, one per round: seconds of an epoch, or of a part of a step; may be empty."""
         return self.result.samples(name, measure=measure) or []
 
     def epoch(self, name: str) -> list[float]:
-        """Seconds of an epoch."""
+        """Seconds per epoch, by round."""
         return self.samples(name, "epoch")
 
     def step(self, name: str, prefix: str = "") -> list[float]:
-        """Seconds of a step, all parts together."""
+        """Seconds per step, over all parts, by round."""
         return [sum(parts) for parts in zip(*(self.samples(name, prefix + part) for part in PARTS), strict=True)]
 
     def is_split(self, name: str) -> bool:
-        """Whether the way has run without its communication, too."""
+        """Whether the way was also measured without its communication."""
         return bool(self.samples(name, "alone_epoch"))
 
     def part(self, name: str, part: str) -> list[float]:
-        """Seconds of a step that a part takes where nobody communicates."""
+        """Seconds of a part of a step, without communication."""
         return self.samples(name, f"alone_{part}" if self.is_split(name) else part)
 
     def exposed(self, name: str) -> Estimate:
@@ -67,7 +67,7 @@ class View:
         return stats.bootstrap(lambda whole, alone: whole - alone, self.step(name), self.step(name, "alone_"))
 
     def fact(self, name: str, fact: str) -> float | None:
-        """A number that was found beside the times."""
+        """A value other than times."""
         for series in self.result.series:
             if series.contestant == name and fact in series.facts:
                 value = series.facts[fact]
@@ -83,34 +83,34 @@ class View:
         return []
 
     def differences(self, name: str) -> list[float]:
-        """For each epoch the relative difference between its loss and that of `single`."""
+        """Relative difference between the loss of each epoch and that of `single`."""
         pairs = zip(self.losses(name), self.losses(SINGLE), strict=False)
         return [abs(own - expected) / abs(expected) for own, expected in pairs]
 
     def agrees(self, name: str) -> bool:
-        """Whether the way learns what one process does: judged by the first epoch."""
+        """Whether the way learns the same as one process, judged by the first epoch."""
         return all(difference <= self.tolerance for difference in self.differences(name)[:1])
 
     @property
     def tolerance(self) -> float:
-        """How far losses of the first epoch may be apart, relative to them."""
+        """Largest relative difference allowed between losses of the first epoch."""
         task = self.result.settings["task"]
         assert isinstance(task, dict)
         return _TOLERANCES[task["dtype"]]
 
     @property
     def has_spread(self) -> bool:
-        """Whether every way has two samples or more: of one there is no telling how far the next would be off."""
+        """Whether every way has two samples or more, so that there is a spread."""
         return all(len(self.epoch(name)) > 1 for name in self.names)
 
     def times_of(self, estimate: Estimate) -> str:
-        """A ratio, with its bracket where there is one."""
+        """A ratio, with its interval if there is a spread."""
         value, low, high = (three_digits(number) for number in (estimate.value, estimate.low, estimate.high))
         return f"{value}x [{low}, {high}]" if self.has_spread else f"{value}x"
 
     @property
     def nproc(self) -> int:
-        """Ranks of the ways that have several."""
+        """Number of ranks, of ways with several."""
         return int(str(self.result.settings["nproc"]))
 
 
@@ -253,7 +253,7 @@ def _seeds(view: View) -> Table:
 
 
 def _verdicts(view: View) -> list[Block]:
-    """Which way is fastest; and where one of ours is not as fast as torch's, what takes the time."""
+    """Which way is fastest; and why one of Lockstep's is slower than torch's."""
     ours = [name for name in view.names if WAYS[name].kind == OURS]
     peers = [name for name in view.names if WAYS[name].kind == PEER]
     if not ours or not peers:
@@ -304,8 +304,8 @@ def _ratio(view: View, name: str, other: str) -> Estimate:
 
 
 def _why(view: View, slow: str, fast: str) -> str:
-    """The parts of a step in which one way takes longer than another, the largest first; and whether it communicates
-    for longer or computes for longer, where both have run without communication.
+    """The parts of a step in which one way takes longer than another, largest first; and whether communication or
+    computation takes longer, if both were measured without communication.
     """
     more = {part: stats.median(view.samples(slow, part)) - stats.median(view.samples(fast, part)) for part in PARTS}
     longer = sorted((part for part in PARTS if more[part] > 0), key=lambda part: -more[part])
