@@ -59,7 +59,9 @@ def test_packages_of_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {result.text for result in versions.look_at_extras() if result.subject.startswith("[")} == {"installed"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else object())
     (text,) = (result.text for result in versions.look_at_extras() if result.subject == "[imagenet]")
-    assert text == "installed; --pretrained and networks that are not built in need torchvision: pip install torchvision"
+    assert (
+        text == "installed; --pretrained and networks that are not built in need torchvision: pip install torchvision"
+    )
 
 
 def test_what_is_missing_of_mpi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

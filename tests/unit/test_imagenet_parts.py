@@ -278,9 +278,7 @@ class TestModels:
             create_model("vgg11", 10)
         with pytest.raises(SetupError, match=r"; did you mean tiny or tiny-bn\?"):
             create_model("tinyy", 10)
-        with pytest.raises(
-            SetupError, match=r"--pretrained needs torchvision, which is not installed: pip"
-        ):
+        with pytest.raises(SetupError, match=r"--pretrained needs torchvision, which is not installed: pip"):
             create_model("resnet18", 10, pretrained=True)
         with pytest.raises(InputError, match="there are no trained weights for tiny"):
             create_model("tiny", 10, pretrained=True)

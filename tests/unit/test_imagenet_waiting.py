@@ -84,9 +84,7 @@ def test_the_first_batch_is_no_reason_for_more_workers() -> None:
     for loader_s, first_s, lines in ((9.0, 8.5, 0), (0.9, 0.0, 0), (9.0, 1.0, 1)):
         says(replace(report, loader_s=loader_s, first_batch_s=first_s))
         assert len(view.lines) == lines
-    assert view.lines[0].startswith(
-        "epoch 1 waited for images 80% of the time (8.0 of 10.0 s)"
-    )
+    assert view.lines[0].startswith("epoch 1 waited for images 80% of the time (8.0 of 10.0 s)")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,10 @@ def test_every_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> 
 def test_more_ranks_than_gpus_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     see_gpus(monkeypatch, 1)
     device, notes = choose_device(backend, ranks(2))
-    assert (device, notes) == ("cpu", ["training on the CPU, because there are 2 ranks but 1 GPU; --nproc 1 trains on 1 GPU"])
+    assert (device, notes) == (
+        "cpu",
+        ["training on the CPU, because there are 2 ranks but 1 GPU; --nproc 1 trains on 1 GPU"],
+    )
 
 
 def test_nccl_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

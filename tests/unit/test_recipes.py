@@ -246,7 +246,9 @@ class TestRunLog:
     ) -> None:
         monkeypatch.chdir(finished.parent)
         (finished / "metrics.jsonl").write_text('{"kind": "run"}\nnoise\n', encoding="utf-8")
-        with pytest.raises(InputError, match=r"metrics.jsonl, line 2: 'noise' is not a record of a run; remove the line"):
+        with pytest.raises(
+            InputError, match=r"metrics.jsonl, line 2: 'noise' is not a record of a run; remove the line"
+        ):
             self.resume(finished, *more)
         assert [path.name for path in finished.parent.iterdir()] == ["run"]
 
