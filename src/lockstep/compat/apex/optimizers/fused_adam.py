@@ -14,7 +14,7 @@ from lockstep.errors import InputError
 
 __all__ = ["FusedAdam"]
 
-# The Adam of older torch only adds the weight decay to the gradient; that of AdamW is taken off here.
+# Adam in older torch only adds weight decay to the gradient; AdamW's decay is applied here.
 _DECOUPLED = "decoupled_weight_decay"
 _ADAM_DECOUPLES = _DECOUPLED in inspect.signature(torch.optim.Adam).parameters
 _MEANS = ("exp_avg", "exp_avg_sq")
@@ -26,11 +26,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     Args:
         params: parameters or groups.
         lr: learning rate.
-        bias_correction: correct the running means for their start at zero, as torch does.
+        bias_correction: correct the running means for their initialization at zero, as torch does.
         betas: decay of the two running means.
         eps: added to the square root in the denominator.
-        adam_w_mode: decoupled weight decay.
-        weight_decay: see above.
+        adam_w_mode: whether weight decay is decoupled.
+        weight_decay: factor of weight decay.
         amsgrad: must be False, as in Apex.
         set_grad_none: `zero_grad` sets gradients to None instead of zero.
         capturable: for CUDA graphs.
@@ -38,7 +38,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         max_grad_norm: clip each group's gradients to this norm, as Apex did until 2019; 0 for no limit.
 
     Raises:
-        InputError: an argument that is not supported.
+        InputError: an argument is not supported.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         max_grad_norm: float = 0.0,
     ) -> None:
         if amsgrad:
-            raise InputError("FusedAdam has no AMSGrad variant, here as in Apex: use torch.optim.AdamW(amsgrad=True)")
+            raise InputError("FusedAdam has no AMSGrad variant, as in Apex: use torch.optim.AdamW(amsgrad=True)")
         if master_weights:
             raise InputError('FusedAdam(master_weights=True) is not supported: amp.initialize(opt_level="O2") has them')
         self.set_grad_none = set_grad_none
@@ -68,11 +68,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, **decoupled)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of Apex's own checkpoints, which count steps once for a group, and of torch's AdamW."""
+        """Also accepts checkpoints of Apex, which count steps per group, and of torch's AdamW."""
         defaults = complete_groups(self, state)
         for group in state["param_groups"]:
             if _ADAM_DECOUPLES:
-                # Which of the two this is, the optimizer says, and not the checkpoint, as with Apex.
+                # As in Apex, the optimizer decides between the two, not the checkpoint.
                 group[_DECOUPLED] = defaults[_DECOUPLED]
             step = group.pop("step", 0)
             for own in (state["state"].get(parameter) for parameter in group["params"]):
@@ -81,17 +81,17 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with the running means of 16-bit parameters in float32."""
+        """As in torch, with the running means of 16-bit parameters in float32."""
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(numbers, self._parameters(), strict=True):
             saved = state_dict["state"].get(number)
-            if saved and is_narrow(parameter):  # torch has rounded them to the dtype of the parameter
+            if saved and is_narrow(parameter):  # torch has rounded them to the parameter's dtype
                 for name in _MEANS:
                     self.state[parameter][name] = saved[name].to(parameter.device, torch.float32, copy=True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step."""
+        """Update the parameters."""
         takes_off = self.adam_w_mode and not _ADAM_DECOUPLES
         by_hand = not self.bias_correction or any(map(is_narrow, self._parameters()))
         if self.max_grad_norm <= 0 and not by_hand and not takes_off:
@@ -115,7 +115,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
 
     @torch.no_grad()
     def _step_decoupled(self) -> None:
-        """A step of AdamW by torch's Adam, which is told of no decay."""
+        """A step of AdamW: apply the decay, then run torch's Adam without decay."""
         decays = [group["weight_decay"] for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
@@ -129,7 +129,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
 
     @torch.no_grad()
     def _move(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """A step as Apex's kernel has it: torch's always corrects, and computes in 16 bits where parameters do."""
+        """A step as in Apex's kernel; torch always corrects the bias, and computes in 16 bits for 16-bit parameters."""
         assert parameter.grad is not None
         state, (beta1, beta2), decay = self.state[parameter], group["betas"], group["weight_decay"]
         wide = torch.float32 if is_narrow(parameter) else parameter.dtype
@@ -146,7 +146,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         first: Any = 1.0
         second: Any = 1.0
         if self.bias_correction:
-            # A graph that is captured must read the step each time.
+            # A captured graph must read the step each time.
             step = state["step"].double() if group["capturable"] else float(state["step"])
             first, second = 1 - beta1**step, 1 - beta2**step
         update = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
