@@ -126,7 +126,7 @@ def test_epochs_are_short_where_the_data_is_large(warm: WarmLauncher, tmp_path: 
         assert view.epoch(name)  # at least one beside the warm-up
         assert view.agrees(name)
     assert view.fact("single", "held_out_images") == view.fact("ddp", "held_out_images")
-    assert "as many as there was time for" in (folder / "run" / "strategies.md").read_text()
+    assert "limited by the time" in (folder / "run" / "strategies.md").read_text()
 
 
 def no_process_names(folder: Path) -> bool:

@@ -118,7 +118,7 @@ def blocks(result: Result) -> list[Block]:
     """The page of a result."""
     view = View(result)
     found: list[Block] = [_heading(view), _times(view), *_verdicts(view), "## Where a step goes", _split(view)]
-    found += ["## What they have learned", _learned(view), *_disagreements(view)]
+    found += ["## Results of training", _learned(view), *_disagreements(view)]
     found += ["## Memory and start", _resources(view), "## Compared with published results", _seeds(view)]
     if result.skipped:
         lines = [f"- `{one.contestant}` ({WAYS[one.contestant].label}): {one.reason}" for one in result.skipped]
@@ -135,7 +135,7 @@ def _heading(view: View) -> str:
     ranks, threads = _count(view.nproc, "rank"), _count(int(str(settings["threads_per_rank"])), "thread")
     epoch = f"{view.fact(SINGLE, 'samples_per_epoch'):,.0f} images in {view.fact(SINGLE, 'steps_per_epoch'):.0f} steps"
     if "steps_at_most" in settings:
-        epoch += ", as many as there was time for"
+        epoch += ", limited by the time"
     return (
         f"{task['recipe']}: {model} ({settings['parameters']:,} parameters, {task['dtype']}) on {settings['device']}; "
         f"{ranks} with {threads} each, a global batch of {task['batch_size']}, an epoch of {epoch}; "
@@ -162,7 +162,7 @@ def _times(view: View) -> Table:
         )
     header = ["way", "epoch", "samples/s", "as fast as `single`", "of the ideal", f"as fast as `{_REFERENCE}`"]
     caption = (
-        "Medians; 10th to 90th percentile, or brackets that hold 95% of bootstrap resamples. The ideal is "
+        "Medians, with 10th to 90th percentile, or 95% bootstrap intervals in brackets. The ideal is "
         f"{view.nproc} times as fast as `single`."
     )
     return Table(caption, header, rows)
@@ -185,9 +185,9 @@ def _split(view: View) -> Table:
         rows.append(cells)
     header = ["way", "step", *PARTS, "communication exposed", "of a step"]
     caption = (
-        "Medians of a step, each a mean over the steps of an epoch and over ranks. The parts of ways with several "
-        "ranks are those of the same step without communication, in the same processes; what the whole step takes "
-        "beyond that is the communication exposed."
+        "Medians of a step, each a mean over the steps of an epoch and over ranks. For ways with several ranks, the "
+        "parts are those of the same step without communication, in the same processes; the additional time of the "
+        "whole step is the communication exposed."
     )
     return Table(caption, header, rows)
 
@@ -211,16 +211,17 @@ def _learned(view: View) -> Table:
     epochs = max(len(view.losses(name)) for name in view.names)
     header = ["way", "last training loss", "first epoch off by", "last epoch off by", "held-out loss", "accuracy"]
     caption = (
-        f"After {_count(epochs, 'epoch')} from the same weights. An epoch is off by the relative difference between "
-        f"its training loss and that of `single`. In the first, up to {view.tolerance:g} counts as rounding, which "
-        "grows with every step from then on, for one process with other threads too."
+        f'After {_count(epochs, "epoch")} from the same weights. "Off by" is the relative difference between '
+        f"the training loss and that of `single`. In the first epoch, up to {view.tolerance:g} counts as rounding, "
+        "which grows with every later step, also for one process with a different number of threads."
     )
     return Table(caption, [*header, "the same"], rows)
 
 
 def _disagreements(view: View) -> list[Block]:
     wrong = [name for name in view.names if not view.agrees(name)]
-    return [f"**{' and '.join(f'`{name}`' for name in wrong)} did not learn what one process does.**"] if wrong else []
+    names = " and ".join(f"`{name}`" for name in wrong)
+    return [f"**{names} did not learn the same as one process.**"] if wrong else []
 
 
 def _resources(view: View) -> Table:
@@ -232,8 +233,8 @@ def _resources(view: View) -> Table:
         rows.append([*row, format_seconds(view.fact(name, "start_s") or 0)])
     gpu = ["peak memory of a GPU"] if has_gpu else []
     caption = (
-        "Resident memory of the largest rank in its first epoch, shared memory included. The start is from the command "
-        "to ranks that are ready, once."
+        "Resident memory of the largest rank in its first epoch, including shared memory. Start is the time from the "
+        "command until ranks are ready, measured once."
     )
     return Table(caption, ["way", "processes", "peak memory of a rank", *gpu, "start"], rows)
 
@@ -246,8 +247,8 @@ def _seeds(view: View) -> Table:
         here = "–" if not own or not base else "1" if name == "ddp" else view.times_of(stats.ratio(own, base))
         rows.append([label, f"{seconds:,.1f} s", f"{seconds / reference:.3f}x", f"`{name}`", here])
     caption = (
-        "Time relative to Distributed. That the three ways with a process for each device are as fast as each other "
-        "carries over to other machines; what DataParallel loses depends on how its devices are connected."
+        "Time relative to Distributed. That the three ways with a process per device are equally fast should hold "
+        "on other machines; the loss of DataParallel depends on how its devices are connected."
     )
     return Table(caption, ["way", "4 V100s, ImageNet", "to Distributed", "here", "to `ddp`, here"], rows)
 
@@ -259,9 +260,7 @@ def _verdicts(view: View) -> list[Block]:
     if not ours or not peers:
         return []
     if not view.has_spread:
-        return [
-            "One round was measured, so no way is called faster than another: raise `--budget` or pass fewer `--ways`."
-        ]
+        return ["Only one round was measured, so ways are not ranked: raise `--budget` or pass fewer `--ways`."]
     best, rival = (min(names, key=lambda name: stats.median(view.epoch(name))) for names in (ours, peers))
     times = stats.ratio(view.epoch(rival), view.epoch(best))
     found: list[Block] = []
@@ -290,7 +289,7 @@ def _verdicts(view: View) -> list[Block]:
         times = _ratio(view, ALL_THREADS, best)
         lines.append(
             f"- One process with threads on all cores takes {view.times_of(times)} of the time of `{best}`: "
-            "for this model on this machine that is the faster way, whoever averages."
+            "for this model on this machine, threads are faster than any averaging."
         )
     return [*found, "\n".join(lines)] if lines else found
 
@@ -310,7 +309,7 @@ def _why(view: View, slow: str, fast: str) -> str:
     more = {part: stats.median(view.samples(slow, part)) - stats.median(view.samples(fast, part)) for part in PARTS}
     longer = sorted((part for part in PARTS if more[part] > 0), key=lambda part: -more[part])
     if not longer:
-        return "No part of its steps takes longer: ranks wait for each other between epochs."
+        return "No part of its steps takes longer; ranks wait for each other between epochs."
     words = "In a step: " + ", ".join(f"{part} {_signed(more[part])}" for part in longer)
     if not (view.is_split(slow) and view.is_split(fast)):
         return f"{words}."

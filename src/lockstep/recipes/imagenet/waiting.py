@@ -54,7 +54,7 @@ def conclusion(summary: Summary, workers: int, cores: int, ranks: int) -> str:
 
     Args:
         summary: summary of the run.
-        workers: processes that load images; 0 where the training processes do.
+        workers: processes that load images; 0 if the training processes do.
         cores: of the host.
         ranks: training processes on the host.
     """
@@ -77,7 +77,7 @@ def advice(workers: int, cores: int, ranks: int) -> str:
     """Advice on how to load images faster on a host.
 
     Args:
-        workers: processes that load images now; 0 where the training processes do.
+        workers: processes that load images now; 0 if the training processes do.
         cores: of the host.
         ranks: training processes on the host.
     """

@@ -43,7 +43,7 @@ def as_markdown(columns: Sequence[Column], verbs: Sequence[str]) -> str:
 
 
 def as_json(columns: Sequence[Column], verbs: Sequence[str]) -> str:
-    """The table as JSON: a list of columns; `works` is true, false, or null where it could not be measured."""
+    """The table as JSON: a list of columns; `works` is true, false, or null if it could not be measured."""
     entries = [
         {
             "backend": column.backend,

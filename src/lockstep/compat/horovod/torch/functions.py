@@ -207,7 +207,7 @@ def broadcast_object(
         The root's object: itself on the root, a copy elsewhere.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank was lost.
     """
     name = "object" if name is None else name
     is_root = rank() == root_rank
@@ -232,7 +232,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         The objects of all ranks, in order.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank was lost.
     """
     name = "object" if name is None else name
     content = _dump(obj)

@@ -119,7 +119,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of a process set have called this. Collective.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank was lost.
     """
     channel = channel_of(process_set, "barrier")
     Pending(channel, Request(Meta(channel.full_name("barrier", None), "barrier"))).wait()
@@ -137,7 +137,7 @@ def join(device: int = -1) -> int:
         The rank that joined last.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank was lost.
     """
     channel = channel_of(global_process_set, "join")
     return int(Pending(channel, Request(Meta("join", "join"))).wait())
