@@ -428,7 +428,7 @@ class Channel:
             for rank, entry in sorted(entries.items())
         ]
         return (
-            "deadlock: each rank waits for a request that another has not made; ranks must use the same names, and the "
+            "all ranks wait, each for a request that another has not made; ranks must use the same names and make the "
             f"same unnamed calls. {'; '.join(waiting[:20])}"
         )
 
