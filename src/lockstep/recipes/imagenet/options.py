@@ -96,8 +96,8 @@ def resolve_config(given: argparse.Namespace, saved: Mapping[str, Any] | None = 
     config = ImagenetConfig(**merge_with_saved(given, names, saved, may_change))
     if given.data is None and not config.dummy:
         raise InputError(
-            "missing: the folder of the images, with train/ and val/. `lockstep data make-imagenet shapes` writes a "
-            "small one; --dummy trains on noise"
+            "DIR is missing: the folder of the images, with train/ and val/. `lockstep data make-imagenet shapes` "
+            "writes a small one; --dummy trains on noise"
         )
     if config.warmup >= config.epochs and config.warmup > 0:
         raise InputError(f"--warmup is {config.warmup} of {config.epochs} epochs; expected less than --epochs")
