@@ -22,7 +22,7 @@ _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a name is that of this host, without resolving it."""
+    """Whether a name is one of this host's names; the name itself is not resolved."""
     own = socket.gethostname()
     return name in _HERE or name in (own, own.partition(".")[0], socket.getfqdn())
 

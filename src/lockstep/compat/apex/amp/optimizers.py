@@ -116,7 +116,7 @@ class OptimizerState:
         return master
 
     def _own_params(self) -> Iterator[Tensor]:
-        """Parameters without masters, whose `.grad` the optimizer reads directly."""
+        """Parameters other than masters, whose `.grad` backward passes write and the optimizer reads."""
         masters = {id(master) for master in self.all_fp32_from_fp16_params}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
