@@ -131,7 +131,7 @@ def render(result: Result, *, with_picture: bool = True) -> str:
     parts = sections(result)
     title = f"# {TITLES[result.case]}"
     if result.quick:
-        title += "\n\n**A quick run: its numbers show that the benchmark works, nothing else.**"
+        title += "\n\n**A quick run: its numbers mean nothing.**"
     source = f"Generated from [{result.case}.json]({result.case}.json); do not edit."
     picture = [f"![{TITLES[result.case]}]({result.case}.png)"] if with_picture else []
     return "\n\n".join([title, parts["full"], *picture, source]) + "\n"

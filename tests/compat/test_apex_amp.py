@@ -166,10 +166,10 @@ def test_what_does_not_go_together_is_refused(state: AmpState) -> None:
 
     for level in ("02", "O4", 1):
         refused(RuntimeError, "letter O, not the number zero", opt_level=level)
-    refused(RuntimeError, "O1 casts what goes into torch functions", cast_model_type=torch.float16)
+    refused(RuntimeError, "O1 casts inputs of torch functions", cast_model_type=torch.float16)
     refused(RuntimeError, "keep_batchnorm_fp32 must stay None", keep_batchnorm_fp32=True)
-    refused(RuntimeError, "master_weights makes no sense", master_weights=True)
-    refused(RuntimeError, "O2 goes without", opt_level="O2", patch_torch_functions=True)
+    refused(RuntimeError, "so there are no master weights", master_weights=True)
+    refused(RuntimeError, "for opt_level='O1', not O2", opt_level="O2", patch_torch_functions=True)
     refused(ValueError, "'True', 'False' or None, got 'yes'", opt_level="O2", keep_batchnorm_fp32="yes")
     refused(ValueError, "or 'dynamic', got 'large'", loss_scale="large")
     refused(ValueError, "cast_model_type must be", opt_level="O2", cast_model_type="half")
@@ -180,7 +180,7 @@ def test_what_does_not_go_together_is_refused(state: AmpState) -> None:
     refused(RuntimeError, r"parameter head.weight of the model is torch.float16", models=_with_half_head())
     optimizer = make_sgd(net)
     amp.initialize(net, optimizer, opt_level="O0", verbosity=0)
-    refused(RuntimeError, "each one once", optimizers=optimizer, opt_level="O0")
+    refused(RuntimeError, "each once", optimizers=optimizer, opt_level="O0")
     state.hard_override = True
     amp.initialize(_with_half_head(), opt_level="O0", keep_batchnorm_fp32=True, verbosity=0)
 
@@ -537,7 +537,7 @@ def test_what_is_missing_is_said(state: AmpState) -> None:
     with pytest.raises(RuntimeError, match=r"before amp\.initialize"), amp.scale_loss(loss, make_sgd(net)):
         pass
     amp.initialize(net, opt_level="O1", verbosity=0)
-    with pytest.raises(RuntimeError, match="this SGD did not go through"), amp.scale_loss(loss, make_sgd(net)):
+    with pytest.raises(RuntimeError, match="this SGD was not passed to"), amp.scale_loss(loss, make_sgd(net)):
         pass
 
 

@@ -70,7 +70,7 @@ def test_gradients_that_are_missing() -> None:
     fp16_utils.model_grads_to_master_grads(parameters, masters)
     assert masters[0].grad is None
     mixed = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="one dtype"):
+    with pytest.raises(TypeError, match="the same dtype"):
         fp16_utils.prep_param_lists(mixed, flat_master=True)
 
 
@@ -422,7 +422,7 @@ def test_novograd(inside: bool, order: int, init_zero: bool) -> None:
         weight = weight - 0.1 * update
         torch.testing.assert_close(parameter.detach(), weight)
     parameter.grad = None
-    with pytest.raises(ValueError, match="0 parameters of a group have gradients, where 1 had"):
+    with pytest.raises(ValueError, match="0 parameters of a group have gradients, but 1 had"):
         optimizer.step()
 
 

@@ -121,7 +121,7 @@ def test_modules_that_scripts_name() -> None:
     assert half_function is apex.amp.half_function
     assert apex.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
     assert apex.contrib.optimizers.FP16_Optimizer is apex.fp16_utils.FP16_Optimizer
-    with pytest.raises(ImportError, match=r"apex\.contrib\.sparsity is not supported .*; use torch's own layers"):
+    with pytest.raises(ImportError, match=r"apex\.contrib\.sparsity is not supported .*; use torch's layers"):
         exec("from lockstep.compat.apex.contrib import sparsity")
     for name in ("Adagrad", "Adam", "LAMB", "MixedPrecisionLamb", "NovoGrad", "SGD"):
         last = "mixed_precision_lamb" if name == "MixedPrecisionLamb" else name.lower()

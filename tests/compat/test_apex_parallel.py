@@ -334,7 +334,7 @@ def normalize() -> None:
     assert create_syncbn_process_group(0) is None
     both = create_syncbn_process_group(world_size)
     torch.testing.assert_close(SyncBatchNorm(3, process_group=both)(own), expected)
-    with pytest.raises(InputError, match="divides"):
+    with pytest.raises(InputError, match="expected a divisor"):
         create_syncbn_process_group(world_size + 1)
 
 

@@ -415,7 +415,7 @@ def amp_before_horovod() -> None:
             net = nn.Linear(4, 4)
             model, optimizer = amp.initialize(net, sgd(net.parameters()), opt_level=level, verbosity=0, **options)
             for op in (hvd.Average, hvd.Adasum):
-                with pytest.raises(InputError, match=r"call amp\.initialize\(model, optimizer\) with what comes back"):
+                with pytest.raises(InputError, match=r"call amp\.initialize\(model, optimizer\) with the result"):
                     hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
     with clean_amp():  # Nothing is scaled, and nothing has a master: amp does nothing for a step.
         model, optimizer = amp.initialize((net := nn.Linear(4, 4)), sgd(net.parameters()), opt_level="O0", verbosity=0)

@@ -214,14 +214,14 @@ def test_command_line_wins_over_a_config_file(tmp_path: Path) -> None:
 
 def test_keys_of_a_config_file_that_mean_nothing_are_named(tmp_path: Path, capfd: Any) -> None:
     assert _options_with(tmp_path, "stal_check: {enabled: false}\nautotune: {enable: true}\nversion: 1\n").command
-    assert "config.yaml: stal_check, autotune.enable, version mean no option and are ignored" in capfd.readouterr().err
+    assert "config.yaml: stal_check, autotune.enable, version are not options and are ignored" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("- a\n", "expected sections"),
-        ("controller: ssh\n", "controller is 'ssh'; give one of gloo, mpi, jsrun"),
+        ("controller: ssh\n", "controller is 'ssh'; expected one of gloo, mpi, jsrun"),
         ("stall_check: {warning_time_seconds: soon}\n", "invalid float value: 'soon'"),
         ("a: [\n", "config.yaml"),
     ],

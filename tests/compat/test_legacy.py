@@ -151,13 +151,13 @@ def test_what_cannot_be_is_turned_away_before_anybody_waits() -> None:
     expected = [
         "must be a list of tensors",
         "must be a list of tensors",
-        "one shape and dtype, got (2,) torch.float32, (3,) torch.float32",
+        "the same shape and dtype, got (2,) torch.float32, (3,) torch.float32",
         "torch.bool",
-        "src_tensor=1, but there are 1 tensors",
+        "src_tensor=1 is out of range",
         "dst_tensor=-1",
         "needs 2 lists",
         "needs 1 tensors",
-        "one shape and dtype",
+        "the same shape and dtype",
         "needs 1 lists",
     ]
     (found,) = run_ranks(refusals, 1)
@@ -472,7 +472,7 @@ def test_compat_changes_all_for_any_script(launches: Launches) -> None:
     everything = ["BatchSampler", "DataLoader", "Sampler", "eq", "load", "multigpu", "schedulers", "six"]
     assert found == sorted(set(everything) - torchs_own())
     (line,) = said.splitlines()
-    assert line.startswith("[0] lockstep: torch is changed for old scripts, as --compat asks: torch._six is there, ")
+    assert line.startswith("[0] lockstep: torch is changed for old scripts because of --compat: torch._six is there, ")
 
 
 @pytest.mark.usefixtures("forked")
@@ -531,7 +531,7 @@ def test_failure_that_a_change_would_prevent_says_so(launches: Launches) -> None
     done = launches.run("--nproc", "2", script)
     assert done.returncode == 1
     hints = [line for line in done.stderr.splitlines() if "--compat" in line]
-    assert hints == ["[0] lockstep: older releases of torch took this: with `--compat`, torch._six is there"]
+    assert hints == ["[0] lockstep: older releases of torch allowed this; with `--compat`, torch._six is there"]
     assert launches.run("--nproc", "1", "--compat", script).returncode == 0
 
 

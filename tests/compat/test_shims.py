@@ -61,7 +61,7 @@ def test_notice_is_of_the_first_rank_of_mpirun(
         monkeypatch.setenv(rank, number)
         sys.modules.pop("oldpack", None)
         importlib.import_module("oldpack")
-        notices.append(capsys.readouterr().err.count("oldpack is not installed here"))
+        notices.append(capsys.readouterr().err.count("oldpack is not installed"))
     assert notices == [1, 0]
 
 
@@ -80,7 +80,7 @@ def test_one_module_under_two_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert sys.modules["oldpack"].amp is amp
     words = capsys.readouterr().err
     assert words.count("\n") == 1
-    assert words.startswith("lockstep: oldpack is not installed here, so `import oldpack` finds doorway;")
+    assert words.startswith("lockstep: oldpack is not installed, so `import oldpack` finds doorway;")
 
 
 def test_an_object_of_a_submodules_name_stays(folder: Path) -> None:
@@ -326,8 +326,8 @@ def test_program_for_horovod_and_apex_finds_the_shims(launches: Launches) -> Non
     assert (done.returncode, done.stdout) == (0, "[0] lockstep.compat.horovod.torch True\n"), done.stderr
     said = sorted(done.stderr.splitlines())
     assert [line.split(",")[0] for line in said] == [
-        "[0] lockstep: apex is not installed here",
-        "[0] lockstep: horovod is not installed here",
+        "[0] lockstep: apex is not installed",
+        "[0] lockstep: horovod is not installed",
     ]
     refused = launches.run("--nproc", "1", "--no-compat", script)
     assert refused.returncode == 1

@@ -123,7 +123,7 @@ def test_number_that_nobody_named_is_said(launches: Launches) -> None:
     script = launches.script("pass")
     cores = len(os.sched_getaffinity(0))
     hidden = launches.environment(CUDA_VISIBLE_DEVICES="")
-    line = f"lockstep: {cores} {'rank' if cores == 1 else 'ranks'}, one per core; --nproc N for another number\n"
+    line = f"lockstep: {cores} {'rank' if cores == 1 else 'ranks'}, one per core; set another number with --nproc N\n"
     assert launches.run(script, env=hidden).stderr == line
     assert launches.run("-n", "1", script, "-n", "3", env=hidden).stderr == ""
     done = launches.run(script, "--lr", "0.1", "--nproc", "2", "x y", env=hidden)

@@ -130,7 +130,7 @@ def test_usage_error_is_one_line_and_no_failure(half: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(120))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert "has done 1 epoch already; raise --epochs to train on" in line
+    assert "has done 1 epoch already; raise --epochs to continue" in line
 
 
 def test_augmentation_and_accumulation_do_not_depend_on_it_either(out: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_name_that_is_taken_gets_a_number(out: Path) -> None:
     ("options", "said"),
     [
         (("--batch-size", "32"), "--batch-size is 32, but {half} was trained with 64: leave --batch-size out"),
-        ((), "{half} has done 1 epoch already; raise --epochs to train on"),
+        ((), "{half} has done 1 epoch already; raise --epochs to continue"),
         (("--epochs", "2", "--out", "{half}/metrics.jsonl"), "cannot keep runs in {half}/metrics.jsonl"),
     ],
 )
@@ -211,7 +211,7 @@ def test_more_ranks_than_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert run_ranks(digits_with_one_gpu, 2, *arguments, init=False) == [0, 0]
     first, note, *_ = capfd.readouterr().out.splitlines()
     assert first.startswith("digits: 2 ranks on lockstep")
-    assert note == "2 ranks, but 1 GPU here: training on the CPU. --nproc 1 trains on 1 GPU"
+    assert note == "training on the CPU, because there are 2 ranks but 1 GPU; --nproc 1 trains on 1 GPU"
     assert run_ranks(digits_with_one_gpu, 2, *arguments, "--backend", "nccl", init=False) == [2, 2]
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("lockstep train digits: error: backend nccl needs a GPU for each rank")
+    assert line.startswith("lockstep train digits: error: backend nccl needs a GPU per rank")

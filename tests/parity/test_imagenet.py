@@ -236,7 +236,7 @@ def test_large_networks_are_stepped_in_shares(data: Path, out: Path, capfd: pyte
     for size, threshold in ((2, num_parameters), (2, num_parameters + 1), (1, 0)):
         codes = run_ranks(work_with_threshold, size, parse(*given), threshold, False, init=False)
         assert codes == [0] * size
-        said.append("each of which steps a share of them" in capfd.readouterr().out)
+        said.append("each of which updates a shard of them" in capfd.readouterr().out)
     assert said == [True, False, False]
 
 
@@ -245,7 +245,7 @@ def test_shares_that_have_no_memory(data: Path, out: Path, capfd: pytest.Capture
     loud = tuple(word for word in QUICK if word != "--quiet")
     given = (data, *loud, "--out", out, "--name", "full", "--epochs", 1, "--max-steps", 1)
     assert run_ranks(work_with_threshold, 2, parse(*given), 0, True, init=False) == [0, 0]
-    assert "each rank steps all parameters: shared memory is full" in capfd.readouterr().out
+    assert "each rank updates all parameters: shared memory is full" in capfd.readouterr().out
     asked = parse(*given, "--shard-optimizer")
     assert run_ranks(work_with_threshold, 2, asked, 0, True, init=False) == [2, 2]
     assert capfd.readouterr().err == "lockstep train imagenet: error: shared memory is full\n"
@@ -297,7 +297,7 @@ def test_what_a_run_shows_and_leaves_behind(data: Path, out: Path, capfd: pytest
     assert run(2, data, *loud, "-a", "tiny-bn", "--out", out, "--name", "shown", "--epochs", 2) == [0, 0]
     shown = capfd.readouterr().out
     assert "learning rate 0.04375 = 1.6 x 7 images per step / 256; x 0.1 every 30 epochs" in shown
-    assert "33 images to train on, 13 held out, 6 classes" in shown
+    assert "33 training images, 13 held out, 6 classes" in shown
     assert "batch normalization sees 7 images in 2 parts" in shown
     assert "13 of 13 counted" in shown
     assert len(re.findall(r"^epoch \d+(?! waited)\b", shown, re.MULTILINE)) == 2
@@ -394,7 +394,7 @@ def test_folders_that_are_not_as_they_should_be(tmp_path: Path, capfd: pytest.Ca
     assert f"{folder}/val/unknown has no images: expected files that end in .jpg" in said_of(capfd, 2, *options)
     (folder / "val").rename(folder / "validation")
     said = said_of(capfd, 2, *options)
-    assert f"{folder}/val is missing: {folder} must hold train/ and val/" in said
+    assert f"{folder}/val is missing: {folder} must have train/ and val/" in said
     assert "in it: train, validation" in said
 
 
@@ -419,10 +419,10 @@ def test_a_val_folder_with_fewer_classes_has_the_labels_of_train(data: Path, tmp
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--strategy", "dp", "--sync-bn"), "--sync-bn is not for --strategy dp"),
-        (("--opt-level", "O1"), "--opt-level O1 is Apex's"),
-        (("--strategy", "horovod", "--shard-optimizer"), "--shard-optimizer is not for --strategy horovod"),
-        (("--strategy", "apex", "--precision", "fp16"), "--precision fp16 is not for --strategy apex"),
+        (("--strategy", "dp", "--sync-bn"), "--sync-bn is not supported by --strategy dp"),
+        (("--opt-level", "O1"), "--opt-level O1 is an option of Apex"),
+        (("--strategy", "horovod", "--shard-optimizer"), "--shard-optimizer is not supported by --strategy horovod"),
+        (("--strategy", "apex", "--precision", "fp16"), "--precision fp16 is not supported by --strategy apex"),
         (("--strategy", "apex", "--precision", "fp64", "--opt-level", "O1"), "--opt-level O1 computes in 16 bits"),
         (("--warmup", 90), "--warmup is 90 of 90 epochs"),
         (("-a", "tiny", "--pretrained"), "there are no trained weights for tiny"),
@@ -444,7 +444,7 @@ def test_a_network_that_there_is_not_is_found_before_images_are_listed(
 
 def test_one_process_is_not_started_twice(data: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = said_of(capfd, 2, data, *QUICK, "--out", out, "--strategy", "dp")
-    assert said.startswith("--strategy dp trains in one process, and here are 2")
+    assert said.startswith("--strategy dp trains in one process, but there are 2")
 
 
 def test_a_checkpoint_of_other_images_or_another_network(
@@ -458,7 +458,7 @@ def test_a_checkpoint_of_other_images_or_another_network(
     other = tmp_path / "other"
     write_shapes(ShapesFolder(other, classes=7, images=33, val_images=13, size=20))
     said = said_of(capfd, 2, other, *options[1:])
-    assert "was trained on 6 classes, here are 7; 006-stripes is in one of the two only" in said
+    assert "was trained on 6 classes, the data has 7; 006-stripes is in only one of the two" in said
     checkpoint.save(tmp_path / "foreign", {"model": {}}, step=1)
     assert "was not written by the imagenet recipe" in said_of(
         capfd, 1, data, "--resume", tmp_path / "foreign", "--out", out

@@ -90,7 +90,7 @@ def test_ctrl_c_keeps_what_has_been_measured(tmp_path: Path) -> None:
     out = process.communicate()[0]
     os.close(ours)
     assert process.returncode == 130, seen.decode()
-    assert b"interrupted; what was measured until now is kept" in seen
+    assert b"interrupted; results so far are kept" in seen
     assert b"Traceback" not in seen
     assert "This run was cut short" in out
     result = Result.load(tmp_path / "run" / "strategies.json")
@@ -126,7 +126,7 @@ def test_epochs_are_short_where_the_data_is_large(warm: WarmLauncher, tmp_path: 
         assert view.epoch(name)  # at least one beside the warm-up
         assert view.agrees(name)
     assert view.fact("single", "held_out_images") == view.fact("ddp", "held_out_images")
-    assert "as many as there was time for" in (folder / "run" / "strategies.md").read_text()
+    assert "limited by the time" in (folder / "run" / "strategies.md").read_text()
 
 
 def no_process_names(folder: Path) -> bool:

@@ -38,12 +38,12 @@ def test_sizes_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("text", "about"),
     [
-        ("4:banana", "'banana' in '4:banana' is no size"),
-        ("", "is no size"),
-        ("0:4", "'0' in '0:4' is no size"),
-        ("64:4", "begins above its end"),
-        ("4:8:16", "no range"),
-        ("-4", "is no size"),
+        ("4:banana", "'banana' in '4:banana' is not a size"),
+        ("", "is not a size"),
+        ("0:4", "'0' in '0:4' is not a size"),
+        ("64:4", "starts above its end"),
+        ("4:8:16", "not a range"),
+        ("-4", "is not a size"),
     ],
 )
 def test_sizes_that_are_none(text: str, about: str) -> None:
@@ -52,11 +52,11 @@ def test_sizes_that_are_none(text: str, about: str) -> None:
 
 
 def test_words_that_are_none() -> None:
-    with pytest.raises(InputError, match="there is no verb 'allreduce', did you mean 'all_reduce'"):
+    with pytest.raises(InputError, match="unknown verb 'allreduce', did you mean 'all_reduce'"):
         words.choose("barrier,allreduce", VERBS, "verb")
-    with pytest.raises(InputError, match="give one"):
+    with pytest.raises(InputError, match="expected one"):
         words.choose("sum,min", OPS, "op", only_one=True)
-    with pytest.raises(InputError, match="give some"):
+    with pytest.raises(InputError, match="expected at least one"):
         words.choose(" , ", OPS, "op")
 
 
@@ -78,8 +78,8 @@ def _options(*arguments: str) -> argparse.Namespace:
         (["--backends", "glo"], "did you mean 'gloo'"),
         (["--sizes", "4:banana"], "'banana'"),
         (["--factor", "1"], "at least 2"),
-        (["--op", "sub"], "there is no op 'sub'"),
-        (["--peer", "/nowhere/IMB-MPI1"], "no program"),
+        (["--op", "sub"], "unknown op 'sub'"),
+        (["--peer", "/nowhere/IMB-MPI1"], "not an executable program"),
         (["--backends", "nccl", "--no-peers"], "none of the backends can run here: needs a GPU"),
     ],
 )
@@ -341,7 +341,7 @@ def test_imb_is_asked_for_the_part_of_a_rank(tmp_path: Path) -> None:
 def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
     _script(tmp_path / "mpiexec", "echo cannot open libmpi.so.12 >&2; exit 127")
     peer = peers.Imb(_script(tmp_path / "IMB-MPI1", "exit 1")).peer()
-    with pytest.raises(peers.PeerFailed, match="ended with 127: cannot open libmpi"):
+    with pytest.raises(peers.PeerFailed, match="exited with 127: cannot open libmpi"):
         peer.run(2, ["all_reduce"], [4], 0.1)
 
 

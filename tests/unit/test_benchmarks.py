@@ -390,7 +390,7 @@ def test_geometric_mean_of_ratios() -> None:
 def test_statistics_refuse_what_they_cannot_answer() -> None:
     with pytest.raises(ValueError, match="at least one"):
         stats.median([])
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="the same length"):
         stats.ratio([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="positive"):
         stats.geometric_mean([1.0, 0.0])

@@ -131,16 +131,16 @@ def test_pieces_are_copies() -> None:
 
 
 def test_rows_are_never_lost() -> None:
-    with pytest.raises(InputError, match=r"5 \(makes 3\)|4 \(makes 4\).*5 \(makes 3\); rows would be lost"):
+    with pytest.raises(InputError, match=r"5 \(3 pieces\)|4 \(4 pieces\).*5 \(3 pieces\); rows would be lost"):
         scatter((rows(5), rows(4)), 4)
     with pytest.raises(InputError, match="rows would be lost"):
         scatter_kwargs((rows(4),), {"weight": rows(1)}, 2)
 
 
 def test_what_cannot_be_cut_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"shape \(\) cannot be cut along dim 0"):
+    with pytest.raises(InputError, match=r"shape \(\) cannot be split along dim 0"):
         scatter(torch.tensor(1.0), 2)
-    with pytest.raises(InputError, match=r"shape \(2, 3\) cannot be cut along dim 2"):
+    with pytest.raises(InputError, match=r"shape \(2, 3\) cannot be split along dim 2"):
         scatter(rows(2), 2, dim=2)
     packed = rnn.pack_sequence([rows(2), rows(1)])
     with pytest.raises(InputTypeError, match="PackedSequence"):
@@ -175,7 +175,7 @@ def test_scalars_become_a_vector_with_a_warning() -> None:
         ([], InputError, "no outputs"),
         ([1, 2], InputTypeError, r"returned a int.*torch\.tensor"),
         (["a", "b"], InputTypeError, "returned a str"),
-        ([rows(1), None], InputTypeError, "different things: NoneType, Tensor"),
+        ([rows(1), None], InputTypeError, "different types: NoneType, Tensor"),
         ([{"a": rows(1)}, {"b": rows(1)}], ValueError, "All dicts must have the same number of keys"),
         ([[rows(1)], [rows(1), rows(1)]], ValueError, r"lists of lengths \[1, 2\]"),
     ],
@@ -477,13 +477,13 @@ def test_without_device_ids_the_module_alone() -> None:
     [
         ([], {}, InputError, "at least one device"),
         (0, {}, InputError, "at least one device"),
-        ("cpu", {}, InputTypeError, "give a list"),
-        ([1.5], {}, InputTypeError, "1.5 is no device"),
-        ([True], {}, InputTypeError, "True is no device"),
-        ([-2], {}, InputError, "numbers begin at 0"),
-        (["tpu7"], {}, InputError, "'tpu7' is no device"),
-        (["xla"], {}, InputError, "no xla device here"),
-        (2, {"output_device": "xla"}, InputError, "no xla device here"),
+        ("cpu", {}, InputTypeError, "expected a list"),
+        ([1.5], {}, InputTypeError, "1.5 is not a device"),
+        ([True], {}, InputTypeError, "True is not a device"),
+        ([-2], {}, InputError, "indices start at 0"),
+        (["tpu7"], {}, InputError, "'tpu7' is not a device"),
+        (["xla"], {}, InputError, "no xla device for"),
+        (2, {"output_device": "xla"}, InputError, "no xla device for"),
     ],
 )
 def test_devices_that_are_not_there(

@@ -29,7 +29,7 @@ def test_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     subjects = [line[9:24].strip() for line in lines if not line.startswith(" ")]
     assert subjects[:3] == ["Python", "torch", "cores"]
     assert any(line.startswith("ok       shared memory   works") for line in lines)
-    assert any(line.startswith("ok       two ranks       started, met and added") for line in lines)
+    assert any(line.startswith("ok       two ranks       started, connected and added") for line in lines)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_report_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_packages_of_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that users install; what of them is absent is named, with the command that brings it."""
+    """Those that users install; what of them is absent is named, with the command that installs it."""
     project = (PAGE.parents[1] / "pyproject.toml").read_text()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text_of = {result.subject: result.text for result in versions.look_at_extras()}
@@ -56,10 +56,12 @@ def test_packages_of_extras(monkeypatch: pytest.MonkeyPatch) -> None:
         commands = re.findall(r"pip install ([^;]+)", text_of[f"[{extra}]"])
         assert sorted(" ".join(commands).split()) == sorted(packages.replace('"', "").split(", "))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert {result.text for result in versions.look_at_extras() if result.subject.startswith("[")} == {"there"}
+    assert {result.text for result in versions.look_at_extras() if result.subject.startswith("[")} == {"installed"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else object())
     (text,) = (result.text for result in versions.look_at_extras() if result.subject == "[imagenet]")
-    assert text == "there; --pretrained and networks that are not built in need torchvision: pip install torchvision"
+    assert (
+        text == "installed; --pretrained and networks that are not built in need torchvision: pip install torchvision"
+    )
 
 
 def test_what_is_missing_of_mpi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +159,7 @@ def test_container_of_version_1(container: Path) -> None:
     assert control_groups.allowed_cores() == 0.5
     found = {result.subject: result for result in limits.look()}
     assert found["cores"].command == "lockstep run --nproc 1 train.py"
-    assert "already be killed" in found["memory"].remedy
+    assert "even one rank may be killed" in found["memory"].remedy
 
 
 def test_no_container(container: Path) -> None:
@@ -224,7 +226,7 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.launch.spawn.spawn", refuse)
     found = sharing._two_ranks()
     assert (found.status, found.command) == ("missing", "lockstep doctor --capabilities")
-    assert found.text == "two ranks did not meet: WorkerFailed: rank 1 was killed"
+    assert found.text == "failed: WorkerFailed: rank 1 was killed"
 
 
 def test_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +254,7 @@ def test_backend_that_cannot_be_used_costs_one_start() -> None:
     column = Column("none", "nonesuch", "cpu")
     measure.measure(column, list(CLASSIC))
     assert set(column.troubles) == set(CLASSIC)
-    assert all("a rank ended with code 1" in trouble for trouble in column.troubles.values())
+    assert all("a rank exited with code 1" in trouble for trouble in column.troubles.values())
 
 
 def test_verb_that_ends_its_ranks_costs_itself(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class TestShapes:
     def test_nothing_is_written_over(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         for target in (tmp_path, tmp_path / "file"):
-            with pytest.raises(InputError, match="is there and not empty"):
+            with pytest.raises(InputError, match="exists and is not empty"):
                 write_shapes(ShapesFolder(target))
         (tmp_path / "empty").mkdir()
         write_shapes(ShapesFolder(tmp_path / "empty", classes=2, images=2, size=8))
@@ -92,16 +92,16 @@ class TestShapes:
     def test_the_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         words = ("make-imagenet", str(tmp_path / "new"), "--classes", "2", "--images", "4", "--size", "8")
         assert data_command.main(words) == 0
-        assert capsys.readouterr().out.endswith("4 images to train on, 2 to validate with, in 2 classes\n")
-        with pytest.raises(LaunchError, match="is there and not empty"):
+        assert capsys.readouterr().out.endswith("4 training and 2 validation images in 2 classes\n")
+        with pytest.raises(LaunchError, match="exists and is not empty"):
             data_command.main(words)
-        with pytest.raises(LaunchError, match="there is no 'make-imagnet', did you mean 'make-imagenet'"):
+        with pytest.raises(LaunchError, match="unknown data 'make-imagnet', did you mean 'make-imagenet'"):
             data_command.main(["make-imagnet"])
         assert data_command.main(["--help"]) == 0
 
     def test_without_pillow(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(options, "find_spec", lambda name: None)
-        with pytest.raises(SetupError, match=r"needs Pillow, not installed here: pip install pillow"):
+        with pytest.raises(SetupError, match=r"needs Pillow: pip install pillow"):
             data_command.main(["make-imagenet", "new"])
 
 
@@ -184,7 +184,7 @@ class TestListing:
             assert list_part(tree, "train", tmp_path / "file" / "kept").seconds > 0
 
     def test_folders_that_are_no_image_folder(self, tree: Path, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"data/val is missing: .*data must hold train/ and val/.*in it: train"):
+        with pytest.raises(DataError, match=r"data/val is missing: .*data must have train/ and val/.*in it: train"):
             list_part(tree, "val", tmp_path / "kept")
         with pytest.raises(DataError, match=r"nowhere/train is missing.*there is no such folder"):
             list_part(tmp_path / "nowhere", "train", tmp_path / "kept")
@@ -200,7 +200,7 @@ class TestListing:
         (tree / "train" / "dog").symlink_to(tree / "train" / "cat")
         assert len(scan_folder(tree / "train")[0]) == 5
         (tree / "train" / "cat" / "up").symlink_to(tree / "train" / "cat")
-        with pytest.raises(DataError, match="cat/up leads back to a folder that it is in"):
+        with pytest.raises(DataError, match="cat/up links to one of its parent folders"):
             scan_folder(tree / "train")
 
     def test_names_that_are_no_text(self, tree: Path, tmp_path: Path) -> None:

@@ -81,12 +81,12 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            (("-b", "0"), "0 is too small; give 1 or more"),
-            (("--wd", "-1"), "-1 is out of range; give 0 or more"),
+            (("-b", "0"), "0 is too small; expected 1 or more"),
+            (("--wd", "-1"), "-1 is out of range; expected 0 or more"),
             (("--lr", "inf"), "inf is out of range"),
             (("--precision", "fp8"), "invalid choice: 'fp8'"),
             (("--strategy", "zero"), "invalid choice: 'zero'"),
-            (("--resume", "nowhere"), "there is nothing at 'nowhere'"),
+            (("--resume", "nowhere"), "'nowhere' does not exist"),
         ],
     )
     def test_a_bad_value_says_what_to_give(self, words: tuple[str, ...], said: str) -> None:
@@ -150,7 +150,7 @@ class TestStarting:
         [
             ("DIR --multiprocessing-distributed --strategy apex", "leave it out for apex"),
             ("DIR --strategy dp --gpu 1", "--gpu 1 means one process on that GPU"),
-            ("--strategy ddp", "name the folder of the images"),
+            ("--strategy ddp", "missing: the folder of the images"),
         ],
     )
     def test_contradictions_are_said_before_anything_is_started(
@@ -172,15 +172,15 @@ class TestStarting:
         host, _, port = meeting_url(parse(*ONE_NODE.split()), 1).removeprefix("tcp://").partition(":")
         assert host == "127.0.0.1"
         assert 1024 < int(port) < 65536
-        with pytest.raises(InputError, match=r"--dist-url is tcp://IP_OF_NODE0:FREEPORT, but 2 hosts must meet"):
+        with pytest.raises(InputError, match=r"--dist-url is tcp://IP_OF_NODE0:FREEPORT, but 2 hosts need one"):
             meeting_url(parse(*TWO_NODES.split()), 2)
-        with pytest.raises(InputError, match=r"--dist-url is not given, but 2 hosts must meet"):
+        with pytest.raises(InputError, match=r"--dist-url is not given, but 2 hosts need one"):
             meeting_url(parse("DIR"), 2)
         for url in ("tcp://10.0.0.1:2345", "file:///shared/meeting", "env://"):
             assert meeting_url(parse("DIR", "--dist-url", url), 2) == url
         for url, said in (
-            ("tcp://10.0.0.1", "expected a port"),
-            ("tcp://h:port", "expected a port"),
+            ("tcp://10.0.0.1", "without a port"),
+            ("tcp://h:port", "without a port"),
             ("h:1", "expected tcp"),
         ):
             with pytest.raises(InputError, match=said):
@@ -278,9 +278,7 @@ class TestModels:
             create_model("vgg11", 10)
         with pytest.raises(SetupError, match=r"; did you mean tiny or tiny-bn\?"):
             create_model("tinyy", 10)
-        with pytest.raises(
-            SetupError, match=r"--pretrained takes its weights from torchvision, not installed here: pip"
-        ):
+        with pytest.raises(SetupError, match=r"--pretrained needs torchvision, which is not installed: pip"):
             create_model("resnet18", 10, pretrained=True)
         with pytest.raises(InputError, match="there are no trained weights for tiny"):
             create_model("tiny", 10, pretrained=True)
@@ -333,7 +331,7 @@ class TestOthersModels:
         assert made == [{"num_classes": 7, "image_size": 32}]
         check_size(model, "vit_b_16", 32)
         assert model.training
-        with pytest.raises(InputError, match="--arch vgg11 does not take images of --size 32: mat1 and mat2 shapes"):
+        with pytest.raises(InputError, match="--arch vgg11 does not accept images of --size 32: mat1 and mat2 shapes"):
             check_size(nn.Sequential(nn.Flatten(), nn.Linear(9, 2)), "vgg11", 32)
 
     def test_trained_weights_of_the_same_classes_and_of_others(self, torchvision: types.ModuleType) -> None:
@@ -358,7 +356,7 @@ class TestOthersModels:
         timm.create_model = lambda name, pretrained, num_classes: nn.Linear(3, num_classes)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "timm", timm)
         assert create_model("convnext_atto", 7)(torch.ones(1, 3)).shape == (1, 7)
-        with pytest.raises(InputError, match="a network that neither torchvision nor timm has"):
+        with pytest.raises(InputError, match="which neither torchvision nor timm has"):
             create_model("nothing_like_it", 7)
 
 

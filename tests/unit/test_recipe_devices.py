@@ -42,12 +42,15 @@ def test_every_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> 
 def test_more_ranks_than_gpus_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     see_gpus(monkeypatch, 1)
     device, notes = choose_device(backend, ranks(2))
-    assert (device, notes) == ("cpu", ["2 ranks, but 1 GPU here: training on the CPU. --nproc 1 trains on 1 GPU"])
+    assert (device, notes) == (
+        "cpu",
+        ["training on the CPU, because there are 2 ranks but 1 GPU; --nproc 1 trains on 1 GPU"],
+    )
 
 
 def test_nccl_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, 2)
-    with pytest.raises(InputError, match=r"here are 4 ranks and 2 GPUs: start 2 \(--nproc 2\), or give another"):
+    with pytest.raises(InputError, match=r"there are 4 ranks and 2 GPUs: start 2 \(--nproc 2\), or choose another"):
         choose_device("nccl", ranks(4))
 
 

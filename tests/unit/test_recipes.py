@@ -72,19 +72,19 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (("--epochs", "0"), "0 is too small; give 1 or more"),
-            (("--batch-size", "-4"), "-4 is too small; give 1 or more"),
+            (("--epochs", "0"), "0 is too small; expected 1 or more"),
+            (("--batch-size", "-4"), "-4 is too small; expected 1 or more"),
             (("--batch-size", "many"), "'many' is not a whole number"),
             (("--accumulate", "0"), "0 is too small"),
-            (("--lr", "0"), "0 is out of range; give a number above 0"),
+            (("--lr", "0"), "0 is out of range; expected a number above 0"),
             (("--lr", "nan"), "nan is out of range"),
             (("--lr", "fast"), "'fast' is not a number"),
-            (("--seed", "-1"), "-1 is too small; give 0 or more"),
+            (("--seed", "-1"), "-1 is too small; expected 0 or more"),
             (("--optimizer", "lion"), "invalid choice: 'lion'"),
             (("--dtype", "int8"), "invalid choice: 'int8'"),
-            (("--name", "a/b"), "'a/b' is no folder name; use --out"),
-            (("--name", ".."), "is no folder name"),
-            (("--resume", "nowhere"), "there is nothing at 'nowhere'; give a run's folder"),
+            (("--name", "a/b"), "'a/b' is not a folder name; use --out"),
+            (("--name", ".."), "is not a folder name"),
+            (("--resume", "nowhere"), "'nowhere' does not exist; expected a run folder"),
         ],
     )
     def test_a_bad_value_says_what_to_give(self, options: tuple[str, ...], said: str) -> None:
@@ -202,7 +202,7 @@ class TestRunLog:
         (tmp_path / "file").touch()
         with pytest.raises(InputError, match=r"file.*choose another --out"):
             create_run_folder(tmp_path / "file", "digits")
-        with pytest.raises(InputError, match=r"cannot make .*choose another --out"):
+        with pytest.raises(InputError, match=r"cannot create .*choose another --out"):
             create_run_folder(tmp_path / "file" / "below", "digits")
 
     def resume(self, run: Path, *more: str) -> Path:
@@ -246,7 +246,9 @@ class TestRunLog:
     ) -> None:
         monkeypatch.chdir(finished.parent)
         (finished / "metrics.jsonl").write_text('{"kind": "run"}\nnoise\n', encoding="utf-8")
-        with pytest.raises(InputError, match=r"metrics.jsonl, line 2: 'noise' is no record of a run; remove the line"):
+        with pytest.raises(
+            InputError, match=r"metrics.jsonl, line 2: 'noise' is not a record of a run; remove the line"
+        ):
             self.resume(finished, *more)
         assert [path.name for path in finished.parent.iterdir()] == ["run"]
 

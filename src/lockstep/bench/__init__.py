@@ -1,16 +1,16 @@
-"""Measuring training and its communication: what `lockstep bench` and the repository's own benchmarks share.
+"""Measures training and communication: shared by `lockstep bench` and the repository's own benchmarks.
 
 General layout, from the bottom up:
 
 * `stats`: median, spread, bootstrap intervals. Pure functions over samples.
-* `results`: what one run leaves behind: environment, parameters and every sample, as JSON.
-* `ranks`: starts rank processes and brings rank 0's answer back. No measuring in it.
+* `results`: the result of a run: environment, parameters and every sample, as JSON.
+* `ranks`: starts rank processes and returns rank 0's result. Does not measure.
 * `harness`: runs inside the ranks; warms up, calibrates and times contestants round-robin.
-* `session`: one run of `lockstep bench`: its time, its progress, and what it has measured so far.
+* `session`: a run of `lockstep bench`: its time, its progress, and its measurements so far.
 * `strategies`: `lockstep bench strategies`.
-* `pages`: tables, as text and as Markdown; `figures`: what all pictures have in common.
-* `words`: options that are words out of a list.
-* `comm`, `scaling`: benchmarks, which the command finds by their names.
+* `pages`: tables, as text and as Markdown; `figures`: shared by all plots.
+* `words`: options that are lists of names.
+* `comm`, `scaling`: benchmarks, which the command finds by name.
 
 `stats`, `results`, `session`, `pages`, `figures` and `words` do not import torch.
 """

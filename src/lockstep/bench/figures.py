@@ -1,4 +1,4 @@
-"""What all pictures of results have in common. Drawn off screen; nothing global is changed. Needs matplotlib."""
+"""Shared by all plots of results. Draws off screen, and changes no global state. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.bench.results import Result
 
 __all__ = ["GRID", "PALETTE", "new_figure", "save", "tidy"]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, which is distinguishable by colour-blind readers.
 PALETTE = {
     "blue": "#0072B2",
     "sky": "#56B4E9",
@@ -27,7 +27,7 @@ GRID = "#E4E4E4"
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure, in inches, with room for a title above and a line below."""
+    """An empty figure, sized in inches, with room for a title above and a line below."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(rect=(0.0, 0.03, 1.0, 0.96))  # type: ignore[union-attr, call-arg]
@@ -36,15 +36,15 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 
 def tidy(axes: Axes) -> None:
-    """The grid behind, no frame above and to the right."""
+    """Put the grid behind the data, and remove the frame at the top and right."""
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def save(figure: Figure, result: Result, path: Path) -> None:
-    """Write a PNG file, with the machine and the versions in its last line."""
+    """Write a PNG file, with the machine and versions at the bottom."""
     title = figure.get_suptitle() + (" (quick run)" if result.quick else "")
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     figure.text(0.01, 0.005, result.environment.summary(), fontsize=6, color="#777777", ha="left", va="bottom")
-    # No version of matplotlib in the file: the same numbers give the same bytes.
+    # Without matplotlib's version in the file, the same numbers give the same bytes.
     figure.savefig(path, dpi=150, metadata={"Software": None})

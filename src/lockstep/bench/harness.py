@@ -1,19 +1,19 @@
-"""Times contestants against each other inside one set of rank processes.
+"""Times contestants against each other, in the same rank processes.
 
-How one configuration (say, all_reduce of 1 MiB at 2 ranks) is measured::
+A configuration (say, all_reduce of 1 MiB on 2 ranks) is measured like this::
 
     calibrate   each contestant: double the iterations until one batch lasts `sample_s`
     round 0     A B C …                                       warm-up, dropped
     round 1     A B C …   a batch: barrier | one untimed call | timed iterations
     round 2     A B C …                                       until the budget is spent
 
-Contestants take turns within every round, so a noisy second hits all of them alike; the sweeps go
-through all configurations several times, so that it does not hit one configuration alone.
+Contestants take turns within every round, so a noisy second affects all of them alike; the sweeps go
+through all configurations several times, so that it does not affect just one.
 
-A sample is the duration of one batch divided by its iterations, on the slowest rank. The barrier in
-front runs on gloo, whose waiting ranks sleep: a contestant that keeps one rank busy and the others
-idle is not disturbed by them. It also lets ranks go at different moments; the untimed call lines
-them up again, and brings the contestant's memory back into the caches that its rival has used.
+A sample is the duration of a batch divided by its iterations, on the slowest rank. The preceding
+barrier runs on gloo, whose waiting ranks sleep, so they do not disturb a contestant that keeps only
+one rank busy. It releases ranks at different moments; the untimed call synchronizes
+them again, and refills the caches with the contestant's memory.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Contestant:
     """Something to time.
 
     Attributes:
-        name: as it stands in the results.
-        call: one iteration. All ranks call it equally often; what it does may differ by rank.
-        settle: waits until the calls made so far are done, where a call only begins something, as on a GPU; a batch
+        name: its name in the results.
+        call: one iteration. All ranks call it equally often; it may do different things on each.
+        settle: waits until all calls are done, if a call only starts something, as on a GPU; a batch
             ends with it.
-        warms_up: before a batch there is one untimed call. Without it a call that lasts seconds costs half as much.
+        warms_up: whether an untimed call precedes each batch. Without, calls that last seconds cost half as much.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Budget:
     """How long to measure one configuration.
 
     Attributes:
-        seconds: wall time for its timed rounds, over all sweeps; calibration comes on top.
+        seconds: wall time of its timed rounds, over all sweeps, without calibration.
         sample_s: how long one batch should last; a batch is at least one iteration.
-        min_rounds: rounds per sweep that are measured even if the time is up.
-        max_rounds: rounds per sweep that are enough even if time is left.
-        sweeps: how many times all configurations are gone through.
+        min_rounds: fewest rounds per sweep, even if the time is up.
+        max_rounds: most rounds per sweep, even if time is left.
+        sweeps: number of sweeps through all configurations.
     """
 
     seconds: float
@@ -82,11 +82,11 @@ class Budget:
 
 @dataclass
 class _Progress:
-    """One configuration on its way: iterations per contestant, and this rank's batches so far."""
+    """The state of a configuration: iterations per contestant, and this rank's batches so far."""
 
     configuration: Configuration
-    iterations: list[int] = field(default_factory=list)  # none before the first sweep
-    meeting: dist.ProcessGroup | None = None  # where ranks meet in between; None for the default group
+    iterations: list[int] = field(default_factory=list)  # empty before the first sweep
+    meeting: dist.ProcessGroup | None = None  # group of the barriers; None for the default group
     rounds: list[list[float]] = field(default_factory=list)  # seconds per batch, one row per round
 
 
@@ -102,14 +102,14 @@ def measure(
 
     Args:
         configurations: the same on all ranks, in the same order.
-        budget: for each of them.
+        budget: budget of each configuration.
         meeting: a gloo group of all ranks; None for the default group, which must then be gloo.
-        left_s: seconds left for all of it. Once they are spent on one rank, no further configuration is measured.
-        report: called on every rank with the series of a configuration after each sweep through it, in the place of
-            the line that rank 0 prints.
+        left_s: seconds left for all. Once they are used up on a rank, no further configuration is measured.
+        report: called on every rank with the series of a configuration after each sweep through it, instead of
+            printing a line on rank 0.
 
     Returns:
-        One series per configuration and contestant, the same on all ranks; none of what there was no time for.
+        One series per measured configuration and contestant, the same on all ranks.
     """
     progress = [_Progress(configuration, meeting=meeting) for configuration in configurations]
     for sweep in range(budget.sweeps):
@@ -129,14 +129,14 @@ def measure(
 
 
 def agree_on_maximum(values: Sequence[float], meeting: dist.ProcessGroup | None = None) -> list[float]:
-    """Elementwise maximum over ranks, the same on all of them. Collective over a group, default the default group."""
+    """Elementwise maximum over ranks, the same on all. Collective over a group, by default the default group."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=meeting)
     return [float(value) for value in tensor.tolist()]
 
 
 def _calibrate(contestant: Contestant, sample_s: float, meeting: dist.ProcessGroup | None) -> int:
-    """Iterations for a batch of about `sample_s`; the calls made to find out also warm up."""
+    """Number of iterations for a batch of about `sample_s`; the calls made to find it also warm up."""
     iterations = 1
     contestant.call()
     while True:
@@ -149,13 +149,13 @@ def _calibrate(contestant: Contestant, sample_s: float, meeting: dist.ProcessGro
 
 
 def _measure_rounds(item: _Progress, budget: Budget) -> None:
-    """One sweep's rounds of one configuration."""
+    """The rounds of one sweep of a configuration."""
     contestants = item.configuration.contestants
     started = time.perf_counter()
     for number in range(budget.max_rounds + 1):
         row = [_time_batch(*pair, item.meeting) for pair in zip(contestants, item.iterations, strict=True)]
         if number == 0:
-            continue  # its caches still held what the previous configuration left
+            continue  # its caches were cold
         item.rounds.append(row)
         elapsed = agree_on_maximum([time.perf_counter() - started], item.meeting)[0]
         if number >= budget.min_rounds and elapsed >= budget.seconds / budget.sweeps:
@@ -165,7 +165,7 @@ def _measure_rounds(item: _Progress, budget: Budget) -> None:
 def _time_batch(contestant: Contestant, iterations: int, meeting: dist.ProcessGroup | None) -> float:
     """Seconds that `iterations` calls take on this rank."""
     call, settle = contestant.call, contestant.settle or _nothing
-    gc.disable()  # a collection in one contestant's batch may sweep up its rival's garbage
+    gc.disable()  # a collection in one contestant's batch may free another's garbage
     try:
         dist.barrier(meeting)
         if contestant.warms_up:
@@ -181,7 +181,7 @@ def _time_batch(contestant: Contestant, iterations: int, meeting: dist.ProcessGr
 
 
 def _nothing() -> None:
-    """A call is done when it returns."""
+    """For calls that are done when they return."""
 
 
 def _slowest_rank(item: _Progress) -> torch.Tensor:
@@ -202,7 +202,7 @@ def _to_series(item: _Progress) -> list[Series]:
 
 
 def _announce(item: _Progress) -> None:
-    """Rank 0 tells whoever is watching what came out."""
+    """Print the times, on rank 0."""
     columns = _slowest_rank(item).T.tolist()
     if dist.get_rank() != 0:
         return

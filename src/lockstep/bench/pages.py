@@ -1,4 +1,4 @@
-"""Tables and pages: one description, shown as plain text on a terminal and as Markdown in a file.
+"""Tables and pages, formatted as plain text for a terminal and as Markdown for a file.
 
 >>> table = Table("Sizes.", ["tensor", "time"], [["4 B", "25 µs"], ["1 MiB", "106 µs"]])
 >>> print(as_text([table]))
@@ -50,9 +50,9 @@ class Table:
     """Rows under a header.
 
     Attributes:
-        caption: a sentence that stands below; empty for none.
-        header: of each column.
-        rows: cells, as many in each as the header has.
+        caption: text below the table; may be empty.
+        header: name of each column.
+        rows: cells, one per column in each row.
     """
 
     caption: str
@@ -65,12 +65,12 @@ Block = str | Table
 
 
 def as_text(blocks: Sequence[Block]) -> str:
-    """For a terminal: columns aligned by spaces, no marks of Markdown. Paragraphs without a line break are kept so."""
+    """Text for a terminal: columns aligned by spaces, without Markdown. Paragraphs keep their line breaks."""
     return "\n\n".join(_plain_table(block) if isinstance(block, Table) else _plain(block) for block in blocks)
 
 
 def as_markdown(blocks: Sequence[Block]) -> str:
-    """For a file."""
+    """Markdown for a file."""
     parts = []
     for block in blocks:
         if isinstance(block, str):
@@ -83,13 +83,13 @@ def as_markdown(blocks: Sequence[Block]) -> str:
 
 
 def markdown_page(result: Result, blocks: Sequence[Block], name: str, *, has_plot: bool) -> str:
-    """The page beside a result: its tables, its picture and where it was measured.
+    """The page of a result: its tables, its plot and its machine.
 
     Args:
-        result: what was measured.
+        result: the result.
         blocks: its tables.
-        name: of the result's file, without `.json`; that of its case unless somebody renamed it.
-        has_plot: whether there is a picture beside it.
+        name: name of the result's file, without `.json`; that of its case unless the file was renamed.
+        has_plot: whether there is a plot next to it.
     """
     title = _title(result.case, name)
     parts = [f"# {title}", *(f"**{note}**" for note in notes_of(result)), as_markdown(blocks)]
@@ -100,7 +100,7 @@ def markdown_page(result: Result, blocks: Sequence[Block], name: str, *, has_plo
 
 
 def _title(case: str, name: str) -> str:
-    """Of a page: what its benchmark measures, and what the name of the result adds.
+    """The title of a page: what its benchmark measures, and what the name of the result adds.
 
     >>> _title("comm", "comm_2_ranks"), _title("strategies", "strategies"), _title("comm", "mine")
     ('Every verb on every backend, 2 ranks', 'Every way to train', 'Every verb on every backend, mine')
@@ -110,25 +110,25 @@ def _title(case: str, name: str) -> str:
 
 
 def notes_of(result: Result) -> list[str]:
-    """What a reader must know before the numbers: a run that was short, cut off, or on a busy machine."""
+    """Warnings to precede the numbers: of a run that was quick, cut short, or on a busy machine."""
     notes = []
     if result.quick:
-        notes.append("A quick run: its numbers show that the benchmark works, nothing else.")
+        notes.append("A quick run: its numbers mean nothing.")
     if not result.complete:
-        notes.append("This run was cut short: it has what was measured until then.")
+        notes.append("This run was cut short: results are incomplete.")
     if result.environment.load > 0.5:
         notes.append(f"The machine was busy when the run began (load {result.environment.load}): expect noise.")
     return notes
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; numbers, that is all columns but the first, to the right."""
+    """A Markdown table; all columns but the first are right-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits with a fitting unit.
+    """Format with three significant digits and a suitable unit.
 
     >>> format_seconds(0.0000213), format_seconds(0.1234), format_seconds(5.0)
     ('21.3 µs', '123 ms', '5.00 s')
@@ -141,7 +141,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """A size in binary units.
+    """Format a size in binary units.
 
     >>> format_bytes(4), format_bytes(65536), format_bytes(26214400)
     ('4 B', '64 KiB', '25 MiB')
@@ -153,7 +153,7 @@ def format_bytes(count: int) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A number with three significant digits, or all of its whole ones.
+    """Format with three significant digits, or as an integer if that has more.
 
     >>> three_digits(1.2345), three_digits(45.678), three_digits(1234.5)
     ('1.23', '45.7', '1234')
@@ -165,7 +165,7 @@ def three_digits(value: float) -> str:
 
 
 def _plain_table(table: Table) -> str:
-    """The first column to the left, all others to the right."""
+    """Left-align the first column, right-align the others."""
     lines = [[_plain(cell) for cell in line] for line in (table.header, *table.rows)]
     widths = [max(_width(line[column]) for line in lines) for column in range(len(table.header))]
     text = []
@@ -177,7 +177,7 @@ def _plain_table(table: Table) -> str:
 
 
 def _plain(text: str) -> str:
-    """Markdown without its marks: emphasis, code, links, headings."""
+    """Strip Markdown's markup: emphasis, code, links, headings."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     return re.sub(r"\*\*|`|^#+ ", "", text, flags=re.MULTILINE)
 

@@ -1,14 +1,14 @@
-"""Rank processes for measurements: start them, wait with a deadline, bring rank 0's answer back.
+"""Rank processes for measurements: starts them, waits with a deadline, and returns rank 0's result.
 
-Written apart from Lockstep's own launcher on purpose: what is measured should not also carry the
-measurement. The parent holds a TCP store on a free local port and puts the job into it. A rank is
-`python -m lockstep.bench.ranks …`; it takes the job from the store, joins a gloo group over it (the
-control plane), calls one function, and rank 0 puts the answer back.
+Independent of Lockstep's launcher on purpose: the measured code should not also run the
+measurement. The parent hosts a TCP store on a free local port and puts the job into it. A rank is
+`python -m lockstep.bench.ranks …`; it reads the job from the store, joins a gloo group over it (the
+control plane) and calls one function; rank 0 puts its result into the store.
 
-What rank 0 tells on the way (`tell`) reaches the parent by a pipe, so that it has it even if the run ends early.
-Ctrl-C reaches the parent alone: ranks are in sessions of their own.
+Intermediate results of rank 0 (`tell`) reach the parent through a pipe, even if the run ends early.
+Ctrl-C reaches only the parent, because ranks run in their own sessions.
 
-Nothing outlives the parent, however it ends: ranks ask the kernel to be killed with it, and no file
+No rank outlives the parent, however it ends: ranks ask the kernel to be killed with it. No file
 is written.
 """
 
@@ -35,13 +35,13 @@ _HOST = "127.0.0.1"
 _JOB_KEY, _ANSWER_KEY = "bench/job", "bench/answer"
 _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 _PYTHON_MODULE = (sys.executable, "-m", "lockstep.bench.ranks")
-_RUN = "run"  # in the place of an entry: become this command, which dies with the parent
-_ASK_MPI = -1  # in the place of a rank
+_RUN = "run"  # instead of an entry: exec this command, which dies with the parent
+_ASK_MPI = -1  # instead of a rank: ask MPI
 
 Job = Mapping[str, object]
 RankFunction = Callable[[Job], object]
 
-_to_parent: int | None = None  # a pipe; rank 0 has it, if the parent listens
+_to_parent: int | None = None  # a pipe, on rank 0, if the parent listens
 
 
 class RankFailed(RuntimeError):
@@ -49,10 +49,10 @@ class RankFailed(RuntimeError):
 
 
 def tell(part: object) -> None:
-    """Hand the parent something before the end. Rank 0 is heard, all others say nothing. Local.
+    """Send an intermediate result to the parent. Local; does nothing on ranks other than 0.
 
     Args:
-        part: JSON-able.
+        part: anything that JSON can represent.
     """
     if _to_parent is not None:
         data = json.dumps(part).encode() + b"\n"
@@ -72,7 +72,7 @@ def run_ranks(
     through: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> object:
-    """Run a function on `world_size` fresh processes of this host.
+    """Run a function in `world_size` new processes on this host.
 
     Args:
         function: a module-level function; called on every rank as `function(job)`, with
@@ -80,19 +80,19 @@ def run_ranks(
         world_size: number of ranks.
         job: JSON-able, the same for all ranks.
         threads: intra-op threads of each rank.
-        timeout_s: deadline for all of it, process start included.
-        backend: of the default group.
-        on_part: called in this process with everything that rank 0 tells, as it comes, and before this function
+        timeout_s: total time limit, including process start.
+        backend: backend of the default group.
+        on_part: called in this process with everything that rank 0 sends by `tell`, as it arrives, before this function
             returns or raises.
-        through: a command such as `mpirun -np 2` that starts the ranks, which ask MPI's variables who they are; none
-            to start them from here.
-        variables: set in the environment of the ranks, besides those of this process.
+        through: a command such as `mpirun -np 2` that starts the ranks, which read their rank from MPI's variables;
+            empty to start them directly.
+        variables: added to the environment of the ranks.
 
     Returns:
-        What rank 0 returned.
+        Rank 0's return value.
 
     Raises:
-        RankFailed: a rank exited with an error or the deadline passed. All ranks are dead by then.
+        RankFailed: a rank exited with an error, or the time is up. All ranks have been killed.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -116,7 +116,7 @@ def run_ranks(
                         command, env=environ, stdin=subprocess.DEVNULL, pass_fds=kept, start_new_session=True
                     )
                 )
-            if not through:  # else rank 0 has yet to open it
+            if not through:  # otherwise rank 0 has yet to open it
                 parts.close_writer()
             _wait(processes, parts, time.monotonic() + timeout_s)
         finally:
@@ -127,7 +127,7 @@ def run_ranks(
 
 
 class _Parts:
-    """The parent's end of the pipe by which rank 0 tells. Closed, it has handed on everything that was told."""
+    """The parent's end of the pipe for `tell`. Closing it first delivers everything that was sent."""
 
     def __init__(self, on_part: Callable[[Any], object] | None) -> None:
         self._on_part = on_part or (lambda part: None)
@@ -144,13 +144,13 @@ class _Parts:
         os.close(self.reader)
 
     def close_writer(self) -> None:
-        """Leave rank 0 the only one who writes."""
+        """Close this process's copy of the writing end, so that only rank 0 has it."""
         if self.writer >= 0:
             os.close(self.writer)
             self.writer = -1
 
     def receive(self) -> bool:
-        """Hand on what has come; whether more may come."""
+        """Deliver what has arrived; returns whether more may arrive."""
         while True:
             try:
                 data = os.read(self.reader, 1 << 16)
@@ -173,7 +173,7 @@ def _root_of(function: RankFunction) -> str:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], parts: _Parts, deadline: float) -> None:
-    """Sleep until all ranks have exited well; raise as soon as one has not."""
+    """Sleep until all ranks have exited with 0; raise as soon as one fails."""
     waiting = {os.pidfd_open(process.pid): rank for rank, process in enumerate(processes)}
     heard = [parts.reader]
     try:
@@ -196,7 +196,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], parts: _Parts, deadline: flo
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, however that happens."""
+    """Have the kernel kill this process when its parent dies."""
     libc.die_with_parent()
     if os.getppid() != parent_pid:  # it died before the call above
         sys.exit(1)
@@ -205,12 +205,12 @@ def _die_with_parent(parent_pid: int) -> None:
 def _rank_main(
     entry: str, backend: str, port: int, rank: int, world_size: int, threads: int, parent_pid: int, pipe: int
 ) -> None:
-    """Body of one rank process."""
+    """The main function of a rank process."""
     _die_with_parent(os.getppid() if rank == _ASK_MPI else parent_pid)  # before the imports below, which take seconds
     if rank == _ASK_MPI:
         found = read_mpi(env.snapshot())
         if found is None or found.world_size != world_size:
-            raise RankFailed(f"MPI did not start {world_size} ranks: its variables say {found}")
+            raise RankFailed(f"MPI did not start {world_size} ranks; according to its variables: {found}")
         rank = found.rank
         pipe = os.open(f"/proc/{parent_pid}/fd/{pipe}", os.O_WRONLY) if rank == 0 else -1
     if pipe >= 0:
@@ -225,7 +225,7 @@ def _rank_main(
     function: RankFunction = getattr(importlib.import_module(module_name), function_name)
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=_COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
-    dist.barrier()  # a rank that is done at once would close gloo's connections to one that still makes them
+    dist.barrier()  # a rank that finishes at once would close connections that gloo is still opening
     answer = function(json.loads(store.get(_JOB_KEY)))
     if rank == 0:
         store.set(_ANSWER_KEY, json.dumps(answer))
@@ -233,7 +233,7 @@ def _rank_main(
 
 
 if __name__ == "__main__":
-    from lockstep.bench import ranks  # by the name under which others import `tell` from it
+    from lockstep.bench import ranks  # under the name from which others import `tell`
 
     if sys.argv[1] == _RUN:
         ranks._die_with_parent(int(sys.argv[2]))

@@ -1,7 +1,7 @@
-"""What one run of a case leaves behind: environment, parameters and every sample, as JSON.
+"""The result of a run of a case: environment, parameters and every sample, as JSON.
 
-Tables and plots are generated from these files and from nothing else, so a number that somebody
-doubts can be traced to its samples, its commit and its machine.
+Tables and plots are generated from these files alone, so every number can be traced to its
+samples, its commit and its machine.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["Environment", "Parameters", "Result", "Series", "Skipped"]
 
 SCHEMA = 1
 _SIGNIFICANT_DIGITS = 6
-_SOURCES = Path(lockstep.__file__).resolve().parents[2]  # where a checkout has its .git; anything, once installed
+_SOURCES = Path(lockstep.__file__).resolve().parents[2]  # in a checkout, the folder of .git
 
 Parameters = dict[str, int | str]
-"""What tells one configuration of a case from another, e.g. `{"world_size": 2, "bytes": 4096}`."""
+"""A configuration of a case, e.g. `{"world_size": 2, "bytes": 4096}`."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The machine and the software that the samples come from.
+    """The machine and the software of a measurement.
 
     Attributes:
-        commit: full hash of the package's sources, or "unknown" where they are in no git checkout.
-        dirty: whether tracked files differ from that commit; what benchmarks write does not count.
-        date: UTC, ISO 8601, seconds.
+        commit: full hash of the package's sources, or "unknown" if they are not in a git checkout.
+        dirty: whether tracked files differ from that commit, except those that benchmarks write.
+        date: UTC, ISO 8601, to the second.
         lockstep, torch, numpy, python: versions.
-        kernel: release of the operating system.
+        kernel: name and release of the kernel.
         cpu: model name.
-        cores: cores this process may use.
+        cores: cores that this process may use.
         memory_bytes: physical memory.
         shm_bytes: size of /dev/shm; 0 if there is none.
         shm_huge_pages: the kernel's setting for huge pages in shared memory.
@@ -85,7 +85,7 @@ class Environment:
         )
 
     def summary(self) -> str:
-        """One line for a table's foot: machine, versions, commit and date."""
+        """A line below a table: machine, versions, commit and date."""
         return (
             f"{self.cpu}, {self.cores} cores; {self.kernel}; torch {self.torch}, Python {self.python}, "
             f"lockstep {self.lockstep} at {self.commit[:10]}{' (modified)' if self.dirty else ''}; {self.date[:10]}"
@@ -98,11 +98,11 @@ class Series:
 
     Attributes:
         parameters: the configuration.
-        contestant: who was measured.
+        contestant: name of the contestant.
         iterations: calls that one sample averages over.
         samples_s: seconds per call, one per round, in the order measured; sample i of all
             contestants of a configuration belongs to the same round.
-        facts: what else was found about the contestant, each with its unit in its name: bytes, losses.
+        facts: other values measured for the contestant, with units in their names: bytes, losses.
     """
 
     parameters: Parameters
@@ -123,16 +123,16 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything one run of a case produced.
+    """Everything measured in a run of a case.
 
     Attributes:
-        case: its name.
-        quick: whether the run was a quick one, whose numbers only show that it works.
+        case: name of the case.
+        quick: whether it was a quick run, whose numbers mean nothing.
         environment: machine and versions.
-        settings: how it was measured: budgets, threads, and what the case adds.
+        settings: budgets, threads, and settings of the case.
         series: every sample.
         skipped: contestants without samples.
-        complete: whether the run came to its own end; else it has what was measured until then.
+        complete: whether the run finished; otherwise it was cut short.
     """
 
     case: str
@@ -151,11 +151,11 @@ class Result:
         return None
 
     def values(self, name: str) -> list[int | str]:
-        """The values that a parameter takes, each once, in the order measured."""
+        """The distinct values of a parameter, in the order measured."""
         return list(dict.fromkeys(series.parameters[name] for series in self.series if name in series.parameters))
 
     def save(self, folder: Path) -> Path:
-        """Write `<folder>/<case>.json`, whole or not at all; return its path."""
+        """Write `<folder>/<case>.json` atomically; returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.case}.json"
         partial = path.with_suffix(".json.partial")
@@ -164,7 +164,7 @@ class Result:
         return path
 
     def to_json(self) -> str:
-        """JSON text; every list of samples on one line, so that a diff of two runs stays readable."""
+        """JSON text, with every list of samples on one line, so that a diff of two runs is readable."""
         document = {"schema": SCHEMA, **asdict(self)}
         for series in document["series"]:
             series["samples_s"] = [float(f"{sample:.{_SIGNIFICANT_DIGITS}g}") for sample in series["samples_s"]]
@@ -178,7 +178,7 @@ class Result:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file is of another schema, or not such a file at all.
+            ValueError: the file has another schema, or is not a result.
         """
         document = json.loads(path.read_text(encoding="utf-8"))
         schema = document.pop("schema", None)
@@ -196,7 +196,7 @@ class Result:
 
 
 def _git(*arguments: str) -> str:
-    """Output of a git command in the source tree; empty where there is no git, or the package is not in a checkout."""
+    """Output of a git command in the source tree; empty without git, or if the package is not in a checkout."""
     if not (_SOURCES / ".git").exists():
         return ""
     try:
@@ -215,7 +215,7 @@ def _filesystem_bytes(path: Path) -> int:
 
 
 def _chosen(path: Path) -> str:
-    """The bracketed word of a kernel setting such as `always [never]`."""
+    """The selected value of a kernel setting such as `always [never]`."""
     try:
         match = re.search(r"\[(\w+)\]", path.read_text(encoding="utf-8"))
     except OSError:

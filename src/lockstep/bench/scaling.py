@@ -1,9 +1,9 @@
-"""`lockstep bench scaling`: training on 1 to N ranks of this machine, strong and weak.
+"""`lockstep bench scaling`: strong and weak scaling of training, on 1 to N ranks of this machine.
 
-Beside a step of the engine: one of torch's DistributedDataParallel on gloo, and one that communicates with nobody,
-which is the most that as many ranks can do here: they share its cores and the way to its memory.
+Compares a step of Lockstep's engine with one of torch's DistributedDataParallel on gloo, and with one that does not
+communicate, which is the upper bound for this number of ranks, as they share cores and memory bandwidth.
 
-The command imports this module to parse options, so torch is imported where something is measured.
+The command imports this module to parse options, so only `measure` imports torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "Rate", "add_arguments", "blocks", "draw", "measure", "measure_steps", "rates"]
 
-SUMMARY = "training on 1 to N ranks, strong and weak"
+SUMMARY = "strong and weak scaling of training, on 1 to N ranks"
 DESCRIPTION = """\
-Train on 1, 2, 4 … N ranks of this machine, with the same batch for each rank (weak) and with one batch for all
-(strong), beside torch's engine on gloo and beside the same steps without communication.
+Train on 1, 2, 4 … N ranks of this machine, with the same batch on each rank (weak) and with one batch over all
+(strong); compare with torch's engine on gloo, and with the same steps without communication.
 """
 
 RECIPES = ("digits", "imagenet")
@@ -46,22 +46,22 @@ _COLOURS = {_OURS: "vermilion", _TORCHS: "blue", _ALONE: "grey"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
+    """Add the benchmark's own options to `parser`."""
     group = parser.add_argument_group("what is measured")
     group.add_argument(
         "--recipe", default="digits", help="digits, or imagenet: ResNet-18 at 64 pixels (default: digits)"
     )
-    group.add_argument("--batch", type=int, metavar="N", help="samples of each rank (default: 64; imagenet: 16)")
+    group.add_argument("--batch", type=int, metavar="N", help="samples per rank (default: 64; imagenet: 16)")
 
 
 # ---- measuring -----------------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace, session: Session) -> None:
-    """Measure what the options ask for.
+    """Measure as requested by the options.
 
     Raises:
-        InputError: an option means nothing; says what to write.
+        InputError: an option is invalid; says what to write.
         RankFailed: a rank failed.
     """
     (recipe,) = choose(options.recipe, RECIPES, "recipe", only_one=True)
@@ -71,11 +71,11 @@ def measure(options: argparse.Namespace, session: Session) -> None:
     session.settings.update(recipe=recipe, batch=batch, threads_per_rank=1)
     sizes = _world_sizes(session.nproc)
     num_passes = 1 if session.quick else 2
-    # Two passes, so that a noisy minute does not hit one number of ranks alone.
+    # Two passes, so that a noisy minute does not affect just one number of ranks.
     for number in range(num_passes):
         for n in sizes:
             if session.left_s <= 0:
-                session.skip(f"{n} ranks, pass {number + 1}", "the budget was spent; --budget gives more")
+                session.skip(f"{n} ranks, pass {number + 1}", "skipped: out of time; raise --budget")
                 continue
             session.progress.show(f"pass {number + 1}: {n} ranks")
             _measure_ranks(session, recipe, sorted({batch, max(1, batch // n)}), n, num_passes * len(sizes))
@@ -112,10 +112,10 @@ def _key_of(series: Series) -> tuple[object, ...]:
 
 
 def measure_steps(job: Job) -> object:
-    """Body of one rank; the default group is gloo.
+    """The function of each rank; the default group is gloo.
 
     Args:
-        job: `recipe`, `batches` (of each rank), `budget`, `seconds` after which nothing further is begun.
+        job: `recipe`, `batches` (per rank), `budget`, `seconds` after which nothing more is started.
 
     Returns:
         Series, by number of ranks and batch: a step of each contestant.
@@ -155,7 +155,7 @@ def measure_steps(job: Job) -> object:
 
 
 def _build(recipe: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """A recipe's model, and the shape of one of its samples; the same weights everywhere."""
+    """A recipe's model, with the same weights on all ranks, and the shape of a sample."""
     import torch
 
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def _build(recipe: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def _make_step(model: nn.Module, shape: tuple[int, ...], batch: int) -> Callable[[], None]:
-    """A training step on random samples, of which this rank has `batch`."""
+    """A training step on `batch` random samples per rank."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -184,22 +184,22 @@ def _make_step(model: nn.Module, shape: tuple[int, ...], batch: int) -> Callable
     return step
 
 
-# ---- what a result says --------------------------------------------------------------------------
+# ---- tables and plot of a result -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Training on so many ranks.
+    """The rate of training on a number of ranks.
 
     Attributes:
-        mode: weak: each rank has the batch; strong: all have it together.
-        contestant: who trains.
-        world_size: ranks.
-        batch: samples of each rank.
-        step_s: median of a step.
+        mode: "weak" (each rank has a batch) or "strong" (all ranks share a batch).
+        contestant: name of the contestant.
+        world_size: number of ranks.
+        batch: samples per rank.
+        step_s: median time of a step.
         spread_s: its 10th and 90th percentile.
-        samples_per_s: of all ranks.
-        efficiency: of N ranks, in terms of N times the rate of one.
+        samples_per_s: samples per second, over all ranks.
+        efficiency: rate of N ranks, relative to N times the rate of one.
     """
 
     mode: str
@@ -213,7 +213,7 @@ class Rate:
 
 
 def rates(result: Result) -> list[Rate]:
-    """Weak scaling, then strong; by number of ranks. What was not measured has no row."""
+    """Rates in weak, then strong scaling, by number of ranks; only those measured."""
     batch = int(cast(int, result.settings["batch"]))
     samples = {
         (one.contestant, int(one.parameters["world_size"]), int(one.parameters["batch"])): one.samples_s
@@ -235,7 +235,7 @@ def rates(result: Result) -> list[Rate]:
 
 
 def blocks(result: Result) -> list[Block]:
-    """A table for each mode."""
+    """A table per mode."""
     found: list[Block] = [
         f"Recipe {result.settings['recipe']}, batch {result.settings['batch']}, one thread a rank. Times are medians."
     ]
@@ -257,7 +257,7 @@ def _row_of(rate: Rate) -> list[str]:
 
 
 def draw(result: Result) -> Figure:
-    """Rates over ranks, weak and strong. Needs matplotlib."""
+    """Plot rates over ranks, weak and strong. Needs matplotlib."""
     from lockstep.bench.figures import new_figure
 
     figure = new_figure(9.0, 4.4, f"scaling: {result.settings['recipe']}")

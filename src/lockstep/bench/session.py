@@ -1,7 +1,7 @@
-"""One run of `lockstep bench`: its time, its progress on the terminal, and what it has measured so far.
+"""A run of `lockstep bench`: its time, its progress on the terminal, and its measurements so far.
 
-What measures hands each series to `Session.add` as soon as it is complete. So a run that is ended by
-Ctrl-C, or by a rank that fails, still leaves a result: with what there was by then, and marked as cut short.
+A benchmark passes each series to `Session.add` as soon as it is complete. So a run that is stopped by
+Ctrl-C, or by a failed rank, still has a result: of the measurements so far, marked as cut short.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["ProgressLine", "Session", "parse_duration"]
 
 _UNITS_S = (3600.0, 60.0, 1.0)
 _BAR_WIDTH = 20
-_LINES_APART_S = 10.0  # where stderr is no terminal
+_LINES_APART_S = 10.0  # if stderr is not a terminal
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a time as people write it.
+    """Parse a duration; returns seconds.
 
     Args:
-        text: a number of seconds, or numbers with units, the larger first: `90`, `30s`, `5m`, `1h30m`.
+        text: a number of seconds, or numbers with units, larger units first: `90`, `30s`, `5m`, `1h30m`.
 
     Raises:
-        ValueError: it is none, or not above 0; says what to write.
+        ValueError: it is malformed, or not above 0; says what to write.
 
     >>> parse_duration("5m"), parse_duration("1h30m"), parse_duration("2.5"), parse_duration("30 s")
     (300.0, 5400.0, 2.5, 30.0)
@@ -41,17 +41,17 @@ def parse_duration(text: str) -> float:
         float(part) * unit for part, unit in zip(match.groups() if match else (), _UNITS_S, strict=False) if part
     )
     if not seconds > 0:
-        raise ValueError(f"{text!r} is no time to measure for; write 30s, 5m or 1h30m")
+        raise ValueError(f"{text!r} is not a duration; write 30s, 5m or 1h30m")
     return seconds
 
 
 class ProgressLine:
-    """What a run is doing and how much of its time is gone: one line on stderr, rewritten on a terminal.
+    """Shows on stderr what a run is doing and how much time it has used: one line, updated in place on a terminal.
 
     Args:
-        title: stands at its start.
-        budget_s: the time of the whole run.
-        stream: where to write.
+        title: text at its start.
+        budget_s: time limit of the run.
+        stream: stream to write to; stderr by default.
     """
 
     def __init__(self, title: str, budget_s: float, stream: TextIO | None = None) -> None:
@@ -59,10 +59,10 @@ class ProgressLine:
         self._stream = stream or sys.stderr
         self._started = time.monotonic()
         self._printed_at = float("-inf")
-        self._shows = False  # the line of the cursor is ours
+        self._shows = False  # whether the cursor is on the progress line
 
     def show(self, doing: str) -> None:
-        """Say what is being measured. Where stderr is no terminal: only every ten seconds."""
+        """Show what is being measured. If stderr is not a terminal, only every ten seconds."""
         gone_s = time.monotonic() - self._started
         share = min(1.0, gone_s / self._budget_s)
         line = f"{self._title}: {_clock(gone_s)} of {_clock(self._budget_s)}  {doing}"
@@ -77,12 +77,12 @@ class ProgressLine:
             print(line, file=self._stream, flush=True)
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.close()
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Clear the line."""
         if self._shows:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -91,20 +91,20 @@ class ProgressLine:
 
 @dataclass
 class Session:
-    """What a benchmark is asked for, and what it has so far.
+    """A benchmark's request, and its measurements so far.
 
     Attributes:
-        name: of the benchmark; its result is `<name>.json`.
-        nproc: ranks, at least 1.
-        budget_s: the run is to end within about this many seconds.
-        quick: the run only has to show that it works.
-        folder: where results are written; what a benchmark needs besides (data) may lie there, too.
-        progress: where to say what is being measured.
-        environment: read when the run begins, before it loads the machine itself.
-        settings: how it was measured; to be filled in before the first series.
-        series: what has been measured.
-        skipped: what could not be measured, and why.
-        failure: what makes a run that came to its end a failure all the same; empty for nothing.
+        name: name of the benchmark; its result is `<name>.json`.
+        nproc: number of ranks, at least 1.
+        budget_s: approximate time limit of the run.
+        quick: whether to measure as little as possible.
+        folder: folder for results, and for other files of a benchmark, such as data.
+        progress: shows what is being measured.
+        environment: as read at the start, before the run loads the machine.
+        settings: how it was measured; filled in before the first series.
+        series: the measurements.
+        skipped: contestants that could not be measured, and why.
+        failure: why a finished run counts as failed; empty if it does not.
     """
 
     name: str
@@ -122,11 +122,11 @@ class Session:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the budget is spent; negative afterwards."""
+        """Seconds left of the budget; may be negative."""
         return self.started + self.budget_s - time.monotonic()
 
     def add(self, series: Series) -> None:
-        """Keep a series: in the place of one with the same parameters and contestant, where there is one."""
+        """Add a series; replaces one with the same parameters and contestant."""
         for index, one in enumerate(self.series):
             if (one.contestant, one.parameters) == (series.contestant, series.parameters):
                 self.series[index] = series
@@ -134,14 +134,14 @@ class Session:
         self.series.append(series)
 
     def skip(self, contestant: str, reason: str, parameters: Parameters | None = None) -> None:
-        """Note what cannot be measured here."""
+        """Note that a contestant cannot be measured here."""
         self.skipped.append(Skipped(parameters or {}, contestant, reason))
 
     def result(self, complete: bool) -> Result:
-        """All that there is so far.
+        """The result of all measurements so far.
 
         Args:
-            complete: whether the run came to its own end.
+            complete: whether the run finished.
         """
         settings = {"nproc": self.nproc, "budget_s": self.budget_s, **self.settings}
         return Result(self.name, self.quick, self.environment, settings, self.series, self.skipped, complete)

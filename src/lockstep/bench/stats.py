@@ -1,8 +1,8 @@
 """Median, spread and bootstrap intervals of interleaved samples.
 
-Contestants are measured round-robin, so sample `i` of one and sample `i` of another were taken
-within the same moment and met the same noise. The bootstrap therefore resamples whole rounds, not
-the samples of each contestant on their own: noise that hit a round alike cancels in a ratio.
+Contestants are measured round-robin, so samples `i` of any two were taken
+at almost the same time, with the same noise. The bootstrap therefore resamples whole rounds, not
+the samples of each contestant separately: noise that affects a whole round cancels in a ratio.
 
     >>> ratio([4.0, 4.0, 4.0], [2.0, 2.0, 2.0])
     Estimate(value=2.0, low=2.0, high=2.0)
@@ -37,7 +37,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and the interval that holds it in 95% of the resamples.
+    """A value, with its 95% bootstrap interval.
 
     Attributes:
         value: computed from the medians of all samples.
@@ -71,11 +71,11 @@ def bootstrap(
     """A function of medians, with its interval over resampled rounds.
 
     Args:
-        function: takes one median per series and must work elementwise, as arithmetic does; it is
+        function: takes a median per series, and must work elementwise, as arithmetic does: it is
             called once with floats and once with arrays of shape (num_resamples,).
         *series: samples of each contestant; the same number, because they share their rounds.
-        num_resamples: how many times the rounds are drawn anew, with replacement.
-        seed: of the draws, so that a table made twice from one file is the same table.
+        num_resamples: number of resamples of the rounds, with replacement.
+        seed: random seed, so that a table generated twice from a file is the same.
 
     Raises:
         ValueError: no samples, or series of different lengths.
@@ -90,12 +90,12 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate:
 
 
 def overhead(samples: Sequence[float], floor: Sequence[float]) -> Estimate:
-    """What `samples` cost beyond `floor`, as a fraction of `floor`: 0.1 is ten percent."""
+    """Overhead of `samples` over `floor`, as a fraction of `floor`: 0.1 is ten percent."""
     return bootstrap(lambda total, least: total / least - 1.0, samples, floor)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive values, the mean that suits ratios.
+    """The geometric mean of positive values, which is the mean for ratios.
 
     Raises:
         ValueError: no values, or one that is not positive.
@@ -109,7 +109,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def geometric_mean_ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate:
     """Geometric mean over several ratios of medians, with its interval.
 
-    Each pair is resampled on its own, since different pairs were measured at different times.
+    Each pair is resampled separately, since different pairs were measured at different times.
 
     Args:
         pairs: numerator and denominator samples of each ratio.
@@ -129,7 +129,7 @@ def _resample(
     """`function` of the medians of resampled rounds; shape (num_resamples,)."""
     lengths = [len(samples) for samples in series]
     if len(set(lengths)) != 1:
-        raise ValueError(f"series share their rounds, so they must have one length; got {lengths}")
+        raise ValueError(f"series share their rounds, so they must have the same length; got {lengths}")
     rounds = np.random.default_rng(seed).integers(0, lengths[0], size=(num_resamples, lengths[0]))
     medians = [np.median(np.asarray(samples, dtype=np.float64)[rounds], axis=1) for samples in series]
     return np.asarray(function(*medians), dtype=np.float64)

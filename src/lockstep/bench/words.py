@@ -1,4 +1,4 @@
-"""Words of an option with commas between, each out of a list."""
+"""Parses options that are comma-separated names from a list."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["choose"]
 
 
 def choose(text: str, known: Iterable[str], kind: str, *, only_one: bool = False) -> list[str]:
-    """The words of an option, each once, in the order given.
+    """Parse an option; returns its names in the given order, without duplicates.
 
     Args:
-        text: with commas between.
-        known: words that there are.
-        kind: what they are called.
-        only_one: whether more than one is an error.
+        text: comma-separated names.
+        known: valid names.
+        kind: what they are names of, for messages.
+        only_one: whether to allow one name only.
 
     Raises:
-        InputError: a word is none of them, or there is none, or more than one; says which there are.
+        InputError: a name is unknown, or there are none, or too many; lists the valid ones.
 
     >>> choose("gloo, lockstep", ["lockstep", "gloo"], "backend")
     ['gloo', 'lockstep']
@@ -31,7 +31,9 @@ def choose(text: str, known: Iterable[str], kind: str, *, only_one: bool = False
         if word not in there:
             close = difflib.get_close_matches(word, there, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
-            raise InputError(f"there is no {kind} {word!r}{hint}; there are: {', '.join(there)}")
+            raise InputError(f"unknown {kind} {word!r}{hint or '.'} Expected: {', '.join(there)}")
     if not words or (only_one and len(words) > 1):
-        raise InputError(f"{text!r} names {len(words)} of {', '.join(there)}; give {'one' if only_one else 'some'}")
+        raise InputError(
+            f"{text!r} names {len(words)} of {', '.join(there)}; expected {'one' if only_one else 'at least one'}"
+        )
     return list(dict.fromkeys(words))

@@ -1,14 +1,14 @@
 """`lockstep bench`: measures training and its communication on this machine.
 
-What is measured lies in `lockstep.bench`, a module or package for each benchmark, with:
+Each benchmark is a module or package of `lockstep.bench`, with:
 
-* `SUMMARY`, a line for the overview, and `DESCRIPTION`, for its help;
-* `add_arguments(parser)`: options of its own, besides those that all have. Imports no torch;
-* `measure(options, session)`: hands what it measures to `session.add`; ends by itself, when `session.left_s` is spent;
-* `blocks(result)`: the tables of a result, from nothing else (`lockstep.bench.pages`);
-* `draw(result)`: its picture, a figure of matplotlib.
+* `SUMMARY`, its line in the overview, and `DESCRIPTION`, for its help;
+* `add_arguments(parser)`: adds its own options to the common ones. Must not import torch;
+* `measure(options, session)`: passes measurements to `session.add`; stops when `session.left_s` is used up;
+* `blocks(result)`: tables, computed from the result alone (`lockstep.bench.pages`);
+* `draw(result)`: plots the result, as a matplotlib figure.
 
-The command does all else: common options, progress, Ctrl-C, files.
+The command does everything else: common options, progress, Ctrl-C, files.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the words after `lockstep bench`.
 
     Returns:
-        0; 1 if a rank failed, or if a check found what is wrong; 130 after Ctrl-C. What was measured until then is
-        written in all cases.
+        0; 1 if a rank or a check failed; 130 after Ctrl-C. Measurements made so far are written in
+        all cases.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview(), end="")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         return _report(options)
     if name not in _benchmarks():
         known = [*_benchmarks(), _REPORT]
-        raise LaunchError(f"there is no benchmark {name!r}{suggest(name, known)}; there are: {', '.join(known)}")
+        raise LaunchError(f"unknown benchmark {name!r}{suggest(name, known) or '.'} Benchmarks: {', '.join(known)}")
     return _run(name, importlib.import_module(f"lockstep.bench.{name}"), options)
 
 
@@ -68,7 +68,7 @@ def _overview() -> str:
             "usage: lockstep bench <benchmark> [options]",
             "",
             *lines,
-            f"  {_REPORT:10}   make tables and pictures again, from what a run has stored",
+            f"  {_REPORT:10}   regenerate tables and plots from a stored result",
             "",
             "`lockstep bench <benchmark> --help` shows its options",
             "",
@@ -77,7 +77,7 @@ def _overview() -> str:
 
 
 def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
-    """Measure, and write what came of it, however it ends."""
+    """Measure, and write the results, also after an error or Ctrl-C."""
     from lockstep.bench.ranks import RankFailed
     from lockstep.bench.session import ProgressLine, Session
 
@@ -91,7 +91,7 @@ def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
         benchmark.measure(options, session)
     except KeyboardInterrupt:
         code = _INTERRUPTED_CODE
-        progress.say(f"lockstep bench {name}: interrupted; what was measured until now is kept")
+        progress.say(f"lockstep bench {name}: interrupted; results so far are kept")
     except (LockstepError, RuntimeError) as failure:
         if not session.series:
             progress.close()
@@ -100,12 +100,12 @@ def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
                 raise LaunchError(str(failure)) from failure
             raise
         code = 1
-        progress.say(f"lockstep bench {name}: error: {failure}; what was measured until now is kept")
+        progress.say(f"lockstep bench {name}: error: {failure}; results so far are kept")
     finally:
         progress.close()
     if not session.series:
         _remove_if_empty(folder)
-        print(f"lockstep bench {name}: nothing was measured yet, so nothing is written", file=sys.stderr)
+        print(f"lockstep bench {name}: nothing was measured, so nothing was written", file=sys.stderr)
         return code or 1
     path = session.result(complete=code == 0).save(folder)
     _publish(path, benchmark)
@@ -115,7 +115,7 @@ def _run(name: str, benchmark: ModuleType, arguments: Sequence[str]) -> int:
 
 
 def _publish(path: Path, benchmark: ModuleType) -> None:
-    """Tables and picture of a stored result: on stdout, and next to it."""
+    """Print the tables of a stored result, and write them and the plot next to it."""
     from lockstep.bench.pages import as_text, markdown_page, notes_of
     from lockstep.bench.results import Result
 
@@ -134,7 +134,7 @@ def _publish(path: Path, benchmark: ModuleType) -> None:
     print(f"\n{path.parent}: {', '.join(written)}")
     if not has_plot:
         print(
-            "no picture, because matplotlib is not installed: pip install matplotlib, then "
+            "no plot, because matplotlib is not installed: pip install matplotlib, then "
             f"lockstep bench {_REPORT} {path}",
             file=sys.stderr,
         )
@@ -144,13 +144,13 @@ def _report(arguments: Sequence[str]) -> int:
     """`lockstep bench report`."""
     parser = Parser(
         prog=f"lockstep bench {_REPORT}",
-        description="Make the tables and the picture of a run again, from its JSON and nothing else.",
+        description="Regenerate the tables and the plot of a run from its JSON file.",
     )
-    parser.add_argument("path", type=Path, nargs="+", help="a run's folder, or its JSON file")
+    parser.add_argument("path", type=Path, nargs="+", help="folder or JSON file of a run")
     for path in parser.parse_args(arguments).path:
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
-            raise LaunchError(f"there is no result at {str(path)!r}; give a run's folder, or its JSON file")
+            raise LaunchError(f"no result at {str(path)!r}; expected the folder or the JSON file of a run")
         for file in files:
             _publish(file, _benchmark_of(file))
     return 0
@@ -160,16 +160,16 @@ def _benchmark_of(path: Path) -> ModuleType:
     """The benchmark that a result belongs to.
 
     Raises:
-        LaunchError: it is no result of `lockstep bench`.
+        LaunchError: the file is not a result of `lockstep bench`.
     """
     from lockstep.bench.results import Result
 
     try:
         name = Result.load(path).case
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LaunchError(f"{path} is no result of `lockstep bench`: {error}") from error
+        raise LaunchError(f"{path} is not a result of `lockstep bench`: {error}") from error
     if name not in _benchmarks():
-        raise LaunchError(f"{path} is of {name!r}, which is none of {', '.join(_benchmarks())}")
+        raise LaunchError(f"{path} is a result of {name!r}; expected one of {', '.join(_benchmarks())}")
     return importlib.import_module(f"lockstep.bench.{name}")
 
 
@@ -181,13 +181,13 @@ def _parser(name: str, benchmark: ModuleType) -> Parser:
     run = parser.add_argument_group("run")
     add_nproc(run)
     run.add_argument(
-        "--budget", type=_budget, metavar="TIME", default="5m", help="end within about this: 30s, 5m, 1h (default: 5m)"
+        "--budget", type=_budget, metavar="TIME", default="5m", help="approximate time limit: 30s, 5m, 1h (default: 5m)"
     )
-    run.add_argument("--quick", action="store_true", help="as little as shows that it works; the numbers mean nothing")
+    run.add_argument("--quick", action="store_true", help="measure as little as possible, to see that it works")
     run.add_argument(
         "--name",
         type=folder_name,
-        help=f"folder of the results inside --out (default: bench-{name}, bench-{name}-2, …)",
+        help=f"folder for the results inside --out (default: bench-{name}, bench-{name}-2, …)",
     )
     run.add_argument("--out", type=Path, metavar="DIR", help=f"where runs are kept (default: {DEFAULT_OUT})")
     benchmark.add_arguments(parser)

@@ -1,4 +1,4 @@
-"""`lockstep data`: data to try a recipe with."""
+"""`lockstep data`: generates data to try a recipe with."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAKE_IMAGENET = "make-imagenet"
 _OVERVIEW = f"""\
 usage: lockstep data {_MAKE_IMAGENET} DIR [options]
 
-  {_MAKE_IMAGENET}   draw a small ImageFolder (train/ and val/) for `lockstep train imagenet`
+  {_MAKE_IMAGENET}   generate a small ImageFolder (train/ and val/) for `lockstep train imagenet`
 
 `lockstep data {_MAKE_IMAGENET} --help` shows its options
 """
 
 _DESCRIPTION = """\
-Draw a small, learnable ImageFolder: DIR/train and DIR/val, a folder for each class, JPEGs of shapes. A seed draws
-the same images everywhere.
+Generate a small, learnable ImageFolder: DIR/train and DIR/val, a folder per class, JPEGs of shapes. The same seed
+gives the same images everywhere.
 """
 
 _EPILOG = """\
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else USAGE_CODE
     name, *rest = arguments
     if name != _MAKE_IMAGENET:
-        raise LaunchError(f"there is no {name!r}{suggest(name, [_MAKE_IMAGENET])}; there is: {_MAKE_IMAGENET}")
+        raise LaunchError(f"unknown data {name!r}{suggest(name, [_MAKE_IMAGENET]) or '.'} Data: {_MAKE_IMAGENET}")
     check_packages("imagenet", {"PIL": "Pillow"})
     return _make_imagenet(rest)
 
@@ -62,14 +62,14 @@ def _make_imagenet(arguments: Sequence[str]) -> int:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write; must be new or empty")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to; must be new or empty")
     for option, text in (
-        ("--classes", f"shapes, then colours of them (default: {default.classes})"),
-        ("--images", f"to train on, of all classes together (default: {default.images})"),
-        ("--val-images", "to validate with, of all classes together (default: a quarter of --images)"),
-        ("--size", f"edge in pixels (default: {default.size})"),
-        ("--seed", f"of what is drawn (default: {default.seed})"),
-        ("--quality", f"of the JPEGs, 1 to 95 (default: {default.quality})"),
+        ("--classes", f"number of classes; each is a shape in a colour (default: {default.classes})"),
+        ("--images", f"number of training images, over all classes (default: {default.images})"),
+        ("--val-images", "number of validation images, over all classes (default: a quarter of --images)"),
+        ("--size", f"edge length in pixels (default: {default.size})"),
+        ("--seed", f"random seed (default: {default.seed})"),
+        ("--quality", f"JPEG quality, 1 to 95 (default: {default.quality})"),
     ):
         least = 0 if option == "--seed" else 1
         parser.add_argument(option, type=whole_number(least), metavar="N", help=text)
@@ -79,5 +79,5 @@ def _make_imagenet(arguments: Sequence[str]) -> int:
         num_train, num_val = write_shapes(what)
     except InputError as mistake:
         raise LaunchError(str(mistake)) from mistake
-    print(f"{what.folder}: {num_train:,} images to train on, {num_val:,} to validate with, in {what.classes} classes")
+    print(f"{what.folder}: {num_train:,} training and {num_val:,} validation images in {what.classes} classes")
     return 0

@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what this machine has for training; with --capabilities, which verbs work on which backend."""
+"""`lockstep doctor`: what this machine has for training; with --capabilities, which operations each backend has."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lockstep.commands.parsing import Parser
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Look at this machine: what is there for training, what is missing, and the command that brings it. Two ranks meet for
-a moment. With --capabilities run every verb of torch.distributed on every backend and device there is, on two ranks,
-and print which work: half a minute.
+Check what this machine has for training and what it lacks, with the command that installs or fixes it. Starts two
+ranks for a moment. With --capabilities, run every operation of torch.distributed on every available backend and
+device, on two ranks, and print which work; takes half a minute.
 """
 
 
@@ -24,15 +24,17 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the words after `lockstep doctor`.
 
     Returns:
-        0, or 1 if something is missing without which training cannot work.
+        0, or 1 if something that training needs is missing.
     """
     parser = Parser(prog="lockstep doctor", description=_DESCRIPTION, allow_abbrev=True)
-    parser.add_argument("--capabilities", action="store_true", help="run every verb on every backend and device")
+    parser.add_argument("--capabilities", action="store_true", help="run every operation on every backend and device")
     parser.add_argument(
-        "--classic", action="store_true", help="with --capabilities: only the rows of PyTorch's own table"
+        "--classic", action="store_true", help="with --capabilities: only the operations in PyTorch's own table"
     )
-    parser.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="of --capabilities")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument(
+        "--format", choices=("text", "markdown", "json"), default="text", help="format of --capabilities"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     if options.capabilities:
         return _show_capabilities("json" if options.json else options.format, options.classic)
@@ -62,7 +64,7 @@ def _show_capabilities(form: str, is_classic: bool) -> int:
     columns = measure.find_columns()
     for column in columns:
         if not column.absent:
-            print(f"running {len(verbs)} verbs on {column.backend}, {column.device} …", file=sys.stderr)
+            print(f"running {len(verbs)} operations on {column.backend}, {column.device} …", file=sys.stderr)
             measure.measure(column, verbs)
     show = {"text": table.as_text, "markdown": table.as_markdown, "json": table.as_json}[form]
     print(show(columns, verbs), end="")

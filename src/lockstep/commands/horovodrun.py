@@ -1,24 +1,24 @@
-"""`lockstep horovodrun`: horovodrun's command line, on Lockstep's launchers.
+"""`lockstep horovodrun`: horovodrun's command line, on Lockstep's launcher.
 
-What becomes of its options:
+Its options:
 
 =====================================================  ==============================================================
 -np, --num-proc, -H, --hosts, -hostfile, --hostfile    ranks on this host; for others, the commands that start them
---min-np, --max-np, --reset-limit                      elastic: all ranks start again, from their last commit
---host-discovery-script, --slots-per-host              asked once, for the hosts and slots
+--min-np, --max-np, --reset-limit                      elastic: all ranks restart from their last commit
+--host-discovery-script, --slots-per-host              run once, to find hosts and slots
 --output-filename                                      a folder with one file per rank
 --timeline-filename, --timeline-mark-cycles            HOROVOD_TIMELINE, HOROVOD_TIMELINE_MARK_CYCLES
 --[no-]stall-check, --stall-check-*-time-seconds       HOROVOD_STALL_…
 --log-level                                            LOCKSTEP_LOG_LEVEL
---config-file                                          read, if PyYAML is installed; names keys that mean nothing
+--config-file                                          read if PyYAML is installed; unknown keys are reported
 --check-build, --verbose, --version                    as in horovodrun
---gloo                                                 what happens anyway: no MPI
+--gloo                                                 accepted; MPI is never used here
 --mpi, --jsrun                                         refused: mpirun, jsrun and srun start the script themselves
-all others                                             accepted; one line says that they are ignored
+all others                                             accepted and ignored, with one line that says so
 =====================================================  ==============================================================
 
 The ranks get `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE`, `HOROVOD_CROSS_RANK`,
-`HOROVOD_CROSS_SIZE` and `HOROVOD_HOSTNAME`, besides what `lockstep run` gives them.
+`HOROVOD_CROSS_SIZE` and `HOROVOD_HOSTNAME`, in addition to the variables of `lockstep run`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lockstep.launch.supervisor import launch_job
 __all__ = ["main", "plan"]
 
 _DESCRIPTION = """\
-Start a Horovod program with horovodrun's options. `import horovod.torch` finds Lockstep's own where Horovod is not
+Start a Horovod program with horovodrun's options. `import horovod.torch` imports Lockstep's version if Horovod is not
 installed. Options after the command belong to the command.
 """
 _EPILOG = """\
@@ -57,7 +57,7 @@ examples:
   lockstep horovodrun -np 4 -H localhost:4 --timeline-filename trace.json python train.py --epochs 10
   lockstep horovodrun -np 2 --min-np 2 --reset-limit 5 python elastic_train.py
 """
-_ELASTIC_RESTARTS = 100  # Horovod's own limit is none.
+_ELASTIC_RESTARTS = 100  # Horovod has no limit.
 _FOLDER = "horovodrun-elastic-"
 _DISCOVERY_TIMEOUT_S = 60.0
 _PORT = 29500
@@ -113,25 +113,31 @@ def _make_parser() -> Parser:
     )
     parser.add_argument("-v", "--version", action="version", version=__version__)
     parser.add_argument("-np", "--num-proc", dest="num_proc", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("-cb", "--check-build", action="store_true", help="show what is built in, and end")
+    parser.add_argument("-cb", "--check-build", action="store_true", help="show what is built in, and exit")
     hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="where ranks go; default this host")
-    hosts.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same from lines `host slots=N`")
-    hosts.add_argument("--host-discovery-script", metavar="PROGRAM", help="the same from lines `host:slots` it prints")
-    parser.add_argument("--slots-per-host", type=int, metavar="N", help="slots of hosts that come without a number")
-    parser.add_argument("--min-np", "--min-num-proc", dest="min_np", type=int, metavar="N", help="elastic: at least")
-    parser.add_argument("--max-np", "--max-num-proc", dest="max_np", type=int, metavar="N", help="elastic: at most")
-    parser.add_argument("--reset-limit", type=int, metavar="N", help="elastic: how often ranks may start again")
+    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="hosts to start ranks on (default: this host)")
+    hosts.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, from lines `host slots=N`")
+    hosts.add_argument("--host-discovery-script", metavar="PROGRAM", help="the same, from printed lines `host:slots`")
+    parser.add_argument("--slots-per-host", type=int, metavar="N", help="slots of hosts listed without a number")
+    parser.add_argument(
+        "--min-np", "--min-num-proc", dest="min_np", type=int, metavar="N", help="elastic: fewest ranks"
+    )
+    parser.add_argument("--max-np", "--max-num-proc", dest="max_np", type=int, metavar="N", help="elastic: most ranks")
+    parser.add_argument("--reset-limit", type=int, metavar="N", help="elastic: how many times ranks may restart")
     parser.add_argument("--output-filename", metavar="DIR", help="write the output to DIR/rank<r>.log")
     parser.add_argument("--config-file", metavar="FILE", help="options from a YAML file; the command line wins")
     parser.add_argument("--timeline-filename", metavar="FILE", help="write a Chrome trace")
-    _add_switch(parser, "timeline-mark-cycles", "note in it each round in which ranks meet")
-    _add_switch(parser, "stall-check", "warn of requests that some ranks do not make (default: yes)")
-    parser.add_argument("--stall-check-warning-time-seconds", type=float, metavar="S", help="after how long (60)")
-    parser.add_argument("--stall-check-shutdown-time-seconds", type=float, metavar="S", help="when it is an error")
-    parser.add_argument("--log-level", metavar="LEVEL", help="of Lockstep's logger")
-    parser.add_argument("--verbose", action="store_true", help="say what is started")
-    parser.add_argument("--gloo", dest="use_gloo", action="store_true", help="accepted: there is no other controller")
+    _add_switch(parser, "timeline-mark-cycles", "mark each negotiation round in it")
+    _add_switch(parser, "stall-check", "warn about operations that some ranks do not call (default: yes)")
+    parser.add_argument(
+        "--stall-check-warning-time-seconds", type=float, metavar="S", help="delay before the warning (default: 60)"
+    )
+    parser.add_argument(
+        "--stall-check-shutdown-time-seconds", type=float, metavar="S", help="delay before it is an error"
+    )
+    parser.add_argument("--log-level", metavar="LEVEL", help="level of Lockstep's logger")
+    parser.add_argument("--verbose", action="store_true", help="print what is started")
+    parser.add_argument("--gloo", dest="use_gloo", action="store_true", help="accepted; there is no other controller")
     parser.add_argument("--mpi", dest="use_mpi", action="store_true", help="refused; says how to use MPI")
     parser.add_argument("--jsrun", dest="use_jsrun", action="store_true", help="refused; says how to use it")
     choice.add_arguments(parser)
@@ -159,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit code of the job.
 
     Raises:
-        LaunchError: it cannot be started as asked; for several hosts, with the commands that do it.
+        LaunchError: the job cannot be started as requested; for several hosts, gives the commands that start it.
     """
     parser = _make_parser()
     chosen = parser.parse_args(list(arguments))
@@ -176,21 +182,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def plan(chosen: argparse.Namespace, folder: str | None = None) -> LaunchConfig:
-    """The job that these options ask for.
+    """The job that these options describe.
 
     Args:
-        chosen: the options.
-        folder: where elastic states are kept; None where they need not be.
+        chosen: parsed options.
+        folder: folder for elastic states; None if the job is not elastic.
 
     Raises:
-        LaunchError: options that contradict each other or have no counterpart.
+        LaunchError: options contradict each other or have no counterpart.
     """
     if chosen.use_mpi or chosen.use_jsrun:
         starter = "mpirun" if chosen.use_mpi else "jsrun"
         raise LaunchError(
             f"--{starter.removesuffix('run') if chosen.use_mpi else starter}: start the program with {starter} itself, "
-            f"for instance `{starter} -np {chosen.num_proc or 'N'} {shlex.join(chosen.command)}`: hvd.init() finds its "
-            "place there, and hvd.init(comm=MPI.COMM_WORLD) communicates by MPI"
+            f"for instance `{starter} -np {chosen.num_proc or 'N'} {shlex.join(chosen.command)}`; hvd.init() finds its "
+            "rank there, and hvd.init(comm=MPI.COMM_WORLD) communicates through MPI"
         )
     if not chosen.command:
         raise LaunchError("name a command to run; see `lockstep horovodrun --help`")
@@ -222,14 +228,14 @@ def _is_elastic(chosen: argparse.Namespace) -> bool:
 
 
 def _choose_num_proc(chosen: argparse.Namespace) -> int:
-    """How many ranks this host gets.
+    """Number of ranks to start on this host.
 
     Raises:
-        LaunchError: no number, more than there are slots, or other hosts.
+        LaunchError: no number is given, there are not enough slots, or other hosts are named.
     """
     num_proc = chosen.num_proc if chosen.num_proc is not None else chosen.min_np
     if num_proc is None:
-        raise LaunchError("say how many ranks: -np N")
+        raise LaunchError("the number of ranks is missing: -np N")
     if num_proc < 1:
         raise LaunchError(f"-np is {num_proc}; expected at least 1")
     for name, bound in (("--min-np", chosen.min_np), ("--max-np", chosen.max_np)):
@@ -240,12 +246,14 @@ def _choose_num_proc(chosen: argparse.Namespace) -> int:
         raise LaunchError(_explain_hosts(hosts, num_proc, chosen))
     slots = sum(count for _, count in hosts)
     if hosts and slots < num_proc:
-        raise LaunchError(f"-np is {num_proc}, but there are {slots} slots: {hosts}; raise the number after the host")
+        raise LaunchError(
+            f"-np is {num_proc}, but there are {slots} slots: {hosts}; raise the number of slots of a host"
+        )
     return int(num_proc)
 
 
 def _find_hosts(chosen: argparse.Namespace) -> list[tuple[str, int]]:
-    """Names and slots; none given means this host."""
+    """Names and slots; empty for this host."""
     if chosen.hosts is not None:
         lines = chosen.hosts.split(",")
     elif chosen.hostfile is not None:
@@ -277,7 +285,7 @@ def _discover(program: str) -> str:
 
 
 def _explain_hosts(hosts: Sequence[tuple[str, int]], num_proc: int, chosen: argparse.Namespace) -> str:
-    """What to do for several hosts: this command does not log in to any."""
+    """The commands to run on several hosts, since this one does not log in to any."""
     first, left = hosts[0][0], num_proc
     shares = []
     for name, slots in hosts:
@@ -297,7 +305,7 @@ def _explain_hosts(hosts: Sequence[tuple[str, int]], num_proc: int, chosen: argp
     ]
     return "\n".join(
         [
-            "horovodrun would log in to other hosts by ssh, which Lockstep does not do. Start on each host:",
+            "horovodrun would log in to other hosts by ssh, which Lockstep does not do. Run on each host:",
             *lines,
             "or on a cluster: lockstep run --slurm",
         ]
@@ -311,11 +319,11 @@ def _name_ignored(chosen: argparse.Namespace) -> None:
         if getattr(chosen, longest.lstrip("-").replace("-", "_")):
             ignored.append(longest)
     if ignored:
-        say(f"lockstep: horovodrun's {', '.join(ignored)} have no counterpart here and are ignored\n")
+        say(f"lockstep: horovodrun's {', '.join(ignored)} have no counterpart in Lockstep and are ignored\n")
 
 
 def _set_variables(chosen: argparse.Namespace, variables: dict[str, str], num_proc: int) -> None:
-    env.HOROVOD_SIZE.set(num_proc, variables)  # The launcher sets the others where it finds this.
+    env.HOROVOD_SIZE.set(num_proc, variables)  # With this, the launcher sets the others.
     if chosen.timeline_filename is not None:
         env.HOROVOD_TIMELINE.set(os.path.abspath(chosen.timeline_filename), variables)
     if chosen.timeline_mark_cycles:
@@ -334,7 +342,7 @@ def _set_variables(chosen: argparse.Namespace, variables: dict[str, str], num_pr
 
 
 def _find_target(command: Sequence[str]) -> tuple[str, tuple[str, ...], bool]:
-    """What to start: a script or module where the command is Python, else the program itself."""
+    """What to start: the script or module if the command is Python, otherwise the program itself."""
     program, *rest = command
     if Path(program).name.startswith("python"):
         while rest and rest[0] in ("-u", "-B"):
@@ -351,18 +359,18 @@ def _find_target(command: Sequence[str]) -> tuple[str, tuple[str, ...], bool]:
 
 
 def _with_config(parser: Parser, chosen: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of the file, where the command line has none of its own."""
+    """The options, with those of the file added; the command line takes precedence."""
     words, unknown = read_config(chosen.config_file, parser._option_string_actions)
     if chosen.use_gloo or chosen.use_mpi or chosen.use_jsrun:
         words = [word for word in words if word not in CONTROLLERS.values()]
     if unknown:
-        say(f"lockstep: --config-file {chosen.config_file}: {', '.join(unknown)} mean no option and are ignored\n")
+        say(f"lockstep: --config-file {chosen.config_file}: {', '.join(unknown)} are not options and are ignored\n")
     return parser.parse_args([*words, *arguments])
 
 
 @contextlib.contextmanager
 def _elastic_folder(is_elastic: bool) -> Iterator[str | None]:
-    """A folder for the states of this job; those that killed commands have left are removed, too."""
+    """A folder for the states of this job. Also removes those left by killed commands."""
     if not is_elastic:
         yield None
         return
@@ -379,7 +387,7 @@ def _elastic_folder(is_elastic: bool) -> Iterator[str | None]:
 
 
 def _describe_build() -> str:
-    """What `horovodrun --check-build` shows."""
+    """The output of `horovodrun --check-build`."""
     hvd = importlib.import_module("lockstep.compat.horovod.torch")
 
     def box(is_there: object) -> str:

@@ -1,7 +1,7 @@
-"""horovodrun's `--config-file`: a YAML file, as words of the command line.
+"""horovodrun's `--config-file`: turns a YAML file into command-line arguments.
 
-Each of Horovod's sections holds options under shorter names. Besides those, an option of the command line may stand in
-the file by its own name, outside of the sections.
+Each of Horovod's sections has options under shorter names. Outside of the sections, the file may also have any option
+of the command line, by its full name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.errors import LaunchError
 __all__ = ["CONTROLLERS", "read_config"]
 
 CONTROLLERS = {"gloo": "--gloo", "mpi": "--mpi", "jsrun": "--jsrun"}
-# Section -> what the names of its options begin with.
+# Section -> prefix of its options.
 _SECTIONS = {
     "params": "",
     "autotune": "autotune-",
@@ -27,7 +27,7 @@ _SECTIONS = {
     "library-options": "",
     "logging": "log-",
 }
-# Options with other names than section and key make together.
+# Options that are not named by section and key.
 _RENAMED = {
     "autotune-enabled": "autotune",
     "stall-check-enabled": "stall-check",
@@ -38,17 +38,17 @@ _ONLY_OF_COMMAND_LINE = frozenset({"help", "version", "check-build", "config-fil
 
 
 def read_config(path: str, actions: Mapping[str, argparse.Action]) -> tuple[list[str], list[str]]:
-    """What a file asks for.
+    """Read a file of options.
 
     Args:
-        path: of the file.
-        actions: the options that there are, by their spellings, such as "--log-level".
+        path: path of the file.
+        actions: known options by spelling, such as "--log-level".
 
     Returns:
-        Words to stand before those of the command line, which then wins; and the keys that mean no option.
+        Arguments to put before those of the command line, which then take precedence; and unknown keys.
 
     Raises:
-        LaunchError: no PyYAML, no such file, or none of this form.
+        LaunchError: PyYAML is missing, or the file is missing or malformed.
     """
     words: list[str] = []
     unknown: list[str] = []
@@ -80,12 +80,12 @@ def _load(path: str) -> Mapping[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise LaunchError(f"--config-file {path}: {error}") from None
     if not isinstance(content, dict):
-        raise LaunchError(f"--config-file {path}: expected sections, such as `timeline:`, and options in them")
+        raise LaunchError(f"--config-file {path}: expected sections such as `timeline:`, with options in them")
     return content
 
 
 def _settings_in(content: Mapping[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
-    """Each key as it is written, the option's name, and the value."""
+    """For each setting: its key as written, the option's name, and the value."""
     for section, value in content.items():
         title = str(section).replace("_", "-")
         if title not in _SECTIONS or not isinstance(value, dict | None):
@@ -99,7 +99,7 @@ def _settings_in(content: Mapping[str, Any], path: str) -> Iterator[tuple[str, s
 def _controller(setting: Any, path: str) -> str:
     word = CONTROLLERS.get(str(setting).lower())
     if word is None:
-        raise LaunchError(f"--config-file {path}: controller is {setting!r}; give one of {', '.join(CONTROLLERS)}")
+        raise LaunchError(f"--config-file {path}: controller is {setting!r}; expected one of {', '.join(CONTROLLERS)}")
     return word
 
 

@@ -1,15 +1,15 @@
-"""The command line of `torch.distributed.launch`, in every spelling it ever had: `lockstep launch …`.
+"""`lockstep launch`: the command line of `torch.distributed.launch`, in every spelling it has ever had.
 
-Where a script says `python -m torch.distributed.launch`, say `python -m lockstep launch`. It starts what `lockstep run`
-starts, with the same guarantees, and hands each rank its local rank as torch's launcher did. Imports no torch.
+Replace `python -m torch.distributed.launch` by `python -m lockstep launch`. It starts ranks as `lockstep run` does,
+with the same guarantees, and passes each its local rank as torch's launcher did. Does not import torch.
 
 ============================================= =========== ==========================================================
 option (underscores and dashes alike)         here        how
 ============================================= =========== ==========================================================
 `--nproc_per_node N|auto|gpu|cpu`             supported   default 1
 `--nnodes N`, `MIN:MAX`; `--node_rank`        supported   one host or several; see `lockstep run --help`
-`--master_addr`, `--master_port`              supported   on one host the port defaults to a free one, of old to 29500
-`--local_rank=N` before the script's own      supported   in the spelling that the script declares (`spelling.py`)
+`--master_addr`, `--master_port`              supported   on one host the default port is a free one; in torch, 29500
+`--local_rank=N` before the script's own      supported   in the spelling that the script expects (`spelling.py`)
 `--use_env`                                   supported   also `--use_env=True`; no `--local_rank` is passed
 `-m`, `--module`; `--no_python`               supported   the latter needs `--use_env`, as in torch
 `--logdir DIR`, `--log_dir DIR` with `-r`     different   DIR/rank<r>.log, with stdout and stderr
@@ -53,31 +53,31 @@ _PROGRAM_RUNNER = "lockstep.launch.program"
 
 _DESCRIPTION = """\
 Start N processes of a script, as `python -m torch.distributed.launch` does: with RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT in the environment, and with --local_rank=N (or --local-rank=N, if that is what
-the script declares) as its first argument, unless --use_env.
+MASTER_ADDR and MASTER_PORT in the environment, and with --local_rank=N (or --local-rank=N, whichever the script
+expects) as its first argument, unless --use_env.
 """
 
-# Options of torch's launcher that take a value and change nothing here.
+# Options of torch's launcher that take a value and have no effect here.
 _WITHOUT_EFFECT = (
     ("--monitor_interval", "ranks are not polled"),
-    ("--start_method", "ranks are new interpreters"),
-    ("--role", "there is one role"),
-    ("--event_log_handler", "there are no such events"),
-    ("--signals_to_handle", "SIGINT, SIGTERM and SIGHUP are handed on"),
-    ("--numa_binding", "processes are not bound"),
+    ("--start_method", "every rank is a new interpreter"),
+    ("--role", "there is only one role"),
+    ("--event_log_handler", "no such events are logged"),
+    ("--signals_to_handle", "SIGINT, SIGTERM and SIGHUP are passed on to the ranks"),
+    ("--numa_binding", "processes are not bound to NUMA nodes"),
     ("--tee", "output goes to the terminal, or to files with --log_dir and -r 3"),
 )
 _REFUSED = {
-    "--local_ranks_filter": "give --log_dir DIR -r 3, and look at the ranks' own files",
-    "--duplicate_stdout_filters": "give --log_dir DIR -r 3, and search the files",
-    "--duplicate_stderr_filters": "give --log_dir DIR -r 3, and search the files",
-    "--logs_specs": "give --log_dir DIR -r 3",
-    "--virtual_local_rank": "let the script set the device that LOCAL_RANK names",
+    "--local_ranks_filter": "use --log_dir DIR -r 3, which writes a file per rank",
+    "--duplicate_stdout_filters": "use --log_dir DIR -r 3, and search the files",
+    "--duplicate_stderr_filters": "use --log_dir DIR -r 3, and search the files",
+    "--logs_specs": "use --log_dir DIR -r 3",
+    "--virtual_local_rank": "let the script choose its device by LOCAL_RANK",
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors in one line, with what may have been meant."""
+    """Reports errors in one line, with a suggestion."""
 
     def error(self, message: str) -> NoReturn:
         hint = ""
@@ -122,15 +122,21 @@ def _make_parser() -> _Parser:
     )
     parser.add_argument("-m", "--module", dest="is_module", action="store_true", help="run a module")
     parser.add_argument(
-        *_spellings("--no_python"), action="store_true", help="run a program that is no Python script; with --use_env"
+        *_spellings("--no_python"),
+        action="store_true",
+        help="run a program that is not a Python script; needs --use_env",
     )
     choice.add_arguments(parser)
     parser.add_argument("--logdir", metavar="DIR", help="write the output to DIR/rank<r>.log")
-    parser.add_argument(*_spellings("--log_dir"), metavar="DIR", help="the same, with -r")
-    parser.add_argument("-r", "--redirects", default="0", metavar="WHAT", help="other than 0: write files to --log_dir")
-    parser.add_argument(*_spellings("--max_restarts"), type=int, metavar="K", help="start all ranks again, K times")
+    parser.add_argument(*_spellings("--log_dir"), metavar="DIR", help="the same, if -r is given")
+    parser.add_argument("-r", "--redirects", default="0", metavar="WHAT", help="if not 0, write files to --log_dir")
+    parser.add_argument(*_spellings("--max_restarts"), type=int, metavar="K", help="restart all ranks, up to K times")
     parser.add_argument(
-        *_spellings("--shutdown_timeout"), dest="grace_s", type=float, metavar="SECONDS", help="SIGTERM to SIGKILL"
+        *_spellings("--shutdown_timeout"),
+        dest="grace_s",
+        type=float,
+        metavar="SECONDS",
+        help="time from SIGTERM to SIGKILL",
     )
     hosts = parser.add_argument_group("several hosts", "run the same command on each, with its --node_rank")
     add_arguments(hosts)
@@ -141,16 +147,16 @@ def _make_parser() -> _Parser:
     for name in _REFUSED:
         action = "store_true" if name == "--virtual_local_rank" else "store"
         parser.add_argument(*_spellings(name), action=action, help=argparse.SUPPRESS)
-    parser.add_argument("training_script", help="the script; what follows belongs to it")
+    parser.add_argument("training_script", help="the script, followed by its arguments")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of torch's launcher, under its own names where nothing else is said above. Local.
+    """Parse the options of torch's launcher; they keep its names, unless the table above says otherwise. Local.
 
     Raises:
-        LaunchError: options that do not exist, do not go together, or are refused.
+        LaunchError: options are unknown, incompatible or refused.
     """
     parser = _make_parser()
     chosen = parser.parse_args(_spelled_out(parser, arguments))
@@ -158,12 +164,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(chosen, name[2:]):
             raise LaunchError(f"{name} is not supported here; {advice}")
     if chosen.no_python and not chosen.use_env:
-        raise LaunchError("--no_python needs --use_env, as a program that is no script takes no --local_rank")
+        raise LaunchError("--no_python needs --use_env: a program that is not a script takes no --local_rank")
     if chosen.no_python and chosen.is_module:
-        raise LaunchError("--no_python and --module exclude each other: a module is run by Python")
+        raise LaunchError("--no_python and --module are mutually exclusive: a module is run by Python")
     ignored = [(name, why) for name, why in _WITHOUT_EFFECT if getattr(chosen, name[2:]) is not None]
     if chosen.log_dir is not None and chosen.redirects == "0":
-        ignored.append(("--log_dir", "output goes to files with -r 3, as with torch's launcher"))
+        ignored.append(("--log_dir", "output goes to files only with -r 3, as with torch's launcher"))
         chosen.log_dir = None
     for name, why in ignored:
         say(f"lockstep: warning: {name} has no effect: {why}\n")
@@ -171,7 +177,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _spelled_out(parser: _Parser, arguments: Sequence[str]) -> list[str]:
-    """`--use_env=True`, which torch's documentation shows, as the flag it is; `=False` left out. Up to the script."""
+    """Turn `--use_env=True`, as in torch's documentation, into a flag, and drop `=False`; stops at the script."""
     words: list[str] = []
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
@@ -197,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit code of the job.
 
     Raises:
-        LaunchError: it cannot be started as asked.
+        LaunchError: the job cannot be started as requested.
     """
     chosen = parse(arguments)
     options = _host_options(chosen)
@@ -209,13 +215,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _host_options(chosen: argparse.Namespace) -> argparse.Namespace:
-    """What `hosts_from` reads, with the defaults of torch's launcher; what it leaves are fields of `LaunchConfig`."""
+    """The options for `hosts_from`, with the defaults of torch's launcher; the rest are fields of `LaunchConfig`."""
     options = argparse.Namespace(**{name: getattr(chosen, name) for name in (*OPTIONS, "master_addr", "master_port")})
     options.max_restarts = chosen.max_restarts
     if chosen.standalone:
         return options
     if options.rdzv_endpoint is not None:
-        # torch's launcher takes the address for its static rendezvous alone.
+        # torch's launcher uses the address for its static rendezvous only.
         options.master_addr = options.master_port = None
     elif options.nnodes not in ("1", "1:1"):
         options.master_addr = options.master_addr or LaunchConfig.master_addr

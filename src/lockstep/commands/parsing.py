@@ -1,4 +1,4 @@
-"""What the command lines have in common: errors in one line, the options of every launch, where the script begins."""
+"""Shared by the command lines: one-line errors, options of every launcher, finding the script among the arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NPROC_OPTIONS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows descriptions as they are written, takes no abbreviations, and reports errors in one line."""
+    """Shows descriptions verbatim, accepts no abbreviations, and reports errors in one line."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -33,24 +33,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_nproc(parser: argparse._ActionsContainer) -> None:
-    """`--nproc`, in every spelling that launchers have; None where it is not given."""
+    """Add `--nproc`, in every spelling that launchers have; None by default."""
     parser.add_argument(
         *NPROC_OPTIONS,
         dest="nproc",
         metavar="N",
-        help="number of processes; auto (default): one per GPU, or one per core where there is no GPU",
+        help="number of processes; auto (default): one per GPU, or one per core if there is no GPU",
     )
 
 
 class _Grace(argparse.Action):
-    """One number for ranks that end at once, and for those that save before they end."""
+    """Sets both grace periods: for ranks that exit at once, and for those that save first."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, value: object, option: object = None) -> None:
         namespace.grace_s = namespace.stop_grace_s = value
 
 
 def add_grace(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """`--grace`, which gives `grace_s` and `stop_grace_s`."""
+    """Add `--grace`, which sets `grace_s` and `stop_grace_s`."""
     parser.add_argument(
         "--grace",
         dest="grace_s",
@@ -66,13 +66,13 @@ def add_grace(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
 
 
 def split_at_script(arguments: Sequence[str], flags: Collection[str]) -> tuple[list[str], str | None, tuple[str, ...]]:
-    """The launcher's options, the script (None if there is none), and what belongs to the script.
+    """Split into the launcher's options, the script (None if there is none), and the script's arguments.
 
-    argparse itself gets this wrong once the script has options or a `--` of its own.
+    argparse itself gets this wrong if the script has options or a `--`.
 
     Args:
-        arguments: all words after the command.
-        flags: the launcher's options that stand alone; all others take a value.
+        arguments: all arguments of the command.
+        flags: options of the launcher without a value; all others take one.
     """
     index = 0
     while index < len(arguments):
@@ -81,7 +81,7 @@ def split_at_script(arguments: Sequence[str], flags: Collection[str]) -> tuple[l
             return list(arguments[:index]), *_head_and_tail(arguments[index + 1 :])
         if not word.startswith("-") or word == "-":
             break
-        if word.startswith("-m") and "-m" in flags and len(word) > 2:  # `-mpackage.train`, as Python takes it
+        if word.startswith("-m") and "-m" in flags and len(word) > 2:  # `-mpackage.train`, as in Python
             return [*arguments[:index], "-m"], word[2:], tuple(arguments[index + 1 :])
         has_value = "=" in word or (word[1] != "-" and len(word) > 2 and word not in NPROC_OPTIONS)  # `-n4`
         index += 1 if word in flags or has_value else 2
@@ -93,12 +93,12 @@ def _head_and_tail(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
 
 
 def hint_of_misplaced(command: str, target: Sequence[str], arguments: Sequence[str]) -> str:
-    """A line for people who have given the number of ranks after the script, to which it went; empty if nobody has.
+    """A hint if the number of ranks was given after the script, and so passed to the script; otherwise empty.
 
     Args:
         command: such as "lockstep run".
         target: the script, or `-m` and a module.
-        arguments: of the script.
+        arguments: arguments of the script.
     """
     for place, word in enumerate(arguments):
         name, equals, _ = word.partition("=")
@@ -113,6 +113,6 @@ def hint_of_misplaced(command: str, target: Sequence[str], arguments: Sequence[s
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """`, did you mean 'run'?` for a word that is close to a known one, else nothing."""
+    """`, did you mean 'run'?` if the word is close to a known one, otherwise empty."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""`lockstep rehearse`: a script for N GPUs, unedited, on CPU processes, and what would fail on the cluster."""
+"""`lockstep rehearse`: runs a script for N GPUs, unedited, on CPU processes; reports what would fail on the cluster."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FLAGS = frozenset({"-m", "--module", "--no-prefix", "--strict", "--no-compat", 
 _DESCRIPTION = """\
 Run a script written for N GPUs, unedited, on CPU processes: each `cuda` device is a stand-in in CPU memory, nccl is
 a group over shared memory. It ends with a report of what would fail on the cluster: where, why, and the fix.
-Unlike under `lockstep verify`, the script really writes its files: checkpoints, logs and all.
-Options after the script belong to the script; give it little data and few steps.
+Unlike under `lockstep verify`, the script really writes its files, such as checkpoints and logs.
+Options after the script are passed to it; use little data and few steps.
 """
 
 _EPILOG = """\
-The exit code is the script's own where it fails; else 1 where a process that it started failed unnoticed, or with
---strict where there are findings; else 0.
+The exit code is that of the script if it fails; 1 if a process that it started failed unnoticed, or, with --strict,
+if there are findings; otherwise 0.
 
 examples:
   lockstep rehearse --nproc 4 train.py --epochs 2
@@ -45,25 +45,29 @@ def _parser() -> Parser:
         type=int,
         metavar="N",
         default=2,
-        help="ranks on each node, each with a GPU (default: %(default)s)",
+        help="ranks per node, each with a GPU (default: %(default)s)",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs that each node pretends to have (default: --nproc)")
-    parser.add_argument("--nodes", type=int, metavar="K", default=1, help="nodes to pretend (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="simulated GPUs per node (default: --nproc)")
+    parser.add_argument("--nodes", type=int, metavar="K", default=1, help="simulated nodes (default: %(default)s)")
     parser.add_argument(
         "--start",
         choices=("auto", "ranks", "once"),
         default="auto",
-        help="start the script once per rank (ranks), or once per node (once), for scripts that start their ranks "
+        help="start the script once per rank (ranks) or once per node (once), for scripts that start their ranks "
         "themselves or use DataParallel; auto (default) reads the script",
     )
     parser.add_argument("--memory", metavar="SIZE", help="memory of each GPU, such as 8GiB (default: no limit)")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="of the report (default: text)")
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="format of the report (default: text)"
+    )
     parser.add_argument("--output", metavar="FILE", help="write the report to FILE (default: to stdout, at the end)")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if there are findings")
     parser.add_argument(
         "-m", "--module", dest="is_module", action="store_true", help="run a module, as `python -m` does"
     )
-    parser.add_argument("--no-prefix", dest="prefix", action="store_false", help="no `[rank]` before lines of output")
+    parser.add_argument(
+        "--no-prefix", dest="prefix", action="store_false", help="do not print `[rank]` before each line"
+    )
     parser.add_argument(
         "--no-compat",
         dest="with_shims",
@@ -81,8 +85,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the words after `lockstep rehearse`.
 
     Returns:
-        The exit code: that of the job where it is not 0; 1 if a finding is a failure of the script (`child-failed`), or
-        if there are findings and `--strict` was given; else 0.
+        The exit code: that of the job if it is not 0; 1 if a finding is a failure of the script (`child-failed`), or
+        if there are findings and `--strict` was given; otherwise 0.
     """
     options, script, script_arguments = split_at_script(arguments, _FLAGS)
     parser = _parser()

@@ -1,4 +1,4 @@
-"""`lockstep run`: N processes of any script, on this host or as a Slurm job."""
+"""`lockstep run`: starts N processes of any script, on this host or as a Slurm job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.launch.supervisor import launch_job
 
 __all__ = ["main"]
 
-# Options that stand alone; all others take a value.
+# Options without a value; all others take one.
 _FLAGS = frozenset(
     {
         "-m",
@@ -46,9 +46,9 @@ Options after the script belong to the script.
 """
 
 _RUN_EPILOG = """\
-When a rank fails, the others are stopped, the first failure is shown last with its traceback, and the exit code is that
-rank's (128 + signal if one killed it). Ctrl-C ends all ranks, a second Ctrl-C at once. No process survives, also
-when this one is killed. SIGUSR1 to this process prints where every rank is, and the job continues.
+When a rank fails, the others are stopped, the first failure is printed last with its traceback, and the exit code is
+that rank's (128 + signal if one killed it). Ctrl-C stops all ranks; a second Ctrl-C kills them. No process is left
+behind, even if this one is killed. SIGUSR1 to this process prints where every rank is, and the job continues.
 
 examples:
   lockstep run --nproc 4 train.py --epochs 10
@@ -59,7 +59,7 @@ on a cluster: lockstep run --slurm --nodes 2 --ntasks-per-node 4 train.py; see l
 """
 
 _SLURM_DESCRIPTION = """\
-Run a script on the nodes of a Slurm cluster: write a batch script, submit it, and say where the log will be.
+Run a script on the nodes of a Slurm cluster: write a batch script, submit it, and print where the log will be.
 Options after the script belong to the script.
 """
 
@@ -86,43 +86,43 @@ def _make_run_parser() -> Parser:
         "--no-prefix",
         dest="prefix",
         action="store_false",
-        help="let the ranks write to the terminal themselves, without `[rank]` before each line",
+        help="let ranks write to the terminal directly, without `[rank]` before each line",
     )
     parser.add_argument(
         "--all-bars",
         action="store_true",
-        help="on a terminal, show the progress bars of all ranks while they move, and not only rank 0's",
+        help="on a terminal, show the progress bars of all ranks, not only rank 0's",
     )
     output.add_argument("--log-dir", metavar="DIR", help="write the output to DIR/rank<r>.log, one file per rank")
     parser.add_argument(
         "--max-restarts",
         type=int,
         metavar="K",
-        help="after a failure start all ranks again, up to K times (default: 0; 3 where --nnodes is MIN:MAX)",
+        help="after a failure, restart all ranks, up to K times (default: 0; 3 if --nnodes is MIN:MAX)",
     )
     add_grace(parser)
     choice.add_arguments(parser)
     parser.add_argument(
         "--stacks-on-timeout",
         action="store_true",
-        help="when a rank does not come in time, print the stacks of all ranks (needs py-spy)",
+        help="when a collective times out, print the stacks of all ranks (needs py-spy)",
     )
     parser.add_argument(
         "--master-addr",
         "--master_addr",
         metavar="ADDR",
-        help=f"MASTER_ADDR, for scripts that ask torch for env:// (default: {LaunchConfig.master_addr})",
+        help=f"MASTER_ADDR, for scripts that use torch's env:// (default: {LaunchConfig.master_addr})",
     )
     parser.add_argument(
         "--master-port",
         "--master_port",
         type=int,
         metavar="PORT",
-        help="MASTER_PORT, for scripts that ask torch for env:// (default: a free one)",
+        help="MASTER_PORT, for scripts that use torch's env:// (default: a free one)",
     )
     add_arguments(
         parser.add_argument_group(
-            "several hosts", "--master-addr and --master-port then say where the launchers meet: on host number 0"
+            "several hosts", "--master-addr and --master-port are then where the launchers meet, on host number 0"
         )
     )
     return parser
@@ -164,11 +164,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _announce_number(config: LaunchConfig) -> None:
-    """Say how many ranks there will be where nobody has named a number, and what was perhaps meant to name it."""
+    """Print the number of ranks if none was given, and a hint if it was given in the wrong place."""
     variables = config.environment or {}
     number = resolve_nproc(config.nproc, variables)
     each = "GPU" if config.nproc != "cpu" and visible_gpus(variables) > 0 else "core"
-    say(f"lockstep: {number} {'rank' if number == 1 else 'ranks'}, one per {each}; --nproc N for another number\n")
+    say(f"lockstep: {number} {'rank' if number == 1 else 'ranks'}, one per {each}; set another number with --nproc N\n")
     say(hint_of_misplaced("lockstep run", (*(["-m"] if config.is_module else []), config.target), config.args))
 
 

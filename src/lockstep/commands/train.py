@@ -1,4 +1,4 @@
-"""`lockstep train`: a recipe that comes with Lockstep."""
+"""`lockstep train`: starts one of Lockstep's recipes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     whole = Parser(prog=f"lockstep train {name}", parents=[launcher])
     recipe = importlib.import_module(_RECIPES[name])
     recipe.add_arguments(whole)
-    given = whole.parse_args(options)  # Says now, and once, what every rank would say; and shows the help.
+    given = whole.parse_args(options)  # Reports errors once, not on every rank; and shows the help.
     chosen, recipe_options = launcher.parse_known_args(options)
     nproc: int | str | None = chosen.nproc or "auto"
-    if hasattr(recipe, "start"):  # it has other ways to start than this launcher
+    if hasattr(recipe, "start"):  # it can be started in other ways than by this launcher
         try:
             start = recipe.start(given, nproc)
         except InputError as mistake:

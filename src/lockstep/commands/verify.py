@@ -1,4 +1,4 @@
-"""`lockstep verify`: a script, unedited, on N processes and on one, and where they part."""
+"""`lockstep verify`: runs a script, unedited, on N processes and on one, and reports where they differ."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["main"]
 _FLAGS = frozenset({"-m", "--module", "--double", "--no-compat", "-h", "--help"})
 
 _DESCRIPTION = """\
-Run a script on N processes and on one, unedited, and compare the optimizer steps: samples, what enters the models
-and comes out of them, loss, gradients, parameters, buffers. Reports the first stage that differs, with what was
+Run a script on N processes and on one, unedited, and compare the optimizer steps: samples, inputs and outputs of
+models, loss, gradients, parameters, buffers. Reports the first stage that differs, with what was
 measured, what it means and what to write. Works for any script that `lockstep run` can start; GPUs are simulated.
-Options after the script belong to the script; give it little data. What it writes goes to memory, where the system
+Options after the script are passed to it; use little data. What it writes goes to memory, where the system
 allows that.
 """
 
@@ -47,17 +47,19 @@ def _parser() -> Parser:
         type=int,
         metavar="K",
         default=4,
-        help="optimizer steps to compare in an epoch of more than 40 batches; shorter ones run in full (default: "
+        help="optimizer steps to compare in an epoch of more than 40 batches; shorter epochs run in full (default: "
         "%(default)s)",
     )
-    parser.add_argument("--double", action="store_true", help="compute in float64, where rounding hides nothing")
-    parser.add_argument("--json", metavar="FILE", help="also write the report to FILE, for programs")
+    parser.add_argument(
+        "--double", action="store_true", help="compute in float64, so that rounding errors hide nothing"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the report to FILE")
     parser.add_argument("--plot", metavar="FILE", help="plot the differences of each stage over the steps")
     parser.add_argument(
         "--devices",
         choices=("auto", "cpu", "gpu"),
         default="auto",
-        help="stand-ins for GPUs: if the script fails without, or its ranks train separately (auto, the default), "
+        help="simulated GPUs: if the script fails without, or its ranks train separately (auto, the default), "
         "never (cpu), always (gpu)",
     )
     parser.add_argument(
@@ -67,7 +69,7 @@ def _parser() -> Parser:
         "--no-compat",
         dest="with_shims",
         action="store_false",
-        help="`import horovod` and `import apex` find only the real packages, as in `lockstep run`",
+        help="let `import horovod` and `import apex` find the real packages only, as in `lockstep run`",
     )
     return parser
 
@@ -86,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the words after `lockstep verify`.
 
     Returns:
-        The exit code: 0 for the answer of one process, 1 for another, 2 for no telling.
+        The exit code: 0 if N processes give the answer of one, 1 if they do not, 2 if verify cannot tell.
     """
     options, script, script_arguments = split_at_script(arguments, _FLAGS)
     parser = _parser()
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         if file is not None and not Path(file).absolute().parent.is_dir():
             raise LaunchError(f"the report cannot be written to {file}: there is no such folder")
     verdicts = verify(Verification(target=script, args=script_arguments, **chosen))
-    # Imports torch, which the ranks need not wait for.
+    # Imports torch; the ranks need not wait for it.
     from lockstep.tools.verify.report import code_of, format_json, format_text, write_plot
 
     print(format_text(script, verdicts), end="")

@@ -1,4 +1,4 @@
-"""One line, once for each script: that `lockstep verify` compares N processes with one."""
+"""A line, printed once per script, that mentions `lockstep verify`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FOLDER = Path(".cache", "lockstep", "mentioned-verify")
 
 
 def mention_verify(config: LaunchConfig) -> None:
-    """Say it on a terminal, after a run of several ranks that ended well; never where it cannot be remembered."""
+    """Print the line on a terminal, after a successful run of several ranks; never if it cannot be remembered."""
     if not os.isatty(2) or resolve_nproc(config.nproc, config.environment or {}) < 2:
         return
     name = config.target if config.is_module else os.path.abspath(config.target)

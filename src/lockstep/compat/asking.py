@@ -1,9 +1,9 @@
-"""Who only asks whether a package is installed, by `importlib.util.find_spec`.
+"""Recognizes programs that only check whether a package is installed, by `importlib.util.find_spec`.
 
-[Note: who only asks] Apex is a choice of many programs, and `find_spec("apex") is not None` makes it. Told yes, a
-program takes another way than it takes without Lockstep: other optimizers, other layers, its own branch for Apex, which
-nobody may have run for years. So it is told no, as under `python`, and with `--compat` yes. One that insists on Apex
-ends with an error then, and a line that names `--compat`. An import finds the shim whatever was asked before.
+[Note: who only asks] Many programs use Apex optionally, if `find_spec("apex") is not None`. If that found the shim, a
+program would behave differently from without Lockstep: use other optimizers and layers, in a branch for Apex that
+may not have run for years. So `find_spec` does not find it, as under plain `python`, unless with `--compat`. A program
+that insists on Apex then fails, with a hint that names `--compat`. An import always finds the shim.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _told: set[str] = set()
 
 
 def hears_no(package: str, depth: int) -> bool:
-    """Whether a finder is merely being asked about a package that is not installed, and must not find it. Local.
+    """Whether a finder must hide a package, because the program only checks for it. Local.
 
     Args:
-        package: a top package.
-        depth: how many callers of this function belong to the finder.
+        package: name of a top-level package.
+        depth: number of this function's callers that belong to the finder.
     """
     if env.LOCKSTEP_COMPAT.get() or not _is_asked(sys._getframe(depth + 1)):
         return False
@@ -36,14 +36,14 @@ def hears_no(package: str, depth: int) -> bool:
 
 
 def _is_asked(frame: FrameType | None) -> bool:
-    """Whether `find_spec` stands above a finder's frame, and not an import."""
+    """Whether a finder was called by `find_spec` rather than by an import."""
     while frame is not None and frame.f_globals.get("__name__") in _IMPORTERS:
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") in _ASKERS
 
 
 def hint_for_told(error: BaseException) -> str | None:
-    """The package that an error names, or the line that raised it, if somebody was told that it is not there. Local."""
+    """The package that an error, or the line that raised it, names, if it was hidden from a check. Local."""
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)[-1:]]
     words = set(re.findall(r"[a-z0-9]+", " ".join([str(error), *lines]).lower()))
     return next((package for package in _told if package in words), None)

@@ -1,19 +1,19 @@
-"""`import horovod` and `import apex` where neither is installed: shims stand in, as the same module objects.
+"""Makes `import horovod` and `import apex` find the shims if the packages are not installed.
 
-[Note: the real package wins] The finder stands first on `sys.meta_path`, and asks all others before it answers for
-`horovod` or `apex` itself. It must stand first because of what is inside: once `horovod` is the module
-`lockstep.compat.horovod`, Python's own finder would look for `horovod.torch` in that package's folder and load the
-file once more under another name, with other classes. A folder of that name without an `__init__.py` is no package
-(data of a script, or a clone of a repository that holds the package deeper), unless it has a submodule that
+[Note: the real package wins] The finder is first on `sys.meta_path`, and asks all others before it finds
+`horovod` or `apex` itself. It must be first because of submodules: once `horovod` is the module
+`lockstep.compat.horovod`, Python's finder would look for `horovod.torch` in that package's folder and load the
+file again under another name, with other classes. A folder of that name without an `__init__.py` is not the package
+(but data of a script, or a clone of the repository with the package further down), unless it has a submodule that
 the shim has too.
 
 [Note: the same modules] `horovod.torch` is `lockstep.compat.horovod.torch`, one object under two names in
-`sys.modules`. So `isinstance` works whichever name a script used, and what is pickled names the module that is
-installed. The submodules that a package has imported itself are entered under both names with it: the import system
-binds what it imports in the parent, over `apex.amp._amp_state`, an object, and `apex.parallel.LARC`, a class, which
-Apex's packages put in the place of their submodules of those names.
+`sys.modules`. So `isinstance` works with either name, and pickles refer to the module that is
+installed. Submodules that a package imports itself are registered under both names with it: the import system
+would bind them in the parent, over `apex.amp._amp_state`, an object, and `apex.parallel.LARC`, a class, which
+replace the submodules of those names in Apex's packages.
 
-Nothing here imports torch, nor a shim before a script does.
+This does not import torch, nor a shim before the script does.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["CHOICES", "SHIMS", "ShimFinder"]
 
 SHIMS: Mapping[str, str] = MappingProxyType({"apex": "lockstep.compat.apex", "horovod": "lockstep.compat.horovod"})
 CHOICES = frozenset({"apex"})
-"""Those of them that programs have a way without; see [Note: who only asks] in `asking.py`."""
+"""Those that programs use optionally; see [Note: who only asks] in `asking.py`."""
 
 
 class ShimFinder(MetaPathFinder):
-    """Finds the packages in `SHIMS` that are not installed. Put first on `sys.meta_path`."""
+    """Finds the packages in `SHIMS` that are not installed. Must be first on `sys.meta_path`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module behind the name, the real package's own if that is installed, or None.
+        """The spec of the shim, or that of the real package if it is installed, or None.
 
         Raises:
-            ModuleNotFoundError: a module that the shim refuses, and knows an alternative to.
+            ModuleNotFoundError: the shim refuses the module; names the alternative.
         """
         package, _, rest = fullname.partition(".")
         shim = SHIMS.get(package)
@@ -77,12 +77,12 @@ class ShimFinder(MetaPathFinder):
 def _find(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # A module, and not a package, stands above it.
+    except ModuleNotFoundError:  # Its parent is a module, not a package.
         return None
 
 
 def _refuse(package: str, rest: str) -> None:
-    """Raise what a shim has to say about a module that it does not have, if anything."""
+    """Raise an error if the shim refuses the module, naming the alternative."""
     advices = getattr(sys.modules[package], "REFUSED", {}) if rest else {}
     name = rest
     while name and name not in advices:
@@ -93,7 +93,7 @@ def _refuse(package: str, rest: str) -> None:
 
 
 def _is_stray(spec: ModuleSpec, shim: str) -> bool:
-    """Whether this is a folder that only has the package's name. See [Note: the real package wins]."""
+    """Whether this is just a folder with the package's name. See [Note: the real package wins]."""
     if spec.origin is not None or spec.submodule_search_locations is None:
         return False
     behind = _find(shim)
@@ -112,10 +112,10 @@ def _is_stray(spec: ModuleSpec, shim: str) -> bool:
 
 
 class _ShimLoader(Loader):
-    """Gives a module another name.
+    """Loads a shim under another name.
 
     Args:
-        name: the name under which the shim is imported, such as `lockstep.compat.apex`.
+        name: the shim's own name, such as `lockstep.compat.apex`.
     """
 
     def __init__(self, name: str) -> None:
@@ -125,8 +125,7 @@ class _ShimLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if spec.name in SHIMS:
             print_notice(
-                f"{spec.name} is not installed here, so `import {spec.name}` finds {self._name}; "
-                f"{opt_out()} leaves it out"
+                f"{spec.name} is not installed, so `import {spec.name}` finds {self._name}; {opt_out()} prevents this"
             )
         module = importlib.import_module(self._name)
         self._own_spec = module.__spec__
@@ -134,7 +133,7 @@ class _ShimLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         other = module.__spec__.name if module.__spec__ is not None else ""
-        # The import system has put the other name's spec here; the module has been executed under its own.
+        # The import system has set the other name's spec; the module was executed under its own.
         module.__spec__ = self._own_spec
         # See [Note: the same modules].
         for name, loaded in list(sys.modules.items()):
@@ -142,7 +141,7 @@ class _ShimLoader(Loader):
                 sys.modules.setdefault(other + name[len(self._name) :], loaded)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For `python -m` with the other name."""
+        """The code, for `python -m` with the other name."""
         spec = importlib.util.find_spec(self._name)
         get_code = getattr(spec.loader if spec is not None else None, "get_code", None)
         code: CodeType | None = get_code(self._name) if get_code is not None else None

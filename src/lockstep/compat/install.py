@@ -1,16 +1,15 @@
-"""Importing this installs all shims: programs for Horovod, Apex and the torch.distributed of 2018 run unedited.
+"""Importing this installs all shims, so that programs for Horovod, Apex and the torch of 2018 run unedited.
 
-`lockstep run` and `lockstep launch` import it in every rank before the script starts, unless told `--no-compat`.
-Elsewhere a program, or a test, says `import lockstep.compat.install`. It is the one module of the package whose import
-has an effect:
+`lockstep run` and `lockstep launch` import it in every rank before the script starts, unless with `--no-compat`.
+Elsewhere, use `import lockstep.compat.install`. It is the only module of the package whose import has an effect:
 
-* `import horovod…` and `import apex…` find `lockstep.compat.…` where the real packages are not installed (`finder.py`);
-* when torch has been imported, or at once if it has, it is changed as far as the script needs it (`legacy`): most
-  scripts need nothing, and find torch untouched;
-* processes that `multiprocessing` spawns do the same before they import anything of the script. What the script starts
-  by `subprocess` is left alone: `python -m lockstep.compat.script`, with no launcher, is for that.
+* `import horovod…` and `import apex…` find `lockstep.compat.…` if the real packages are not installed (`finder.py`);
+* once torch is imported, it is changed as far as the script needs (`legacy`); most
+  scripts need no changes;
+* processes spawned by `multiprocessing` do the same before they import the script. Processes that the script starts
+  by `subprocess` are not affected; use `python -m lockstep.compat.script` for these.
 
-It imports no torch, and no multiprocessing, which would take the bootstrap of a rank for the main module.
+It imports neither torch nor multiprocessing, which would take a rank's bootstrap module for the main module.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _said: set[str] = set()
 
 
 def install(choice: Choice | None = None) -> None:
-    """Install the shims in this process, and in those it spawns. Local; twice does no harm.
+    """Install the shims in this process and in those that it spawns. Local; may be called again.
 
     Args:
-        choice: what the script needs of torch; None to read it from LOCKSTEP_OLD_TORCH, or from the script itself once
+        choice: changes to torch for the script; None to read them from LOCKSTEP_OLD_TORCH, or from the script once
             torch is imported.
     """
     if choice is not None:
@@ -65,8 +64,8 @@ def _change_torch() -> None:
         patches = importlib.import_module("lockstep.compat.legacy.patches")
         done = patches.install(choice.changes)
         patches.listeners.append(_say_at_use)
-    except Exception as error:  # A torch of tomorrow, which must be importable all the same.
-        get_logger(__name__).warning("torch cannot be changed for old scripts: %r", error)
+    except Exception as error:  # Future releases of torch must be importable anyway.
+        get_logger(__name__).warning("torch could not be changed for old scripts: %r", error)
     else:
         if sentence := choice.sentence(done):
             print_notice(sentence)
@@ -75,30 +74,30 @@ def _change_torch() -> None:
 def _say_at_use(change: str, _: str) -> None:
     if change not in _said and change in SAID_AT_USE:
         _said.add(change)
-        callsite = importlib.import_module("lockstep.comm.callsite")  # of torch's world, which is not there earlier
+        callsite = importlib.import_module("lockstep.comm.callsite")  # needs torch, so not imported earlier
         file, line, _ = callsite.call_site()
         if sentence := _choice().sentence_at_use(change, f"{os.path.basename(file)}:{line}"):
             print_notice(sentence, in_first_child=True)
 
 
 def explain(error: BaseException) -> None:
-    """Say, on rank 0, that `--compat` would have prevented an error that ended the script. Local."""
+    """Print, on rank 0, that `--compat` would have prevented the error that ended the script. Local."""
     package = hint_for_told(error)
     if package is not None:
         print_notice(
-            f'importlib.util.find_spec("{package}") has said that {package} is not installed; with `--compat` it finds '
-            f"lockstep.compat.{package}"
+            f'importlib.util.find_spec("{package}") did not find {package}, which is not installed; with `--compat` it '
+            f"finds lockstep.compat.{package}"
         )
     name = hint_for(error)
     if name is not None and name not in _choice().changes:
-        print_notice(f"older releases of torch took this: with `--compat`, {CHANGES[name]}")
+        print_notice(f"older releases of torch allowed this; with `--compat`, {CHANGES[name]}")
 
 
 class _Reopening:
-    """Installs the shims where it is unpickled, if Lockstep can be found there.
+    """Installs the shims where it is unpickled, if Lockstep can be imported there.
 
     Args:
-        choice: what this process has chosen for its script; children get the same.
+        choice: this process's choice, which child processes get too.
     """
 
     def __init__(self, choice: Choice) -> None:
@@ -118,7 +117,7 @@ class _Reopening:
 
 
 def _hand_on_to_children() -> None:
-    """Make what multiprocessing sends to a child first, before it names the main module, install the shims there."""
+    """Install the shims in child processes, by the first data that multiprocessing sends, before the main module."""
     spawn: Any = sys.modules["multiprocessing.spawn"]
     prepare = spawn.get_preparation_data
 

@@ -1,4 +1,4 @@
-"""Messages of the shims to the user who started the job: the first process prints each once. Imports no torch."""
+"""Messages of the shims to the user, each printed once, by the first process. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ __all__ = ["opt_out", "print_notice"]
 
 
 def opt_out() -> str:
-    """What keeps the shims out, as this process was started: an option of our launchers, else a variable. Local."""
+    """How to disable the shims: by an option if Lockstep's launcher is used, otherwise by a variable. Local."""
     return "--no-compat" if env.LOCKSTEP_RENDEZVOUS.get() is not None else "LOCKSTEP_COMPAT=0"
 
 
 def print_notice(text: str, *, in_first_child: bool = False) -> None:
-    """Print a line on stderr: on rank 0 of the first attempt, and not in processes that it has spawned. Local.
+    """Print a line on stderr: on rank 0 of the first attempt, but not in processes that it spawns. Local.
 
     Args:
         text: the line.
-        in_first_child: print it in the first process that each has spawned, too; for what its parent does not see.
+        in_first_child: also print it in the first process that each spawns, for messages about children only.
     """
     is_first = _rank() == 0 and env.TORCHELASTIC_RESTART_COUNT.get() in (None, 0)
-    # Not imported for this: it would take what is the main module now for that of the script.
+    # Not imported here, because it would take the current main module for that of the script.
     processes = sys.modules.get("multiprocessing.process")
     if is_first and (not _is_spawned(processes) or (in_first_child and _is_first_child(processes))):
         print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:
-    """Of this process, whichever launcher has started it."""
+    """The rank of this process, with any launcher."""
     try:
         return read_topology(env.snapshot()).rank
     except SetupError:
-        return env.RANK.get() or 0  # lockstep.init() will say what is wrong
+        return env.RANK.get() or 0  # lockstep.init() will report the error
 
 
 def _is_spawned(processes: Any) -> bool:
-    """Whether multiprocessing has made this process, whose main module may still be on its way in."""
+    """Whether multiprocessing created this process, whose main module may not be loaded yet."""
     if processes is None:
         return False
     return processes.parent_process() is not None or getattr(processes.current_process(), "_inheriting", False)

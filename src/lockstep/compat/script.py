@@ -1,13 +1,13 @@
-"""`python -m lockstep.compat.script [--compat] TARGET ARGS…`: a script, or `-m MODULE`, with the shims installed.
+"""`python -m lockstep.compat.script [--compat] TARGET ARGS…`: runs a script, or `-m MODULE`, with the shims.
 
-For processes that no launcher of Lockstep's starts, and scripts that nobody wants to edit::
+For unedited scripts under other launchers than Lockstep's::
 
     srun python -m lockstep.compat.script train.py
     mpirun -np 4 python -m lockstep.compat.script -m package.train --epochs 3
     torchrun --nproc-per-node 4 -m lockstep.compat.script train.py
     python multiproc.py -m lockstep.compat.script train.py    # starts [sys.executable, *sys.argv[1:]] for each rank
 
-The script is the main module, as with plain `python`. `--compat` is that of `lockstep run`.
+The script is the main module, as with plain `python`. `--compat` is as in `lockstep run`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _USAGE_CODE = 2
 
 
 def run(words: list[str]) -> None:
-    """Install the shims and run what the words name, as `python` would. Local; returns when the script does.
+    """Install the shims and run a script, as `python` would. Local; returns when the script does.
 
     Args:
         words: a script, or `-m` and a module, and its arguments.
 
     Raises:
-        LaunchError: there is no such script or module.
-        BaseException: whatever the script raises.
+        LaunchError: the script or module does not exist.
+        BaseException: raised by the script.
     """
     if words[:1] == ["--compat"]:
         env.LOCKSTEP_COMPAT.set(True)
@@ -42,7 +42,7 @@ def run(words: list[str]) -> None:
     if not rest:
         raise LaunchError("name a script to run, or -m and a module: python -m lockstep.compat.script train.py")
     check_target(rest[0], is_module)
-    from lockstep.compat.install import explain, install  # Its import is what opens them.
+    from lockstep.compat.install import explain, install  # importing it installs the shims
 
     if env.LOCKSTEP_COMPAT.get() is None:
         install(choose(rest[0], is_module, rest[1:]))
@@ -55,7 +55,7 @@ def run(words: list[str]) -> None:
 
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # The current folder, put there by `-m`; a script has its own instead.
+        del sys.path[0]  # the current folder, from `-m`; a script has its own folder
     try:
         run(sys.argv[1:])
     except LaunchError as error:

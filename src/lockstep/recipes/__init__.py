@@ -1,13 +1,13 @@
-"""Training programs that come with Lockstep, for `lockstep train`.
+"""Training programs for `lockstep train`.
 
 General layout:
 
-* `digits`: the digits recipe; `imagenet`: the ImageNet program. Packages with maps of their own.
-* `options`: what the options of all recipes have in common.
-* `display`: what a person sees of a run while it runs.
-* `run_folder`, `runlog`, `curves`: what a run leaves behind: its folder, its metrics, and a picture of them.
-* `summary`: what a run came to; `mistakes`: what rank 0 says of options that cannot be used.
-* `devices`: GPUs or the CPU.
+* `digits`: the digits recipe; `imagenet`: the ImageNet program. Each package has its own map.
+* `options`: options that all recipes share.
+* `display`: progress and results on the terminal.
+* `run_folder`, `runlog`, `curves`: what a run writes: its folder, its metrics, and a plot of them.
+* `summary`: the results of a run; `mistakes`: errors in options, reported by rank 0.
+* `devices`: the choice between GPUs and the CPU.
 
 The loop itself is `lockstep.train`.
 """

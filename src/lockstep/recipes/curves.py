@@ -1,4 +1,4 @@
-"""`curves.png`: loss and accuracy of a run, drawn from its metrics.jsonl."""
+"""`curves.png`: loss and accuracy of a run, plotted from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Record = Mapping[str, Any]
 
 __all__ = ["draw_curves"]
 
-# Distinguishable in print and to colour-blind eyes (Okabe and Ito, "Color Universal Design").
+# Distinguishable in print and by colour-blind readers (Okabe and Ito, "Color Universal Design").
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#9A9A9A"
 
 
 def draw_curves(records: Iterable[Record], path: Path, title: str) -> None:
-    """Draw training loss, held-out loss and held-out accuracy, all over epochs. Local.
+    """Plot training loss, held-out loss and held-out accuracy over epochs. Local.
 
     Args:
-        records: of a metrics.jsonl; one epoch at least.
-        path: of the PNG to write.
-        title: stands above the picture.
+        records: records of a metrics.jsonl, with at least one epoch.
+        path: path of the PNG to write.
+        title: title of the plot.
     """
     steps, epochs = _steps_and_epochs(records)
     figure = Figure(figsize=(10, 4), dpi=144, layout="constrained")
@@ -50,11 +50,13 @@ def _draw_loss(axes: Axes, steps: Sequence[Record], epochs: Sequence[Record]) ->
     columns = _column(steps, "loss"), _column(epochs, "loss"), _column(epochs, "held_out_loss")
     of_steps, of_epochs, held_out = columns
     axes.plot(places, of_steps, color=_BLUE, alpha=0.3, linewidth=0.8, label="one step")
-    middles = [end - 0.5 for end in ends]  # a mean over an epoch belongs to its middle
+    middles = [end - 0.5 for end in ends]  # the mean of an epoch is plotted at its middle
     axes.plot(middles, of_epochs, color=_BLUE, linewidth=2, label="training, mean of an epoch")
     axes.plot(ends, held_out, color=_ORANGE, linewidth=2, marker="o", ms=4, label="held out")
     axes.set(ylabel="cross-entropy loss", title="Loss")
-    if any(value > 0 for column in columns for value in column):  # else every image was broken, or the run diverged
+    if any(
+        value > 0 for column in columns for value in column
+    ):  # otherwise every image was broken, or the run diverged
         axes.set(yscale="log", ylabel="cross-entropy loss (log scale)")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -85,9 +87,9 @@ def _steps_and_epochs(records: Iterable[Record]) -> tuple[list[Record], list[Rec
 
 
 def _in_epochs(steps: Sequence[Record], epochs: Sequence[Record]) -> list[float]:
-    """The end of each step, counted in epochs."""
+    """The end of each step, in epochs."""
     last_step = {0: 0, **{record["epoch"]: record["step"] for record in epochs}}
-    if steps:  # a run may begin with a later epoch
+    if steps:  # a run may start with a later epoch
         last_step.setdefault(steps[0]["epoch"] - 1, steps[0]["step"] - 1)
     ends = []
     for record in steps:
@@ -97,5 +99,5 @@ def _in_epochs(steps: Sequence[Record], epochs: Sequence[Record]) -> list[float]
 
 
 def _column(records: Sequence[Record], name: str) -> list[float]:
-    """One number of each record; a gap in the curve where it was no number."""
+    """One value per record; nan, which is a gap in the curve, if it was not a number."""
     return [float("nan") if record[name] is None else record[name] for record in records]

@@ -1,6 +1,6 @@
-"""What a person sees of a run: a progress bar and a line per epoch, then a table.
+"""Shows a run on the terminal: a progress bar and a line per epoch, then a table.
 
-Where stdout is no terminal (a file, a pipe) there is no bar, and nothing that moves: just the lines.
+If stdout is not a terminal (a file, a pipe), only the lines are printed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["Display"]
 
 
 class Display:
-    """Shows the reports of a run as they come. For rank 0 alone; a context manager.
+    """Shows the reports of a run as they arrive. For rank 0 only; a context manager.
 
     Args:
-        heading: first line, what is trained and how.
-        folder: where the run writes.
-        epochs: that the run is going to.
+        heading: first line: what is trained, and how.
+        folder: folder of the run.
+        epochs: total number of epochs.
         steps_done: optimizer steps done before this run.
         steps_total: optimizer steps when all epochs are done.
-        console: where to write; stdout by default.
+        console: console to write to; stdout by default.
     """
 
     def __init__(
@@ -71,23 +71,23 @@ class Display:
             self._progress.update(self._task, completed=report.step, loss=f"{report.loss:.4f}", rate=rate)
 
     def say(self, line: str) -> None:
-        """Show a line among those of the epochs."""
+        """Show a line between those of the epochs."""
         self._print(line)
 
     def stop(self, why: str) -> None:
-        """The run ends before its last epoch."""
+        """Show that the run ends before its last epoch."""
         self._progress.stop()
         self.say(why)
 
     def finish(self, summary: Summary) -> None:
-        """Show what the run came to, and where it lies."""
+        """Show the results of the run, and its folder."""
         self._progress.stop()
         self.console.print()
         self.console.print(_result_table(summary), _rank_table(summary), sep="\n")
         self._print(f"{self.folder}: metrics.jsonl, curves.png, checkpoints, TensorBoard scalars")
 
     def _print(self, line: str, style: str | None = None) -> None:
-        """Show a line as it is: brackets and colons are of paths, no markup."""
+        """Show a line verbatim: brackets and colons are part of paths, not markup."""
         self.console.print(line, style=style, soft_wrap=True, markup=False, emoji=False)
 
     def _epoch_line(self, report: EpochReport) -> str:

@@ -1,4 +1,4 @@
-"""Options of a recipe that cannot be used: every rank has found that, and rank 0 says it, in one line."""
+"""Errors in a recipe's options: raised on every rank, and printed by rank 0 in one line."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["open_world", "say_mistake", "say_together"]
 
 
 def open_world(recipe: str, backend: str, device: str | None, **arguments: Any) -> tuple[World, list[str]] | None:
-    """`lockstep.init`, on GPUs where there is one for each rank. Collective.
+    """`lockstep.init`, on GPUs if there is one per rank. Collective.
 
     Args:
-        recipe: its name.
-        backend: as it was asked for.
-        device: where to train; None for what `choose_device` says.
-        **arguments: of `lockstep.init`.
+        recipe: name of the recipe.
+        backend: the requested backend.
+        device: the device to train on; None for that of `choose_device`.
+        **arguments: arguments of `lockstep.init`.
 
     Returns:
-        The world, and what a person should know of its device. None, on every rank, where there is no such backend, or
-        it cannot be used with the GPUs that there are, which rank 0 has then said.
+        The world, and notes on its device to print. None, on every rank, if the backend is unknown or cannot be used
+        with the available GPUs, after rank 0 has printed the error.
     """
     notes: list[str] = []
     try:
@@ -44,12 +44,12 @@ def open_world(recipe: str, backend: str, device: str | None, **arguments: Any) 
 
 
 def say_together(recipe: str, mistake: Exception, rank: int) -> None:
-    """Say a mistake that every rank has found. Collective."""
+    """Report an error that every rank has found. Collective."""
     say_mistake(recipe, mistake, rank)
-    dist.barrier()  # or a launcher that sees another rank end first might end rank 0 before it has spoken
+    dist.barrier()  # or a launcher might stop rank 0 before it has printed, because another rank exited
 
 
 def say_mistake(recipe: str, mistake: Exception, rank: int) -> None:
-    """Say a mistake, by rank 0. One line says more than a traceback of each. Local."""
+    """Print an error on rank 0, in one line instead of a traceback per rank. Local."""
     if rank == 0:
         print(f"lockstep train {recipe}: error: {mistake}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""What the options of all recipes have in common: values that are checked, and where a run is kept.
+"""Options that all recipes share: checked values, and the folder of a run.
 
-Imports no torch: the process that starts the ranks reads options, too.
+Does not import torch, because the process that starts the ranks reads options too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_OUT = Path("runs")
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers of at least `least`."""
+    """A parser of integers of at least `least`."""
 
     def parse(text: str) -> int:
         try:
@@ -41,64 +41,64 @@ def whole_number(least: int) -> Callable[[str], int]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is too small; give {least} or more")
+            raise argparse.ArgumentTypeError(f"{value} is too small; expected {least} or more")
         return value
 
     return parse
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     value = _number(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is out of range; expected a number above 0")
     return value
 
 
 def rate(text: str) -> float:
-    """A finite number of 0 or more."""
+    """Parse a finite number of at least 0."""
     value = _number(text)
     if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is out of range; expected 0 or more")
     return value
 
 
 def folder_name(text: str) -> str:
-    """The name of one folder, no path."""
+    """Parse the name of a folder, which must not be a path."""
     if not text or text in (".", "..") or "/" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder name; use --out to choose where runs are kept")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder name; use --out to choose where runs are kept")
     return text
 
 
 def existing_folder(text: str) -> Path:
-    """A folder that is there."""
+    """Parse the path of an existing folder."""
     path = Path(text)
     if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
+        raise argparse.ArgumentTypeError(f"folder {text!r} does not exist")
     return path
 
 
 def existing_path(text: str) -> Path | None:
-    """A run's folder or a checkpoint file that is there; None for "", the default of many scripts."""
+    """Parse the path of an existing run folder or checkpoint file; None for "", the default of many scripts."""
     if not text:
         return None
     path = Path(text)
     if not path.exists():
-        raise argparse.ArgumentTypeError(f"there is nothing at {text!r}; give a run's folder or a checkpoint file")
+        raise argparse.ArgumentTypeError(f"{text!r} does not exist; expected a run folder or a checkpoint file")
     return path
 
 
 def add_run_options(parser: argparse.ArgumentParser, recipe: str, backend: Sequence[str] = ("--backend",)) -> None:
-    """`--name`, `--out`, `--backend`, `--resume` and `--quiet`: where a run is kept, and what it resumes from.
+    """Add `--name`, `--out`, `--backend`, `--resume` and `--quiet`.
 
     Args:
-        parser: gets a group "run".
-        recipe: its name is that of runs that are given none.
+        parser: parser to which a group "run" is added.
+        recipe: name of the recipe; the default name of runs.
         backend: spellings of `--backend`.
     """
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--name", type=folder_name, help=f"folder of the run inside --out (default: {recipe}, {recipe}-2, …)"
+        "--name", type=folder_name, help=f"folder for the run inside --out (default: {recipe}, {recipe}-2, …)"
     )
     run.add_argument("--out", type=Path, metavar="DIR", help=f"where runs are kept (default: {DEFAULT_OUT})")
     run.add_argument(*backend, dest="backend", default="auto", help="process group backend (default: auto)")
@@ -106,28 +106,25 @@ def add_run_options(parser: argparse.ArgumentParser, recipe: str, backend: Seque
         "--resume",
         type=existing_path,
         metavar="PATH",
-        help="resume from a run's folder or from one checkpoint file, in that run's folder; in a new one with --name "
+        help="resume from a run folder or a checkpoint file; continues in that folder, or in a new one with --name "
         "or --out",
     )
-    run.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    run.add_argument("--quiet", action="store_true", help="print errors only")
 
 
 def check_packages(recipe: str, packages: Mapping[str, str]) -> None:
-    """Find packages that are missing. Said before any rank is started, it is said once.
+    """Check for missing packages, before any rank starts, so that they are reported once.
 
     Args:
-        recipe: whose they are, for the message.
-        packages: name of a module -> name of the package that brings it.
+        recipe: name of the recipe, for the message.
+        packages: name of a module -> name of its package.
 
     Raises:
-        SetupError: one is not installed here.
+        SetupError: one is not installed.
     """
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
-        raise SetupError(
-            f"the {recipe} recipe needs {' and '.join(missing)}, not installed here: "
-            f"pip install {' '.join(missing).lower()}"
-        )
+        raise SetupError(f"the {recipe} recipe needs {' and '.join(missing)}: pip install {' '.join(missing).lower()}")
 
 
 def merge_with_saved(
@@ -136,16 +133,16 @@ def merge_with_saved(
     saved: Mapping[str, Any] | None,
     may_change: Collection[str],
 ) -> dict[str, Any]:
-    """The values that options and, when resuming, a checkpoint make together.
+    """The values given by options and, when resuming, a checkpoint.
 
     Args:
         given: parsed options; None means that the option was not given. Its `resume` names the checkpoint.
-        names: of the options.
-        saved: their values in the checkpoint that is resumed.
-        may_change: names of those that may be given anew when a run is resumed.
+        names: names of the options.
+        saved: their values in the checkpoint to resume from.
+        may_change: names of options that may change when a run is resumed.
 
     Raises:
-        InputError: an option contradicts the checkpoint in what cannot change half way.
+        InputError: an option contradicts the checkpoint, and cannot change during a run.
     """
     values: dict[str, Any] = dict(saved or {})
     for name in names:
@@ -163,12 +160,12 @@ def merge_with_saved(
 
 
 def saved_config(state: Mapping[str, Any], path: Path, recipe: str) -> dict[str, Any]:
-    """The configuration that a checkpoint was written with.
+    """The configuration stored in a checkpoint.
 
     Args:
-        state: what the checkpoint holds.
-        path: where it is.
-        recipe: that resumes it.
+        state: contents of the checkpoint.
+        path: its path, for the message.
+        recipe: name of the recipe that resumes it.
 
     Raises:
         CheckpointError: another program wrote it.
@@ -183,14 +180,14 @@ def saved_config(state: Mapping[str, Any], path: Path, recipe: str) -> dict[str,
 
 
 def check_epochs_left(state: Mapping[str, Any], path: Path, epochs: int) -> None:
-    """Find that a run which is resumed has nothing left to do; arguments as for `saved_config`.
+    """Check that a resumed run has epochs left; arguments as for `saved_config`.
 
     Raises:
-        InputError: says what to give.
+        InputError: all epochs are done.
     """
     if state["epoch"] >= epochs:
         done = "1 epoch" if state["epoch"] == 1 else f"{state['epoch']} epochs"
-        raise InputError(f"{path} has done {done} already; raise --epochs to train on")
+        raise InputError(f"{path} has done {done} already; raise --epochs to continue")
 
 
 def _number(text: str) -> float:
@@ -199,5 +196,5 @@ def _number(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give a finite number")
+        raise argparse.ArgumentTypeError(f"{text} is out of range; expected a finite number")
     return value

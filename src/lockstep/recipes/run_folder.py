@@ -1,6 +1,6 @@
-"""The folder of a run: a new one, or that of a run that is resumed, with what its `metrics.jsonl` says.
+"""The folder of a run: a new one, or that of a resumed run, with its `metrics.jsonl`.
 
-Needs nothing that only an extra brings: `lockstep bench` keeps what it measures in such folders, too.
+Needs no package of an extra, because `lockstep bench` uses such folders too.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Record = dict[str, Any]
 
 
 def create_run_folder(out: Path, name: str) -> Path:
-    """Make a new folder `out/name`, or `out/name-2`, `out/name-3`, … where that exists.
+    """Create a new folder `out/name`, or, if that exists, `out/name-2`, `out/name-3`, ….
 
-    Collective: rank 0 makes it, every rank gets its path.
+    Collective: rank 0 creates it, every rank gets its path.
 
     Raises:
-        InputError: it cannot be made.
+        InputError: it cannot be created.
     """
     return Path(on_rank_zero(lambda: _create(out, name)))
 
 
 def folder_of_run(options: argparse.Namespace, recipe: str) -> Path:
-    """The folder of the run that is resumed, unless a place for a new one was named; else a new one.
+    """The folder of the resumed run, or a new one if there is none or `--name` or `--out` is given.
 
     Collective: rank 0 chooses it, every rank gets its path.
 
     Args:
-        options: those of `lockstep.recipes.options.add_run_options`.
-        recipe: the name of runs that are given none.
+        options: parsed options of `lockstep.recipes.options.add_run_options`.
+        recipe: default name of runs.
 
     Raises:
-        InputError: it cannot be made or written, or the `metrics.jsonl` of the run that is resumed cannot be read.
+        InputError: it cannot be created or written, or the `metrics.jsonl` of the resumed run cannot be read.
     """
 
     def choose() -> str:
@@ -63,7 +63,7 @@ def folder_of_run(options: argparse.Namespace, recipe: str) -> Path:
 
 
 def find_run(resumed: Path) -> Path | None:
-    """The folder of the run that a `--resume` path (run, checkpoint folder or file) belongs to. Local."""
+    """The run folder of a `--resume` path, which is a run, checkpoint folder or file. Local."""
     for folder in (resumed, resumed.parent, resumed.parent.parent):
         if (folder / METRICS).is_file():
             return folder
@@ -71,10 +71,10 @@ def find_run(resumed: Path) -> Path | None:
 
 
 def read_metrics(path: Path) -> Iterator[Record]:
-    """The records of a `metrics.jsonl`; a last line that was cut off is left out. Local.
+    """The records of a `metrics.jsonl`; skips a truncated last line. Local.
 
     Raises:
-        InputError: a line is no record; names it.
+        InputError: a line is not a record; quotes it.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -89,12 +89,12 @@ def _parse(line: str, place: str) -> Record:
         record = None
     kind = record.get("kind") if isinstance(record, dict) else None
     if not isinstance(kind, str) or (kind in ("step", "epoch") and not _are_numbers(record)):
-        raise InputError(f"{place}: {line[:60].strip()!r} is no record of a run; remove the line to resume")
+        raise InputError(f"{place}: {line[:60].strip()!r} is not a record of a run; remove the line to resume")
     return dict(record)
 
 
 def _are_numbers(record: Record) -> bool:
-    """Whether the values of a step or an epoch are those of its report, which has numbers alone."""
+    """Whether all values of a step or an epoch are numbers, as in its report."""
     are_plain = all(
         value is None or (isinstance(value, int | float) and abs(value) <= _LARGEST)
         for name, value in record.items()
@@ -114,15 +114,15 @@ def _create(out: Path, name: str) -> str:
             folder.mkdir()
             return str(folder)
         except FileExistsError:
-            if not folder.exists():  # it is `out` that is no folder
+            if not folder.exists():  # `out` itself is not a folder
                 raise InputError(f"cannot keep runs in {out}: it is a file; choose another --out") from None
             number += 1
         except OSError as error:
-            raise InputError(f"cannot make {folder}: {error.strerror}; choose another --out") from error
+            raise InputError(f"cannot create {folder}: {error.strerror}; choose another --out") from error
 
 
 def _check_metrics(path: Path) -> None:
-    """Find lines that are no records before the training begins, which would take them over."""
+    """Find lines that are not records before training, which would copy them."""
     try:
         deque(read_metrics(path), maxlen=0)
     except OSError as error:

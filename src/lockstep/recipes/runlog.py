@@ -1,15 +1,15 @@
-"""What a run leaves behind in its folder: `metrics.jsonl`, TensorBoard scalars and `curves.png`.
+"""Writes the files of a run folder: `metrics.jsonl`, TensorBoard scalars and `curves.png`.
 
 `metrics.jsonl` holds one JSON object per line, each with a "kind":
 
-    run       first line, and one more each time that the run is resumed: configuration, environment, number of ranks
+    run       first line, and another after each resume: configuration, environment, number of ranks
     step      one optimizer step (`StepReport`)
-    epoch     one epoch (`EpochReport`), its evaluation under held_out_…
-    note      a line that a person has seen, such as that the run was stopped early
+    epoch     one epoch (`EpochReport`), with its evaluation as held_out_…
+    note      a line shown to the user, such as that the run was stopped early
     result    last line of a finished run
 
-Lines are only ever appended, and whole lines at that, so a run that was killed can be read. A run that is resumed in
-its folder first drops the lines of what it does again, in one step.
+Whole lines are appended, so the file is readable after a run was killed. A run that is resumed in
+its folder first drops, atomically, the lines of steps that it repeats.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def describe_environment() -> Record:
 
 
 class RunLog:
-    """Writes the reports of a run as they come. For rank 0 alone; a context manager.
+    """Writes the reports of a run as they arrive. For rank 0 only; a context manager.
 
     Args:
         folder: the run's folder.
         header: contents of the first line.
-        resumed: the `--resume` path of a run that is resumed. The steps and epochs of that one are copied, or stay
-            where this is its folder, so that every log is the whole story.
-        resumed_step: the last step to copy or to leave.
+        resumed: the `--resume` path, if any. The steps and epochs of that run are copied, or kept if this is its
+            folder, so that every log is complete.
+        resumed_step: the last step to copy or keep.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RunLog:
         self._scalars.close()
 
     def __call__(self, report: Report) -> None:
-        """Enter one report; a `Trainer` callback."""
+        """Log a report; a `Trainer` callback."""
         if isinstance(report, EpochReport):
             values = asdict(report)
             held_out = {f"held_out_{name}": value for name, value in values.pop("evaluation").items()}
@@ -95,21 +95,21 @@ class RunLog:
             self._enter({"kind": "step", **asdict(report)})
 
     def say(self, line: str) -> None:
-        """Enter a line that people see."""
+        """Log a line shown to the user."""
         self._append({"kind": "note", "text": line})
 
     def stop(self, why: str) -> None:
-        """The run ends before its last epoch."""
+        """Log that the run ends before its last epoch."""
         self.say(why)
 
     def finish(self, summary: Summary) -> None:
-        """Enter what the run came to, and draw its curves."""
+        """Log the results of the run, and plot its curves."""
         self._append({"kind": "result", **summary.as_dict()})
         title = f"{self.folder.name}: {len(summary.ranks)} {'rank' if len(summary.ranks) == 1 else 'ranks'}"
         draw_curves(read_metrics(self.folder / METRICS), self.folder / CURVES, title)
 
     def _enter(self, record: Record) -> None:
-        """One line, and its numbers as scalars."""
+        """Write a line, and its numbers as scalars."""
         self._append(record)
         names = {
             "step": {"loss": "train/loss", "lr": "train/lr", "samples_per_s": "train/samples_per_s"},
@@ -124,7 +124,7 @@ class RunLog:
                 self._scalars.add_scalar(tag, record[key], record["step"])
 
     def _append(self, record: Record) -> None:
-        # JSON has no nan and no infinity; a diverged loss becomes null.
+        # JSON has neither nan nor infinity; a diverged loss becomes null.
         finite = {name: None if _is_no_number(value) else value for name, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
@@ -135,12 +135,12 @@ def _is_no_number(value: object) -> bool:
 
 
 def _is_of(record: Record, last_step: int) -> bool:
-    """Whether it is a step or an epoch that was over by then."""
+    """Whether it is a step or an epoch that ended at or before `last_step`."""
     return record["kind"] in ("step", "epoch") and bool(record["step"] <= last_step)
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Leave out of a `metrics.jsonl` what came after a step, and what it came to."""
+    """Remove from a `metrics.jsonl` everything after a step, and results."""
     kept = [record for record in read_metrics(path) if record["kind"] == "run" or _is_of(record, last_step)]
     draft = path.with_suffix(".tmp")
     draft.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")

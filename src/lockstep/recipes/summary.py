@@ -1,4 +1,4 @@
-"""What a run came to: its last evaluation, and where each rank's time went."""
+"""The results of a run: its last evaluation, and each rank's time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["RankTime", "RankTimes", "Summary"]
 
 @dataclass(frozen=True)
 class RankTime:
-    """Where one rank's training time went.
+    """How a rank spent its training time.
 
     Attributes:
-        samples: training samples it was given.
+        samples: number of its training samples.
         train_s: seconds in training steps.
-        communication_s: of these, seconds in collectives, waiting for other ranks included.
-        loader_s: of these, seconds in which it waited for its loader.
+        communication_s: seconds of these in collectives, including waiting for other ranks.
+        loader_s: seconds of these spent waiting for the loader.
     """
 
     samples: int
@@ -34,17 +34,17 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished run came to; the same on every rank.
+    """The results of a finished run; the same on every rank.
 
     Attributes:
         correct: held-out samples classified correctly.
         total: held-out samples, each counted once.
-        held_out_loss: mean over them.
-        steps: optimizer steps of this run, without those before a resume.
+        held_out_loss: mean loss over them.
+        steps: optimizer steps of this run, excluding those before a resume.
         samples: training samples of this run over all ranks.
         ranks: one entry per rank.
-        top5: share of the held-out samples whose class was among five guesses; None where nobody counted.
-        expected: held-out samples there are, those included that could not be read; None where all can.
+        top5: top-5 accuracy on the held-out samples, 0 … 1; None if not measured.
+        expected: number of held-out samples, including unreadable ones; None if all are readable.
     """
 
     correct: int
@@ -58,12 +58,12 @@ class Summary:
 
     @property
     def accuracy(self) -> float:
-        """Share of the held-out samples that were classified correctly, 0 … 1; 0 where none could be read."""
+        """Accuracy on the held-out samples, 0 … 1; 0 if none could be read."""
         return self.correct / self.total if self.total else 0.0
 
     @property
     def train_s(self) -> float:
-        """Seconds in training steps. The ranks step together, so the longest is everybody's."""
+        """Seconds in training steps: those of the slowest rank, for which all others wait."""
         return max(rank.train_s for rank in self.ranks)
 
     @property
@@ -77,7 +77,7 @@ class Summary:
 
 
 class RankTimes:
-    """Adds up this rank's times over the epochs of a run; a `Trainer` callback for every rank."""
+    """Sums this rank's times over the epochs of a run; a `Trainer` callback for every rank."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64)  # local samples, train_s, communication_s, loader_s
@@ -86,7 +86,7 @@ class RankTimes:
         self._last: EpochReport | None = None
 
     def __call__(self, report: Report) -> None:
-        """Enter one report."""
+        """Add a report."""
         if isinstance(report, EpochReport):
             self._samples += report.samples
             times = [report.local_samples, report.train_s, report.communication_s, report.loader_s]
@@ -98,7 +98,7 @@ class RankTimes:
     def summary(self) -> Summary:
         """The run so far, with the times of every rank. Collective.
 
-        The last evaluation must hold "correct", "images" and "loss".
+        The last evaluation must have "correct", "images" and "loss".
         """
         assert self._last is not None, "no epoch was trained"
         mine = self._sums.to(collective_device())

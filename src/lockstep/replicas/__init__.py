@@ -1,9 +1,9 @@
-"""`DataParallel`: one process, replicas of one model on several devices. The modules have the names that torch's have.
+"""`DataParallel`: replicas of a model on several devices, in one process. Modules are named as in torch.
 
 General layout, from the top down:
 
-* `data_parallel`: what users see.
-* `scatter_gather`: cuts a batch into pieces and joins outputs.
+* `data_parallel`: `DataParallel` and `data_parallel`.
+* `scatter_gather`: splits a batch into pieces, and concatenates outputs.
 * `replicate`: copies the module to the devices; `parallel_apply`: runs the replicas.
-* `devices`: which devices a user means.
+* `devices`: resolves device ids.
 """

@@ -1,13 +1,13 @@
-"""`lockstep.DataParallel`: one process, one model on several devices.
+"""`lockstep.DataParallel`: a model on several devices of one process.
 
-Each forward pass cuts the batch along a dimension (`scatter_gather.py`), copies the module to the devices
-(`replicate.py`), runs the copies in threads (`parallel_apply.py`) and joins their outputs; autograd takes the
-same way back. Between accelerators torch's own functions move the tensors.
+Each forward pass splits the batch along a dimension (`scatter_gather.py`), copies the module to the devices
+(`replicate.py`), runs the copies in threads (`parallel_apply.py`) and concatenates their outputs; the backward pass
+reverses these steps. Between accelerators, torch's own functions move the tensors.
 
-[Note: one source of random numbers] GPUs have a generator each; on the CPU all replicas draw from one, so which of
-two threads draws first would decide over dropout masks. So in its first pass in training mode, a module runs its
-replicas one after another. If it drew random numbers there, it keeps to that; if not, they run at the same time from
-then on. A module that draws later for the first time is noticed, with a warning.
+[Note: one source of random numbers] Each GPU has its own generator; on the CPU all replicas share one, so dropout masks
+would depend on which thread draws first. So in its first pass in training mode, a module runs its replicas one after
+another. If it draws random numbers there, it continues like that; if not, replicas run in parallel from
+then on. If a module draws for the first time later, this is detected, with a warning.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _logger = get_logger(__name__)
 
 
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its module since torch 2.7
-    """Runs a module on several devices of this process, each with a piece of the batch.
+    """Runs a module on several devices of this process, each on a piece of the batch.
 
-    A drop-in for `torch.nn.DataParallel` (and a subclass of it), also without GPUs: there the devices are replicas on
-    threads. Losses computed per replica must be averaged with care: pieces of a batch may differ in size by one
-    row or more. For several processes, or more speed, use `lockstep.DistributedDataParallel`.
+    A drop-in replacement for, and a subclass of, `torch.nn.DataParallel` that also works without GPUs, with replicas on
+    CPU threads. Losses computed per replica must be averaged with care, because pieces of a batch may differ in size
+    by one row or more. For several processes, or more speed, use `lockstep.DistributedDataParallel`.
 
     Args:
-        module: the model, on the first device. Its forward takes and returns nestings of tensors; other inputs are
-            shared by all replicas. What forward assigns to `self` is lost; what it writes in place into
-            buffers stays if the first replica does it. Hooks run once per replica.
-        device_ids: numbers, names or devices; or how many; None for all accelerators. Without an accelerator
-            numbers mean replicas on the CPU, and None the module alone.
-        output_device: where outputs are joined; default the first device, "cpu" or -1 for the CPU.
-        dim: the dimension along which inputs are cut and outputs joined.
+        module: the model, on the first device. Its forward takes and returns nested containers of tensors; other inputs
+            are shared by all replicas. Attributes that forward sets on `self` are lost; in-place changes of
+            buffers are kept if the first replica makes them. Hooks run once per replica.
+        device_ids: indices, names or devices; or the number of devices; None for all accelerators. Without
+            accelerators, numbers mean replicas on the CPU, and None the module itself.
+        output_device: device of the outputs; by default the first device; "cpu" or -1 for the CPU.
+        dim: the dimension along which inputs are split and outputs concatenated.
 
     Attributes:
         module: the model. Take `state_dict` from it for names without `module.`.
-        device_ids: numbers of accelerators, or CPU devices; empty for the module alone.
+        device_ids: indices of accelerators, or CPU devices; empty for the module itself.
 
     Raises:
-        InputError: no such device; from a call, also inputs that cannot be cut or outputs that cannot be joined.
+        InputError: no such device; in a call, also inputs that cannot be split or outputs that cannot be gathered.
         InputTypeError: not a module, or not devices.
 
     >>> model = DataParallel(nn.Linear(4, 2), device_ids=["cpu", "cpu"])
@@ -82,14 +82,14 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         else:
             super().__init__(module, [device.index for device in devices], None, dim)
         self.output_device: Any = output if output.type == "cpu" else output.index
-        self._draws: bool | None = None  # random numbers, in training mode; None before the first pass
+        self._draws: bool | None = None  # whether it draws random numbers in training mode; None before the first pass
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on all devices; returns its joined outputs, on `output_device`.
+        """Run the module on all devices; returns the gathered outputs, on `output_device`.
 
         Raises:
             InputError: see `scatter` and `gather`; or the module is not on the first device.
-            Exception: what a replica raised, with its number and device in the message.
+            Exception: raised by a replica, with its number and device in the message.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             if not self.device_ids:
@@ -97,7 +97,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
             _check_device(self.module, self.src_device_obj)
             pieces, named = self.scatter(inputs, kwargs, self.device_ids)
             if not pieces and not named:
-                # Without inputs there is nothing to divide.
+                # Without inputs there is nothing to split.
                 pieces, named = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*pieces[0], **named[0])
@@ -106,15 +106,15 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Device]) -> Any:
-        """The arguments of each replica; override it to cut them in another way."""
+        """Split the arguments between replicas; may be overridden."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
-        """The module's copies."""
+        """Copy the module to the devices."""
         return replicate(module, device_ids, not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """What the replicas return. See [Note: one source of random numbers]."""
+        """Run the replicas; returns their outputs. See [Note: one source of random numbers]."""
         devices = self.device_ids[: len(replicas)]
         is_free = not self.training or _may_wait_for_each_other(self.module)
         if len(replicas) == 1 or self.src_device_obj.type != "cpu" or is_free:
@@ -128,18 +128,18 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]  # generic in its
         if self._draws and not is_first:
             warn_once(
                 _logger,
-                f"{type(self.module).__name__} draws random numbers, which came to its {len(replicas)} replicas in no "
-                "fixed order; from now on they run one after another, so that a run can be repeated",
+                f"{type(self.module).__name__} draws random numbers, and its {len(replicas)} replicas drew them in no "
+                "fixed order; from now on they run one after another, so that runs are reproducible",
             )
         return outputs
 
     def gather(self, outputs: Any, output_device: Device) -> Any:
-        """The outputs in one; override it to join them in another way."""
+        """Gather the outputs; may be overridden."""
         return gather(outputs, output_device, self.dim)
 
 
 def _may_wait_for_each_other(module: nn.Module) -> bool:
-    """Whether replicas may wait for each other, and so cannot run in turn: they are told of their replication."""
+    """Whether replicas may wait for each other, as modules with replication callbacks do, and so cannot run in turn."""
     return any(hasattr(each, "__data_parallel_replicate__") for each in module.modules())
 
 
@@ -155,7 +155,7 @@ def data_parallel(
 
     Args:
         module: see `DataParallel`.
-        inputs: its positional arguments (a tuple), its one argument, or None for none.
+        inputs: its positional arguments (a tuple), its single argument, or None for none.
         device_ids: see `DataParallel`.
         output_device: see `DataParallel`.
         dim: see `DataParallel`.

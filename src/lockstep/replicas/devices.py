@@ -1,8 +1,8 @@
-"""Which devices a list of ids means, for replicas that live in one process.
+"""Resolves the device ids of replicas in one process.
 
 [Note: CPU devices] Without an accelerator, an id stands for a replica on the CPU: `[0, 1, 2, 3]`, `4` and
-`["cpu"] * 4` all mean four of them. So a model that is replicated over four GPUs on one machine is replicated
-four times on any other, with the same batch pieces, statistics and results.
+`["cpu"] * 4` all mean four of them. So a model that has four replicas on a machine with four GPUs has
+four on any other, with the same pieces of the batch, statistics and results.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ def _accelerator() -> torch.device | None:
 
 
 def resolve_device(device: Device) -> torch.device:
-    """The device that one id means. See [Note: CPU devices].
+    """The device of an id. See [Note: CPU devices].
 
     Args:
-        device: a device, its name, a number, or -1 for the CPU.
+        device: a device, its name, an index, or -1 for the CPU.
 
     Raises:
-        InputError: there is no such device here.
+        InputError: the device does not exist.
         InputTypeError: not a device.
     """
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
-        raise InputTypeError(f"{device!r} is no device; give a number, a name such as 'cuda:0' or 'cpu', or a device")
+        raise InputTypeError(
+            f"{device!r} is not a device; expected an index, a name such as 'cuda:0' or 'cpu', or a device"
+        )
     accelerator = _accelerator()
     if isinstance(device, int):
         if device < -1:
-            raise InputError(f"device {device}: numbers begin at 0; -1 means the CPU")
+            raise InputError(f"device {device}: indices start at 0; -1 means the CPU")
         if device == -1 or accelerator is None:
             return CPU
         chosen = torch.device(accelerator.type, device)
@@ -47,34 +49,31 @@ def resolve_device(device: Device) -> torch.device:
         try:
             chosen = torch.device(device)
         except RuntimeError as error:
-            raise InputError(f"{device!r} is no device: {str(error).splitlines()[0]}") from None
+            raise InputError(f"{device!r} is not a device: {str(error).splitlines()[0]}") from None
         if chosen.type == "cpu":
             return CPU
     if accelerator is None or chosen.type != accelerator.type:
-        raise InputError(
-            f"{chosen} is asked for, but there is no {chosen.type} device here; give numbers or 'cpu' for replicas on "
-            "the CPU"
-        )
+        raise InputError(f"there is no {chosen.type} device for {chosen}; use numbers or 'cpu' for replicas on the CPU")
     index = _current_index() if chosen.index is None else chosen.index
     if index >= torch.accelerator.device_count():
-        raise InputError(f"{chosen} is asked for, but there are {torch.accelerator.device_count()} devices here")
+        raise InputError(f"{chosen} does not exist: there are {torch.accelerator.device_count()} devices")
     return torch.device(chosen.type, index)
 
 
 def _current_index() -> int:
-    """Index of the accelerator in use. torch 2.6 knows the function by a shorter name."""
+    """Index of the current accelerator. In torch 2.6 the function has another name."""
     current = getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
     return int(current())
 
 
 def resolve_devices(devices: Sequence[Device] | int) -> list[torch.device]:
-    """The devices that ids mean, one per replica.
+    """The devices of ids, one per replica.
 
     Args:
-        devices: ids as in `resolve_device`, or how many devices.
+        devices: ids as in `resolve_device`, or the number of devices.
 
     Raises:
-        InputError: no such device, none at all, or devices of several types.
+        InputError: a device does not exist, there are none, or they have different types.
         InputTypeError: not devices.
 
     >>> resolve_devices(["cpu", "cpu"])
@@ -83,16 +82,16 @@ def resolve_devices(devices: Sequence[Device] | int) -> list[torch.device]:
     if isinstance(devices, int) and not isinstance(devices, bool):
         devices = range(devices)
     if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise InputTypeError(f"device_ids is {devices!r}; give a list of devices, or how many")
+        raise InputTypeError(f"device_ids is {devices!r}; expected a list of devices, or their number")
     chosen = [resolve_device(device) for device in devices]
     if not chosen:
-        raise InputError(f"device_ids is {devices!r}; give at least one device")
+        raise InputError(f"device_ids is {devices!r}; expected at least one device")
     types = sorted({device.type for device in chosen})
     if len(types) > 1:
-        raise InputError(f"device_ids mixes {' and '.join(types)}; replicas must be on devices of one type")
+        raise InputError(f"device_ids mixes {' and '.join(types)}; replicas must be on devices of the same type")
     return chosen
 
 
 def are_on_cpu(devices: Sequence[torch.device]) -> bool:
-    """Whether replicas on these devices are threads of ours, and not torch's affair."""
+    """Whether replicas on these devices run in Lockstep's threads rather than in torch's functions."""
     return all(device.type == "cpu" for device in devices)

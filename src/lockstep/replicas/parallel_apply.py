@@ -1,11 +1,11 @@
-"""Replicas of a module run at the same time, each in a thread of its own.
+"""`parallel_apply`: runs replicas of a module in parallel, each in its own thread.
 
-[Note: what a thread inherits] torch keeps these per thread, so each replica's thread is given the caller's: whether
+[Note: what a thread inherits] Some of torch's state is per thread, so each replica's thread gets the caller's: whether
 gradients are recorded, inference mode, autocast; and Python's context variables.
 
-[Note: replicas that meet] Layers of some libraries wait for the other replicas within the forward pass, as batch
-normalization that threads synchronize does. Where one replica raises, the others wait for it in vain: they are left
-behind after some seconds, in threads that do not keep the process alive.
+[Note: replicas that meet] Layers of some libraries wait for the other replicas within the forward pass, such as batch
+normalization synchronized between threads. If a replica raises, the others would wait forever: they are abandoned
+after some seconds, in daemon threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.torch_private.modules import ExceptionWrapper
 
 __all__ = ["parallel_apply"]
 
-_SECONDS_FOR_OTHERS = 10.0  # to end in, once a replica has raised; see [Note: replicas that meet]
+_SECONDS_FOR_OTHERS = 10.0  # time to finish after a replica has raised; see [Note: replicas that meet]
 
 
 def parallel_apply(
@@ -39,22 +39,22 @@ def parallel_apply(
     *,
     in_turn: bool = False,
 ) -> list[Any]:
-    """Call each module with its own input, all at once. Local. Mirrors `torch.nn.parallel.parallel_apply`.
+    """Call each module with its own input, in parallel. Local. Mirrors `torch.nn.parallel.parallel_apply`.
 
     Args:
         modules: replicas, one per device.
-        inputs: for each module its positional arguments (a tuple or list), or its one argument.
+        inputs: for each module its positional arguments (a tuple or list), or its single argument.
         kwargs_tup: for each module its keyword arguments.
-        devices: where each module is. On accelerators this is torch's own function.
-        in_turn: one after another, in the caller's thread; on the CPU only.
+        devices: device of each module. On accelerators this is torch's own function.
+        in_turn: run one after another, in the caller's thread; on the CPU only.
 
     Returns:
-        What each module returned.
+        The output of each module.
 
     Raises:
         InputError: the arguments have different lengths.
-        Exception: what a module raised, of the same type, with the number of its replica, its device and the
-            original traceback in the message; of several, the first replica's.
+        Exception: raised by a module, with the same type, and the number of its replica, its device and the
+            original traceback in the message; of several, that of the first replica.
     """
     kwargs = [{} for _ in modules] if kwargs_tup is None else [dict(each) for each in kwargs_tup]
     _check_lengths(modules, inputs, kwargs, devices)
@@ -100,8 +100,8 @@ class _ReplicaCall:
     """One replica's forward pass.
 
     Args:
-        number: which replica, from 0.
-        module: that replica.
+        number: number of the replica, from 0.
+        module: the replica.
         inputs: its positional arguments.
         kwargs: its keyword arguments.
     """
@@ -122,10 +122,10 @@ class _ReplicaCall:
     def run_here(self) -> None:
         try:
             self._output = self._module(*self._inputs, **self._kwargs)
-        except BaseException as error:  # SystemExit too: it must not end a thread without a word.
+        except BaseException as error:  # SystemExit too, which would end a thread silently.
             where = f"in replica {self._number} on device cpu"
             self._wrapped = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
-            # Its frames hold what the forward pass has computed.
+            # Its frames hold tensors of the forward pass.
             self._error = error.with_traceback(None)
 
     def result(self) -> Any:
@@ -135,12 +135,12 @@ class _ReplicaCall:
 
 
 def _with_message(error: BaseException, wrapped: Any) -> BaseException:
-    """The same exception with another message, also where its constructor does not take one."""
+    """The same exception with another message, even if its constructor does not take one."""
     try:
         wrapped.reraise()
     except RuntimeError as told:
         if type(error) is not type(told):
-            # torch could not make one: give the original its message, unless the class writes its own.
+            # torch could not create one: change the message of the original, unless the class formats its own.
             text = str(told)
             error.args = (text,)
             return error.with_traceback(None) if str(error) == text else told
@@ -177,7 +177,7 @@ def _run_in_threads(calls: Sequence[_ReplicaCall]) -> None:
 
 
 def _inherited_state() -> Callable[[], AbstractContextManager[None]]:
-    """A context manager that gives another thread this one's state. See [Note: what a thread inherits]."""
+    """A context manager that sets this thread's state in another. See [Note: what a thread inherits]."""
     with_gradients, with_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     caches = torch.is_autocast_cache_enabled()

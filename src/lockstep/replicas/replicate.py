@@ -1,12 +1,12 @@
 """`replicate`: copies a module to several devices.
 
-[Note: the first replica] The first replica's parameters and buffers share memory with the module's own, as torch
-promises: what its forward pass writes in place (running statistics, the vectors of spectral norm) stays. The
+[Note: the first replica] The first replica's parameters and buffers share memory with the module's, as torch
+documents: in-place changes in its forward pass (running statistics, the vectors of spectral norm) are kept. The
 others have copies, whose changes are lost.
 
 [Note: order of gradients] The gradients of all replicas are added in the pairwise tree in which ranks add theirs
-(shm/kernels.py), 16-bit floats in float32. So a run repeats bit for bit whichever replica's thread
-was faster, and N replicas that each return a loss give the sum that N ranks give.
+(shm/kernels.py), 16-bit floats in float32. So runs are bit-identical whichever thread
+is faster, and N replicas that each return a loss give the same sum as N ranks.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def replicate(network: M, devices: Sequence[Device] | int, detach: bool = False) -> list[M]:
-    """Copies of a module whose gradients flow into the original's. Local. Mirrors `torch.nn.parallel.replicate`.
+    """Copy a module, with gradients that flow to the original. Local. Mirrors `torch.nn.parallel.replicate`.
 
     Args:
         network: a module, on the first device.
-        devices: where the copies go, or how many. On accelerators this is torch's own function.
-        detach: no gradients flow.
+        devices: devices of the copies, or their number. On accelerators this is torch's own function.
+        detach: whether to cut the flow of gradients.
 
     Returns:
         One module per device. The first shares memory with `network`. See [Note: the first replica].
 
     Raises:
-        ModelError: a module compiled by TorchScript, which cannot be taken apart.
+        ModelError: a module compiled by TorchScript, which cannot be copied.
     """
     chosen = resolve_devices(devices)
     if not are_on_cpu(chosen):
         return torch_parallel.replicate(network, chosen, detach)
     if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
-        raise ModelError("a ScriptModule cannot be replicated on the CPU; replicate the module that it was made from")
+        raise ModelError("a ScriptModule cannot be replicated on the CPU; replicate the original module")
     count = len(chosen)
-    # First, because it is where modules say that they cannot be replicated (lazy ones).
+    # First, because modules that cannot be replicated (lazy ones) raise here.
     replicas = {module: [_copy_of(module) for _ in chosen] for module in network.modules()}
     tensors = _ReplicatedTensors(count, detach)
     for module, copies in replicas.items():
@@ -69,7 +69,7 @@ def replicate(network: M, devices: Sequence[Device] | int, detach: bool = False)
 
 def _copy_of(module: nn.Module) -> nn.Module:
     copy: nn.Module = copy_for_replica(module)
-    # Where torch's replicas keep what `parameters()` no longer shows; code that looks for gradients there exists.
+    # As in torch's replicas, for parameters that `parameters()` does not show; some code reads gradients there.
     copy.__dict__["_former_parameters"] = OrderedDict()
     return copy
 
@@ -79,7 +79,7 @@ def _assign(copies: Sequence[nn.Module], name: str, values: Sequence[Any], into:
         if value is None and into is not None:
             getattr(copy, into)[name] = None
         else:
-            # By setattr, on which recurrent modules rely to keep their flat weights.
+            # By setattr, on which recurrent modules rely to update their flat weights.
             setattr(copy, name, value)
 
 
@@ -90,11 +90,11 @@ def _assign_parameter(copies: Sequence[nn.Module], name: str, tensors: Sequence[
 
 
 class _ReplicatedTensors:
-    """The replicas of a module's tensors; a tensor that several of its submodules share is replicated once.
+    """The replicas of a module's tensors; a tensor shared by several submodules is replicated once.
 
     Args:
         count: the number of replicas.
-        detach: no gradients flow.
+        detach: whether to cut the flow of gradients.
     """
 
     def __init__(self, count: int, detach: bool) -> None:
@@ -125,7 +125,7 @@ class _ReplicatedTensors:
 
 
 class _Replicate(Function):
-    """One tensor for each replica; backward, their gradients in one. See [Note: order of gradients]."""
+    """Forward, a tensor per replica; backward, the sum of gradients. See [Note: order of gradients]."""
 
     @staticmethod
     def forward(ctx: Any, count: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -134,7 +134,7 @@ class _Replicate(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
-        # A replica that made no use of the tensor has no gradient for it.
+        # A replica that did not use the tensor has no gradient of it.
         present = [grad for grad in grads if grad is not None]
         if not present:
             return None, None

@@ -1,11 +1,11 @@
-"""`scatter` splits nested containers of tensors among devices; `gather` joins outputs again.
+"""`scatter` splits nested containers of tensors between devices; `gather` concatenates outputs.
 
-[Note: no lost rows] A batch of 5 makes pieces of 2, 2 and 1 for 4 devices, because torch cuts by size and not by
-number. Another input of 4 rows makes 4 pieces. torch pairs them up as far as the shorter list goes and drops the
-rest, so rows of one input meet those of another, or none; here that is an error.
+[Note: no lost rows] For 4 devices, a batch of 5 is split into pieces of 2, 2 and 1, because torch splits by size and
+not by number. Another input of 4 rows gives 4 pieces. torch zips these lists, up to the length of the shorter, and
+drops the rest, so rows of different inputs no longer correspond; here that is an error.
 
-[Note: copies] Pieces for CPU devices are copies, as they would be on devices with memory of their own. As views they
-would share one version counter, and a replica that works in place would spoil what another has saved for its
+[Note: copies] Pieces for CPU devices are copies, as they would be on devices with their own memory. Views would
+share a version counter, and in-place operations of one replica would invalidate tensors that another has saved for its
 backward pass.
 """
 
@@ -34,21 +34,21 @@ def _is_namedtuple(value: object) -> bool:
 
 
 def scatter(inputs: Any, target_gpus: Sequence[Device] | int, dim: int = 0) -> Any:
-    """Cut tensors into one piece per device; everything else is shared. Local. Mirrors `torch.nn.parallel.scatter`.
+    """Split tensors into one piece per device; share everything else. Local. Mirrors `torch.nn.parallel.scatter`.
 
     Args:
-        inputs: a tensor, or a nesting of tuples, named tuples, lists and dicts with tensors in them. Tensors need the
+        inputs: a tensor, or nested tuples, named tuples, lists and dicts with tensors. Tensors must give the
             same number of pieces. See [Note: no lost rows].
-        target_gpus: devices, or how many.
-        dim: the dimension to cut along.
+        target_gpus: devices, or their number.
+        dim: the dimension to split.
 
     Returns:
-        One nesting per piece, in a list (a tuple of tensors for a tensor): no more than there are devices, fewer
-        where the batch is too small. Containers are copied, other objects are the same in each. Pieces are
+        A list with the inputs of each piece (a tuple of tensors for a tensor): one per device, or fewer
+        if the batch is too small. Containers are copied, other objects are shared. Pieces are
         differentiable.
 
     Raises:
-        InputError: tensors that cannot be cut along `dim`, or not into the same number of pieces.
+        InputError: a tensor cannot be split along `dim`, or tensors give different numbers of pieces.
         InputTypeError: a PackedSequence, which has no batch dimension.
     """
     devices = resolve_devices(target_gpus)
@@ -63,7 +63,7 @@ def scatter_kwargs(
     """`scatter` of positional and keyword arguments, into the same number of pieces. Local.
 
     Returns:
-        One tuple and one dict per piece; two empty tuples where there are no arguments.
+        A tuple and a dict per piece; two empty tuples if there are no arguments.
 
     Raises:
         InputError: see `scatter`.
@@ -78,8 +78,8 @@ def scatter_kwargs(
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, PackedSequence):
         raise InputTypeError(
-            "a PackedSequence cannot be cut into pieces of a batch; hand the module padded sequences and their "
-            "lengths, and pack them in its forward"
+            "a PackedSequence cannot be split into pieces of a batch; pass padded sequences and their "
+            "lengths, and pack them in the module's forward"
         )
     if isinstance(value, torch.Tensor):
         yield value
@@ -92,21 +92,21 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _count_pieces(value: Any, num_devices: int, dim: int) -> int:
-    """How many pieces all tensors make, or the number of devices if there are none."""
+    """The number of pieces of all tensors, or the number of devices if there are no tensors."""
     num_of_size: dict[int, int] = {}
     for tensor in _tensors(value):
         if not -tensor.dim() <= dim < tensor.dim():
             raise InputError(
-                f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dim {dim}; give it one row per sample, "
+                f"a tensor of shape {tuple(tensor.shape)} cannot be split along dim {dim}; give it one row per sample, "
                 "or pass a Python number"
             )
         size = tensor.shape[dim]
-        # As Tensor.chunk counts.
+        # As in Tensor.chunk.
         num_of_size[size] = num_devices if size == 0 else -(-size // -(-size // num_devices))
     if len(set(num_of_size.values())) > 1:
-        found = ", ".join(f"{size} (makes {pieces})" for size, pieces in sorted(num_of_size.items()))
+        found = ", ".join(f"{size} ({pieces} pieces)" for size, pieces in sorted(num_of_size.items()))
         raise InputError(
-            f"inputs have different sizes along dim {dim}, which make different numbers of pieces for {num_devices} "
+            f"inputs have different sizes along dim {dim}, which give different numbers of pieces for {num_devices} "
             f"devices: {found}; rows would be lost. Give every tensor one row per sample, and keep what all "
             "samples share in a buffer of the module"
         )
@@ -114,7 +114,7 @@ def _count_pieces(value: Any, num_devices: int, dim: int) -> int:
 
 
 def _cut(value: Any, devices: list[torch.device], dim: int, num_pieces: int) -> list[Any]:
-    """The pieces of a nesting of containers: tensors are cut, containers are copied, the rest is the same in each."""
+    """The pieces of nested containers: tensors are split, containers are copied, the rest is shared."""
     if isinstance(value, torch.Tensor):
         return _cut_tensor(value, devices, dim)
     if isinstance(value, dict):
@@ -134,12 +134,12 @@ def _cut_tensor(tensor: torch.Tensor, devices: list[torch.device], dim: int) -> 
 
 
 def _rows_of(columns: list[list[Any]], num_pieces: int) -> list[list[Any]]:
-    """One row per piece, an element of each column in it; also where there are no columns."""
+    """Transpose: one row per piece, with an element of each column; also without columns."""
     return [[column[number] for column in columns] for number in range(num_pieces)]
 
 
 def _copy_with_values(value: dict[Any, Any], row: list[Any]) -> dict[Any, Any]:
-    """A copy of a dict, of the same type, with other values for its keys in their order."""
+    """A copy of a dict, of the same type, with the values replaced in order."""
     copied = copy.copy(value)
     for key, each in zip(value, row, strict=True):
         copied[key] = each
@@ -147,7 +147,7 @@ def _copy_with_values(value: dict[Any, Any], row: list[Any]) -> dict[Any, Any]:
 
 
 def _sequence_like(value: tuple[Any, ...] | list[Any], row: list[Any]) -> Any:
-    """A list, tuple or named tuple of the elements of a row, as `value` is one."""
+    """The elements of a row as a list, tuple or named tuple, of the type of `value`."""
     if isinstance(value, list):
         return row
     return type(value)(*row) if _is_namedtuple(value) else tuple(row)
@@ -157,20 +157,20 @@ def _sequence_like(value: tuple[Any, ...] | list[Any], row: list[Any]) -> Any:
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
-    """Put the outputs of all replicas together. Local. Mirrors `torch.nn.parallel.gather`.
+    """Concatenate the outputs of all replicas. Local. Mirrors `torch.nn.parallel.gather`.
 
     Args:
-        outputs: one per replica, of the same structure: a tensor, None, or a nesting of tuples, named tuples, lists
+        outputs: one per replica, with the same structure: a tensor, None, or nested tuples, named tuples, lists
             and dicts of these.
-        target_device: where the result goes.
-        dim: the dimension to join tensors along. Scalars become a vector, one entry per replica, with a warning.
+        target_device: device of the result.
+        dim: the dimension to concatenate along. Scalars become a vector, one entry per replica, with a warning.
 
     Returns:
-        The same structure with joined tensors; differentiable.
+        The same structure, with concatenated tensors; differentiable.
 
     Raises:
-        InputError: the structures differ (also a ValueError, as torch's for dicts).
-        InputTypeError: something that cannot be joined, such as a number.
+        InputError: the structures differ (also a ValueError, as in torch for dicts).
+        InputTypeError: an output cannot be concatenated, such as a number.
     """
     if not outputs:
         raise InputError("there are no outputs to gather")
@@ -190,12 +190,12 @@ def _join(outputs: list[Any], target: torch.device, dim: int) -> Any:
                 "All dicts must have the same number of keys, and the same keys, but replicas returned "
                 f"{' and '.join(sorted({str(list(each)) for each in outputs}))}"
             )
-        # From pairs, as torch does: classes of outputs, such as those of transformers, expect them.
+        # From pairs, as in torch: output classes, such as those of transformers, expect them.
         return type(first)((key, _join([each[key] for each in outputs], target, dim)) for key in first)
     if not isinstance(first, tuple | list):
         raise InputTypeError(
             f"the module returned a {type(first).__name__} on each device, and only tensors can be gathered; return "
-            "torch.tensor(…) for a number, and leave out what is no tensor"
+            "torch.tensor(…) for a number, and leave out anything else"
         )
     if len({len(each) for each in outputs}) > 1:
         raise InputError(f"replicas returned {type(first).__name__}s of lengths {[len(each) for each in outputs]}")
@@ -207,8 +207,8 @@ def _check_alike(outputs: list[Any]) -> None:
     kinds = {torch.Tensor if isinstance(each, torch.Tensor) else type(each) for each in outputs}
     if len(kinds) > 1:
         raise InputTypeError(
-            f"replicas returned different things: {', '.join(sorted(kind.__name__ for kind in kinds))}; forward must "
-            "return the same structure whatever its piece of the batch is"
+            f"replicas returned different types: {', '.join(sorted(kind.__name__ for kind in kinds))}; forward must "
+            "return the same structure for every piece of the batch"
         )
 
 

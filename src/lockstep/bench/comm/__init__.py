@@ -1,15 +1,15 @@
-"""`lockstep bench comm`: every verb, over sizes, dtypes and backends, in the columns that nccl-tests has.
+"""`lockstep bench comm`: times every verb over sizes, dtypes and backends, with the columns of nccl-tests.
 
 General layout:
 
-* `sizes`: sizes as people write them.
-* `verbs`: how each verb is called, counted and checked, with the formulas of its bandwidths. Pure.
-* `measuring`: inside the ranks: calls, checks, times.
-* `mpi`: which MPI libraries there are.
-* `peers`: programs outside of torch that time the same verbs; `mpi_program`: one of them, which needs no torch.
-* `columns`: the table and the picture, from a result alone.
+* `sizes`: parses sizes.
+* `verbs`: how to call, count and check each verb. Pure.
+* `measuring`: calls, checks and times verbs, in the ranks.
+* `mpi`: finds MPI libraries.
+* `peers`: programs without torch that time the same verbs; `mpi_program`: one of them.
+* `columns`: formulas of bandwidths; the tables and the plot of a result.
 
-This module is what the command calls. It does not import torch; `measure` does.
+The command calls this module, which does not import torch; `measure` does.
 """
 
 from __future__ import annotations
@@ -33,48 +33,48 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "blocks", "draw", "measure"]
 
-SUMMARY = "latency and bandwidth of every verb, over sizes, dtypes and backends, and of MPI's own"
+SUMMARY = "latency and bandwidth of every verb, over sizes, dtypes and backends, and of MPI"
 DESCRIPTION = """\
-Time every verb of torch.distributed on every backend that is there, all in the same processes and in turns, and print
-the columns that nccl-tests has. MPI libraries are timed beside them, each by a program of its own.
+Time every verb of torch.distributed on every available backend, in the same processes and in turns, and print
+the columns of nccl-tests. MPI libraries are timed as well, by separate programs.
 """
 
 BACKENDS = ("lockstep", "gloo", "mpi", "nccl")
 _DEFAULT_SIZES, _QUICK_SIZES = "4:64M", "4,64K,1M"
-_PEERS_SHARE = 0.2  # of the budget, over all peers and both their runs
+_PEERS_SHARE = 0.2  # of the budget, for all peers and both their runs
 _START_S = 10.0
-_WAYS_TO_FAIL = 2.0  # times its budget after which a job that hangs is ended
+_WAYS_TO_FAIL = 2.0  # multiple of its budget after which a hanging job is killed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
+    """Add the benchmark's own options to `parser`."""
     group = parser.add_argument_group("what is measured")
-    group.add_argument("--verbs", metavar="A,B", help="verbs, with commas between (default: all)")
+    group.add_argument("--verbs", metavar="A,B", help="comma-separated verbs (default: all)")
     group.add_argument(
         "--sizes",
         metavar="FROM:TO",
         help=f"bytes of the larger buffer, or a list: 4,64K,1M (default: {_DEFAULT_SIZES})",
     )
-    group.add_argument("--factor", type=int, default=4, help="between the sizes of a range (default: 4)")
-    group.add_argument("--dtypes", metavar="A,B", default="float32", help="of the elements (default: float32)")
-    group.add_argument("--op", default="sum", help="of reductions: sum, min or max (default: sum)")
+    group.add_argument("--factor", type=int, default=4, help="factor between the sizes of a range (default: 4)")
+    group.add_argument("--dtypes", metavar="A,B", default="float32", help="dtypes of the elements (default: float32)")
+    group.add_argument("--op", default="sum", help="reduction: sum, min or max (default: sum)")
+    group.add_argument("--backends", metavar="A,B", help=f"of {', '.join(BACKENDS)} (default: all that are available)")
+    group.add_argument("--no-peers", action="store_true", help="do not time programs without torch")
     group.add_argument(
-        "--backends", metavar="A,B", help=f"out of {', '.join(BACKENDS)} (default: those that are there)"
-    )
-    group.add_argument("--no-peers", action="store_true", help="no programs but the ranks")
-    group.add_argument(
-        "--peer", action="append", default=[], metavar="PATH", help="a further IMB-MPI1, or mpiexec of an MPI library"
+        "--peer", action="append", default=[], metavar="PATH", help="another IMB-MPI1, or mpiexec of an MPI library"
     )
     parser.add_argument(
-        "--check", action="store_true", help="compare every result with what one process computes; exit with 1 if wrong"
+        "--check",
+        action="store_true",
+        help="compare every result with that of one process; exit with 1 if any is wrong",
     )
 
 
 def measure(options: argparse.Namespace, session: Session) -> None:
-    """Measure what the options ask for.
+    """Measure as requested by the options.
 
     Raises:
-        InputError: an option means nothing; says what to write.
+        InputError: an option is invalid; says what to write.
         RankFailed: a rank failed.
     """
     from lockstep.bench.comm.verbs import DTYPES, OPS, VERBS
@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace, session: Session) -> None:
     sizes = parse_sizes(options.sizes or (_QUICK_SIZES if session.quick else _DEFAULT_SIZES), options.factor)
     for path in options.peer:
         if not os.access(path, os.X_OK):
-            raise InputError(f"--peer {path} is no program that can be run")
+            raise InputError(f"--peer {path} is not an executable program")
     session.progress.show("looking for backends and peers")
     mpis: list[Mpi] = []
     reasons: dict[str, str] = {}
@@ -108,13 +108,13 @@ def measure(options: argparse.Namespace, session: Session) -> None:
 def _find_backends(
     wanted: Collection[str], session: Session, mpis: Sequence[Mpi], unusable: Mapping[str, str]
 ) -> tuple[list[str], Mpi | None]:
-    """Those that can run here, and the MPI that starts the ranks, if one of them needs it.
+    """The backends that can run here, and the MPI that starts the ranks, if one of them needs it.
 
     Args:
         wanted: names of backends.
-        session: is told of those that cannot run, and why.
-        mpis: the MPI libraries there are.
-        unusable: by command, why others do not work.
+        session: notes those that cannot run, and why.
+        mpis: the MPI libraries found.
+        unusable: command -> why its library does not work.
     """
     import sys
 
@@ -123,12 +123,12 @@ def _find_backends(
 
     mpi = next((one for one in mpis if one.python == sys.executable), None)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    no_mpi = "there is no mpirun, or mpi4py does not run under it: `lockstep doctor` says more"
+    no_mpi = "mpirun is not installed, or mpi4py does not run under it; see `lockstep doctor`"
     reasons = {
         "mpi": "" if mpi else next(iter(unusable.values()), no_mpi),
         "nccl": ""
         if dist.is_nccl_available() and gpus >= session.nproc
-        else f"needs a GPU for each rank: {session.nproc} ranks, {gpus} GPUs",
+        else f"needs a GPU per rank: {session.nproc} ranks, {gpus} GPUs",
     }
     there = []
     for backend in wanted:
@@ -144,7 +144,7 @@ def _find_backends(
 def _find_peers(
     paths: Sequence[str], session: Session, mpis: Sequence[Mpi], reasons: Mapping[str, str]
 ) -> Sequence[Peer]:
-    """The programs outside of torch that can be timed; the session notes why others cannot."""
+    """The programs without torch that can be timed; the session notes why others cannot."""
     peers, missing = find_peers(paths, mpis, reasons)
     for name, reason in missing.items():
         session.skip(name, reason)
@@ -152,25 +152,25 @@ def _find_peers(
 
 
 def _has_peers(session: Session, dtypes: Sequence[str], op: str) -> bool:
-    """Whether the programs outside of torch have anything of what is measured."""
+    """Whether the programs without torch can measure any of this."""
     reason = ""
     if "float32" not in dtypes or op != "sum":
-        reason = "they have float32 and sum only"
+        reason = "they support float32 and sum only"
     elif session.nproc < 2:
-        reason = "one rank has nobody to talk to"
+        reason = "needs two ranks"
     if reason:
         session.skip("peers", reason)
     return not reason
 
 
 class _CommRun:
-    """One run: peers, ranks, peers again.
+    """A run: peers, ranks, peers again.
 
     Args:
-        session: where samples go.
-        peers: programs outside of torch.
-        verbs: names.
-        sizes: bytes.
+        session: gets the samples.
+        peers: programs without torch.
+        verbs: names of verbs.
+        sizes: sizes in bytes.
     """
 
     def __init__(self, session: Session, peers: Sequence[Peer], verbs: Sequence[str], sizes: Sequence[int]) -> None:
@@ -200,9 +200,7 @@ class _CommRun:
         )
         assert isinstance(answer, dict)
         if not answer["complete"]:
-            session.skip(
-                "the larger sizes", "the budget was spent; --budget gives more, --verbs and --sizes ask for less"
-            )
+            session.skip("the larger sizes", "skipped: out of time; raise --budget or pass fewer --verbs or --sizes")
         if session.left_s > 0 or session.quick:
             self._time_peers(share_s)
         wrong = sum(wrong_elements(one) or 0 for one in session.series)
@@ -210,7 +208,7 @@ class _CommRun:
             session.failure = f"{wrong} wrong elements: see the rows with #wrong"
 
     def _take(self, part: Any) -> None:
-        """What rank 0 tells."""
+        """Handle what rank 0 sends."""
         for backend, reason, parameters in part.get("skipped", ()):
             self._session.skip(backend, reason, parameters)
         for series in part.get("series", ()):
@@ -222,7 +220,7 @@ class _CommRun:
             self._session.progress.show(f"{done}: {found['verb']} of {found['bytes']} B, {found['dtype']}")
 
     def _time_peers(self, share_s: float) -> None:
-        """Run every peer once; one that fails is not asked again."""
+        """Run every peer once; one that fails is not run again."""
         for peer in list(self._peers):
             self._session.progress.show(peer.name)
             try:

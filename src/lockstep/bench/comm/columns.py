@@ -1,16 +1,16 @@
-"""The table and the picture of `lockstep bench comm`, from a result and nothing else. Does not import torch.
+"""The tables and the plot of `lockstep bench comm`, from a result alone. Does not import torch.
 
-[Note: sizes and bandwidths] As nccl-tests has them. *size* is the larger of the two buffers of a rank, *count* the
-elements that the verb's own argument has: of the whole buffer where all ranks have the same, of one rank's part where
-parts are gathered, scattered or exchanged. With n ranks and t seconds for a call, and 10^9 bytes in a GB::
+[Note: sizes and bandwidths] As in nccl-tests: *size* is the larger of a rank's two buffers in bytes, *count* the number
+of elements: of the whole buffer if it is the same on all ranks, of one rank's part if
+parts are gathered, scattered or exchanged. With n ranks and t seconds per call, and 10^9 bytes per GB::
 
     algbw = size / t
     busbw = algbw * factor     2 (n - 1) / n   all_reduce
                                (n - 1) / n     all_gather, gather, scatter, reduce_scatter, all_to_all
                                1               broadcast, reduce, send_recv
 
-busbw is what each link of a ring would carry, so it can be held against hardware whatever n is. `send_recv` is a
-ping-pong between ranks 0 and 1, and its time half a round trip, as in MPI's benchmarks. A barrier has no bytes.
+busbw is what each link of a ring would carry, so it can be compared with the hardware for any n. `send_recv` is a
+ping-pong between ranks 0 and 1, and its time is half a round trip, as in MPI's benchmarks. A barrier has no bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COLUMNS = 4
 
 
 def bus_factor(verb: str, world_size: int) -> float:
-    """What the algorithm's bandwidth is multiplied by. See [Note: sizes and bandwidths].
+    """Factor from algorithm bandwidth to bus bandwidth. See [Note: sizes and bandwidths].
 
     >>> bus_factor("all_reduce", 4), bus_factor("all_gather_into_tensor", 4), bus_factor("broadcast", 4)
     (1.5, 0.75, 1.0)
@@ -56,7 +56,7 @@ def bus_factor(verb: str, world_size: int) -> float:
 
 
 def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
-    """GB/s, a GB being 10^9 bytes.
+    """Algorithm bandwidth in GB/s, with 10^9 bytes per GB.
 
     >>> algorithm_bandwidth(1_000_000, 0.001)
     1.0
@@ -65,7 +65,7 @@ def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
 
 
 def bus_bandwidth(verb: str, size_bytes: int, seconds: float, world_size: int) -> float:
-    """GB/s over each link of a ring.
+    """Bus bandwidth in GB/s: over each link of a ring.
 
     >>> bus_bandwidth("all_reduce", 1_000_000, 0.001, 4)
     1.5
@@ -74,7 +74,7 @@ def bus_bandwidth(verb: str, size_bytes: int, seconds: float, world_size: int) -
 
 
 def blocks(result: Result) -> list[Block]:
-    """A table for each verb; what was skipped, and how to read it."""
+    """A table per verb, how to read it, and what was skipped."""
     n = int(result.settings["nproc"])  # type: ignore[call-overload]
     cores = result.environment.cores
     found: list[Block] = [
@@ -92,13 +92,13 @@ def blocks(result: Result) -> list[Block]:
 
 
 def wrong_elements(series: Series) -> int | None:
-    """How many elements of the results were wrong; None where they were not looked at."""
+    """Number of wrong elements in the results; None if not checked."""
     found = series.facts.get("wrong")
     return None if found is None else int(float(str(found)))
 
 
 def _order(series: Series) -> tuple[str, str, int]:
-    """Backends stay in the order in which they were measured."""
+    """Sort key; backends stay in the order in which they were measured."""
     return (str(series.parameters["dtype"]), str(series.parameters["op"]), int(series.parameters["bytes"]))
 
 
@@ -122,7 +122,7 @@ def _row(series: Series) -> list[str]:
 
 
 def _skipped(result: Result) -> list[str]:
-    """One line for each contestant and reason, with the verbs that it is about."""
+    """A line per contestant and reason, with the verbs concerned."""
     about: dict[tuple[str, str], list[str]] = {}
     for one in result.skipped:
         verbs = about.setdefault((one.contestant, one.reason), [])
@@ -135,11 +135,11 @@ def _skipped(result: Result) -> list[str]:
     ]
 
 
-# ---- the picture ---------------------------------------------------------------------------------
+# ---- the plot ------------------------------------------------------------------------------------
 
 
 def draw(result: Result) -> Figure:
-    """Time over size, and bus bandwidth over size, for each verb. Needs matplotlib."""
+    """Plot time and bus bandwidth over size, for each verb. Needs matplotlib."""
     from lockstep.bench.figures import new_figure
 
     verbs = [str(verb) for verb in result.values("verb") if verb != "barrier"]

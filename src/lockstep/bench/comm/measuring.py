@@ -1,10 +1,10 @@
-"""Inside the ranks: every backend's call of every verb at every size, checked and timed in the same rounds.
+"""Runs in the ranks: checks and times every verb at every size on every backend, in the same rounds.
 
-All calls share two buffers per dtype, as large as the largest needs, so that memory does not limit how many are
-measured and no backend has warmer memory than another. Buffers hold zeros while times are taken: sums of them
-stay zeros, whereas anything else would overflow.
+All calls share two buffers per dtype, of the largest size, so that memory does not limit the number of
+measurements and no backend has warmer memory than another. Buffers are zero during timing: sums of them
+stay zero; anything else would overflow.
 
-A backend that cannot do something raises on the first call, on all ranks alike; that is its reason to be skipped.
+A backend that does not support an operation raises on the first call, on all ranks, and is skipped with that reason.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lockstep.bench.results import Parameters, Series
 __all__ = ["Buffers", "Call", "check_call", "measure_on_rank", "prepare"]
 
 _CHECKS_BEFORE, _CHECKS_AFTER = 2, 1
-_SHARE_TO_MEASURE = 0.6  # of the time, that checks beforehand leave
-_OVERTIME_S = 10.0  # for the last checks, which see what repetitions have broken
-_LATE_S = 0.02  # of one rank, in the check of a barrier
-_TORCH_NAMES = {"mpi": "mpi4py"}  # what torch calls a backend, if not as we do
+_SHARE_TO_MEASURE = 0.6  # of the time left after the first checks
+_OVERTIME_S = 10.0  # for the last checks, which find what repetitions have broken
+_LATE_S = 0.02  # delay of one rank, in the check of a barrier
+_TORCH_NAMES = {"mpi": "mpi4py"}  # torch's name of a backend, if different
 _REASON_LENGTH = 160
 
 
 class Buffers:
-    """Two flat buffers of each dtype, as views of the same bytes, on one device. Zeros at first.
+    """Two flat buffers of each dtype, views of the same bytes, on one device; initially zero.
 
     Args:
-        num_bytes: of each.
+        num_bytes: bytes of each buffer.
         device: cpu or cuda.
     """
 
@@ -46,31 +46,31 @@ class Buffers:
         self._bytes = [torch.zeros(rounded, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def take(self, verb: Verb, count: int, dtype: torch.dtype, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a call sends and where it receives: the same tensor twice if it works in place."""
+        """The tensors that a call sends and receives; the same tensor twice if it works in place."""
         send, recv = (data.view(dtype) for data in self._bytes)
         send_numel = count * (world_size if verb.sends_parts else 1)
         recv_numel = count * (world_size if verb.receives_parts else 1)
         return (recv[:recv_numel] if verb.in_place else send[:send_numel]), recv[:recv_numel]
 
     def clear(self) -> None:
-        """Zeros everywhere."""
+        """Set all buffers to zero."""
         for data in self._bytes:
             data.zero_()
 
 
 @dataclass
 class Call:
-    """One backend's call of one verb.
+    """A call of a verb on a backend.
 
     Attributes:
         backend: its name in the results.
-        verb: what is called.
-        context: by whom.
+        verb: the verb to call.
+        context: the calling rank and its group.
         send, recv: its buffers.
-        count: elements, as in [Note: sizes and bandwidths] in `columns.py`.
-        run: the call.
+        count: number of elements, as in [Note: sizes and bandwidths] in `columns.py`.
+        run: makes the call.
         settle: waits until it is done.
-        wrong: elements that were not right, over all checks and ranks; None before the first.
+        wrong: number of wrong elements, over all checks and ranks; None before the first check.
     """
 
     backend: str
@@ -88,15 +88,15 @@ class Call:
 
 
 def check_call(call: Call, seed: int, meeting: dist.ProcessGroup | None) -> int:
-    """Make a call once and count what is wrong on all ranks. Collective; leaves zeros in its buffers.
+    """Make a call once and count wrong elements on all ranks. Collective; leaves its buffers zero.
 
     Args:
-        call: any.
-        seed: of the values; another one each time.
+        call: the call.
+        seed: seed of the values; different each time.
         meeting: a gloo group of all ranks.
 
     Returns:
-        Elements that are not what one process computes; for a barrier, ranks that left before the last had come.
+        Number of elements that differ from those of one process; for a barrier, of ranks that left too early.
     """
     if call.verb.name == "barrier":
         return _check_barrier(call, seed, meeting)
@@ -115,7 +115,7 @@ def check_call(call: Call, seed: int, meeting: dist.ProcessGroup | None) -> int:
 
 
 def _check_barrier(call: Call, seed: int, meeting: dist.ProcessGroup | None) -> int:
-    """One rank comes late, another one each time. Clocks are those of one host."""
+    """Check a barrier with one rank that is late, a different one each time. Ranks share a host's clock."""
     context = call.context
     dist.barrier(meeting)
     if context.rank == seed % context.world_size:
@@ -142,17 +142,17 @@ def prepare(
     groups: Mapping[str, tuple[dist.ProcessGroup, Buffers, Callable[[], object] | None]],
     meeting: dist.ProcessGroup | None,
 ) -> tuple[list[Call], dict[str, str]]:
-    """The call of each backend, made once. Collective.
+    """Create the call of each backend, and make it once. Collective.
 
     Args:
-        count: elements.
-        dtype: of them.
-        op: of the reduction.
-        groups: by backend, with its buffers and what waits for its calls.
+        count: number of elements.
+        dtype: dtype of the elements.
+        op: name of the reduction.
+        groups: backend -> its group, its buffers, and a function that waits for its calls.
         meeting: a gloo group of all ranks.
 
     Returns:
-        The calls, and the reasons of those backends that cannot.
+        The calls, and the reasons why other backends cannot make them.
     """
     calls: list[Call] = []
     reasons: dict[str, str] = {}
@@ -170,7 +170,7 @@ def prepare(
         except (RuntimeError, ValueError, TypeError, NotImplementedError, lockstep.LockstepError) as error:
             reason = " ".join(str(error).split())[:_REASON_LENGTH]
         if agree_on_maximum([float(bool(reason))], meeting)[0]:
-            reasons[backend] = reason or "another rank cannot"
+            reasons[backend] = reason or "it failed on another rank"
         else:
             calls.append(call)
     return calls, reasons
@@ -178,14 +178,14 @@ def prepare(
 
 @dataclass
 class _Item:
-    """What is measured together."""
+    """Calls that are measured together."""
 
     parameters: Parameters
     calls: list[Call]
 
 
 def measure_on_rank(job: Job) -> object:
-    """Body of one rank. The default group is gloo.
+    """The function of each rank. The default group is gloo.
 
     Args:
         job: `verbs`, `sizes_bytes`, `dtypes`, `op`, `backends`, `check`, `seconds`, `quick`.
@@ -224,7 +224,7 @@ def measure_on_rank(job: Job) -> object:
 
 
 def _budget(left_s: float, num_items: int, *, quick: bool) -> Budget:
-    """A third of the time is for calibration, and for calls that take longer than their share."""
+    """Keeps a third of the time for calibration, and for calls that take longer than planned."""
     if quick:
         return Budget(seconds=0.02, sample_s=0.002, min_rounds=2, max_rounds=3, sweeps=1)
     seconds = max(0.0, 0.6 * left_s / max(1, num_items))
@@ -232,7 +232,7 @@ def _budget(left_s: float, num_items: int, *, quick: bool) -> Budget:
 
 
 def _items(job: Job) -> list[_Item]:
-    """Every verb at every size and dtype: small ones first, so that an early end leaves something of each verb."""
+    """Every verb at every size and dtype; small sizes first, so that a run cut short has some of each verb."""
     sizes, names, dtypes, op = job["sizes_bytes"], job["verbs"], job["dtypes"], job["op"]
     assert isinstance(sizes, list)
     assert isinstance(names, list)
@@ -249,7 +249,7 @@ def _items(job: Job) -> list[_Item]:
                 parameters = parameters_of(verb, count, dtype_name, op, n)
                 key = tuple(parameters.items())
                 if key in known:
-                    continue  # two sizes below the smallest that this verb can have
+                    continue  # two sizes below the smallest of this verb
                 known.add(key)
                 calls, reasons = prepare(verb, count, dtype, op, groups, None)
                 tell({"skipped": [[backend, reason, parameters] for backend, reason in reasons.items()]})
@@ -260,7 +260,7 @@ def _items(job: Job) -> list[_Item]:
 
 
 def _groups(job: Job) -> dict[str, tuple[dist.ProcessGroup, Buffers, Callable[[], object] | None]]:
-    """A group of each backend, with buffers on its device. Collective."""
+    """A group per backend, with buffers on its device. Collective."""
     sizes, backends = job["sizes_bytes"], job["backends"]
     assert isinstance(sizes, list)
     assert isinstance(backends, list)
@@ -280,11 +280,11 @@ def _groups(job: Job) -> dict[str, tuple[dist.ProcessGroup, Buffers, Callable[[]
 
 
 class _Checks:
-    """Checks of all calls, as far as they are wanted.
+    """Checks of all calls, if enabled.
 
     Args:
-        items: what is measured.
-        is_on: whether they are wanted.
+        items: the measured items.
+        is_on: whether checks are enabled.
     """
 
     def __init__(self, items: Sequence[_Item], *, is_on: bool) -> None:
@@ -292,7 +292,7 @@ class _Checks:
         self._seed = 0
 
     def run(self, times: int, left_s: Callable[[], float]) -> None:
-        """Check all calls. Collective. Stops when there is no time left; what was never checked stays so."""
+        """Check all calls, until there is no time left. Collective."""
         for _ in range(times):
             for call in self._calls:
                 if agree_on_maximum([-left_s()])[0] >= 0:
@@ -302,7 +302,7 @@ class _Checks:
 
 
 def _with_facts(series: Sequence[Series], item: _Item) -> list[Series]:
-    """The series of one configuration, per message, with what the checks found."""
+    """The series of a configuration, in seconds per message, with the results of the checks."""
     wrong = {call.backend: call.wrong for call in item.calls}
     messages = item.calls[0].verb.messages
     found = []

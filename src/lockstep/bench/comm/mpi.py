@@ -1,4 +1,4 @@
-"""MPI libraries on this machine: which command starts ranks of them, and whether mpi4py talks to the same one."""
+"""Finds MPI libraries on this machine: the command that starts ranks, and a Python whose mpi4py uses that library."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class Mpi:
-    """A library with which ranks can be started.
+    """An MPI library that can start ranks.
 
     Attributes:
-        name: and version, as people call it, such as `Open MPI 4.1.4`.
+        name: name and version, such as `Open MPI 4.1.4`.
         mpiexec: path of the command.
-        python: an interpreter whose mpi4py talks to this library.
+        python: an interpreter whose mpi4py uses this library.
     """
 
     name: str
@@ -38,22 +38,22 @@ class Mpi:
     python: str
 
     def command(self, num_ranks: int) -> list[str]:
-        """What comes before the program."""
+        """The command line before the program."""
         return [self.mpiexec, *launcher_arguments(self.mpiexec, self.name), "-n", str(num_ranks)]
 
 
 def launcher_arguments(mpiexec: str, name: str) -> list[str]:
-    """Options under which a library starts more ranks than cores, for root as well, without binding them.
+    """Options with which a library starts more ranks than cores, also for root, without binding them.
 
     Args:
-        mpiexec: path of the command; not used by libraries that need none.
-        name: of the library.
+        mpiexec: path of the command.
+        name: name of the library.
     """
     return ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if "Open MPI" in name else []
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's variables, without what would make ranks those of another launcher; one thread a rank."""
+    """This process's environment, without the variables of other launchers, and with one thread per rank."""
     variables = env.snapshot()
     for variable in (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.LOCKSTEP_RENDEZVOUS):
         variable.unset(variables)
@@ -62,14 +62,14 @@ def clean_environment() -> dict[str, str]:
 
 
 def find_mpis(num_ranks: int, more: Sequence[str] = ()) -> tuple[list[Mpi], dict[str, str]]:
-    """The libraries that can start that many ranks, each once; and why others cannot.
+    """The libraries that can start this number of ranks, each once; and why others cannot.
 
     Args:
-        num_ranks: of a job.
-        more: paths of further commands; a Python with mpi4py may stand beside them.
+        num_ranks: number of ranks of a job.
+        more: paths of further commands; a Python with mpi4py may be in the same folder.
 
     Returns:
-        Libraries, and by command the reason of those that do not work.
+        Libraries; and command -> why its library does not work.
     """
     found: dict[str, Mpi] = {}
     reasons: dict[str, str] = {}
@@ -84,7 +84,7 @@ def find_mpis(num_ranks: int, more: Sequence[str] = ()) -> tuple[list[Mpi], dict
 
 
 def probe(mpiexec: str, num_ranks: int) -> tuple[Mpi | None, str]:
-    """Start a job of mpi4py; None and a reason if that does not give one of so many ranks."""
+    """Start a job of mpi4py; returns None and a reason if it does not have that number of ranks."""
     beside = Path(mpiexec).parent / "python"
     reason = ""
     for python in dict.fromkeys([str(beside), sys.executable] if beside.exists() else [sys.executable]):
@@ -110,14 +110,14 @@ def _probe_with(mpiexec: str, python: str, num_ranks: int) -> tuple[Mpi | None, 
         return None, "mpi4py is not installed: pip install mpi4py"
     if match is None:
         lines = [line for line in (said.stderr + said.stdout).splitlines() if "Error" in line or "error" in line]
-        return None, f"mpi4py does not run under it: {(lines or ['it said nothing'])[-1].strip()[:160]}"
+        return None, f"mpi4py does not run under it: {(lines or ['no output'])[-1].strip()[:160]}"
     if int(match[1]) != num_ranks:
-        return None, f"mpi4py of {python} belongs to another MPI library: it sees {match[1]} rank, not {num_ranks}"
+        return None, f"mpi4py of {python} uses another MPI library: it sees {match[1]} rank, not {num_ranks}"
     return Mpi(_short_name(match[2]), mpiexec, python), ""
 
 
 def _short_name(version: str) -> str:
-    """`Open MPI 4.1.4` of `Open MPI v4.1.4, package: …`.
+    """Name and version from a library's version string.
 
     >>> _short_name("Open MPI v4.1.4, package: Debian OpenMPI"), _short_name("MPICH Version:      5.0.2")
     ('Open MPI 4.1.4', 'MPICH 5.0.2')

@@ -1,8 +1,8 @@
-"""A peer for `lockstep bench comm`: times MPI's own verbs through mpi4py. Needs nothing but mpi4py.
+"""A peer of `lockstep bench comm`: times MPI's operations through mpi4py. Needs mpi4py only.
 
-Run as a file under mpiexec, by a Python that may have no torch: `python mpi_program.py JOB`, where JOB is JSON with
-`verbs`, `sizes_bytes`, `seconds` and `sample_s`. Rank 0 prints a line of JSON for each sample: verb, bytes, seconds,
-iterations. Buffers are NumPy-free memory of MPI's; elements are floats of 4 bytes, reductions are sums.
+Run as a file under mpiexec, by a Python that need not have torch: `python mpi_program.py JOB`, where JOB is JSON with
+`verbs`, `sizes_bytes`, `seconds` and `sample_s`. Rank 0 prints a line of JSON per sample: verb, bytes, seconds,
+iterations. Buffers do not need NumPy; elements are 4-byte floats, reductions are sums.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _Call = Callable[[], Any]
 def _calls(
     comm: Any, mpi: Any, send: bytearray, recv: bytearray, sizes: Sequence[int]
 ) -> dict[tuple[str, int], tuple[_Call, int]]:
-    """By verb and bytes: the call and how many messages it sends one after the other."""
+    """(verb, bytes) -> the call, and the number of messages that it sends one after the other."""
     n, rank = comm.Get_size(), comm.Get_rank()
     is_root = rank == 0
     made: dict[tuple[str, int], tuple[_Call, int]] = {}
 
     def floats(buffer: bytearray, count: int) -> list[Any]:
-        return [memoryview(buffer)[: 4 * count], mpi.FLOAT]  # mpi4py finds out how many each rank gets
+        return [memoryview(buffer)[: 4 * count], mpi.FLOAT]  # mpi4py derives the count per rank
 
     for count in sorted({max(1, size // 4) for size in sizes}):
         key, whole = 4 * count, floats(recv, count)
@@ -69,7 +69,7 @@ def _ping_pong(comm: Any, send: list[Any], recv: list[Any], rank: int) -> _Call:
 
 
 def _time(comm: Any, mpi: Any, call: _Call, iterations: int) -> float:
-    """Seconds that the slowest rank needs for a call, on average."""
+    """Mean seconds per call on the slowest rank."""
     comm.Barrier()
     call()
     started = time.perf_counter()
@@ -79,7 +79,7 @@ def _time(comm: Any, mpi: Any, call: _Call, iterations: int) -> float:
 
 
 def main() -> None:
-    """Body of a rank."""
+    """The function of each rank."""
     from mpi4py import MPI as mpi  # noqa: N811
 
     job = json.loads(sys.argv[1])

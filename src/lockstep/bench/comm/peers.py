@@ -1,8 +1,8 @@
-"""Programs outside of torch that time the same verbs: Intel MPI's IMB-MPI1, and other MPI libraries through mpi4py.
+"""Programs without torch that time the same verbs: Intel MPI's IMB-MPI1, and other MPI libraries through mpi4py.
 
-They have processes of their own, so they cannot take turns with the backends call by call; they run before the ranks
-and once more after them. Each gives for every verb and size the mean time of the slowest rank, as the ranks do. All
-move 4-byte floats and add; what has another dtype or op has no rows of theirs.
+They are separate processes, and cannot take turns with the backends call by call; they run before the ranks
+and once more after them. Each reports for every verb and size the mean time of the slowest rank, as the ranks do. All
+use 4-byte floats and sums; other dtypes and reductions have no rows of peers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep.bench.comm.mpi import Mpi, clean_environment
 __all__ = ["Imb", "Peer", "PeerFailed", "Sample", "find_peers", "is_imb", "parse_imb"]
 
 _FLOAT_BYTES = 4
-_LEAST_IMB_S = 0.05  # below it gives up on a busy machine, with no times at all
+_LEAST_IMB_S = 0.05  # with less, it gives up on a busy machine, without any times
 _PROGRAM = Path(__file__).with_name("mpi_program.py")
-# What IMB calls our verbs, and whether its size is that of one rank's part.
+# IMB's name of each verb, and whether its size is that of one rank's part.
 _IMB_NAMES = {
     "all_reduce": ("Allreduce", False),
     "reduce": ("Reduce", False),
@@ -39,7 +39,7 @@ _IMB_NAMES = {
     "scatter": ("Scatter", True),
     "all_to_all": ("Alltoall", True),
 }
-# Two names of torch for what is one verb in MPI.
+# Verbs with two names in torch, and one in MPI.
 _SAME = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -48,18 +48,18 @@ _SAME = {
 
 
 class PeerFailed(Exception):
-    """A peer did not give what was asked for; says why."""
+    """A peer failed; says why."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One time.
+    """A timing.
 
     Attributes:
         verb: as in `VERBS`.
-        size_bytes: as there; 0 for a barrier.
-        seconds: of a call.
-        iterations: that it is the mean of.
+        size_bytes: size as in `VERBS`; 0 for a barrier.
+        seconds: seconds per call.
+        iterations: number of calls averaged.
     """
 
     verb: str
@@ -73,9 +73,9 @@ class Peer:
     """A program that times verbs.
 
     Attributes:
-        name: of its rows.
-        command: given the number of ranks, what starts it, less its own arguments.
-        time_verbs: given this peer, ranks, verbs, sizes and seconds, what it measured.
+        name: its name in the table.
+        command: number of ranks -> the command line, without its own arguments.
+        time_verbs: called with this peer, ranks, verbs, sizes and seconds; returns samples.
     """
 
     name: str
@@ -83,16 +83,16 @@ class Peer:
     time_verbs: Callable[[Peer, int, Sequence[str], Sequence[int], float], list[Sample]]
 
     def run(self, num_ranks: int, verbs: Sequence[str], sizes: Sequence[int], seconds: float) -> list[Sample]:
-        """Samples of those verbs that it has, under the names that were asked for.
+        """Samples of the verbs that it supports, under the requested names.
 
         Args:
-            num_ranks: that it has.
-            verbs: names.
-            sizes: of the larger buffer, in bytes.
-            seconds: about how long it may take.
+            num_ranks: number of ranks.
+            verbs: names of verbs.
+            sizes: sizes of the larger buffer, in bytes.
+            seconds: approximate time limit.
 
         Raises:
-            PeerFailed: it ended with an error, or did not end.
+            PeerFailed: it exited with an error, or did not exit in time.
         """
         wanted = {_SAME.get(verb, verb) for verb in verbs} & _IMB_NAMES.keys()
         if not wanted:
@@ -109,28 +109,28 @@ class Peer:
 def find_peers(
     paths: Sequence[str], mpis: Sequence[Mpi], reasons: Mapping[str, str]
 ) -> tuple[list[Peer], dict[str, str]]:
-    """What this machine has; and what it lacks, with the reason.
+    """The peers on this machine; and those that are missing, with the reason.
 
     Args:
-        paths: of further programs; those that are an IMB-MPI1 count here.
-        mpis: the MPI libraries there are.
-        reasons: by command, why others do not work.
+        paths: paths of further programs; only those of an IMB-MPI1 are used here.
+        mpis: the MPI libraries found.
+        reasons: command -> why its library does not work.
     """
     peers = [_through_mpi4py(mpi) for mpi in mpis]
     missing = {f"MPI by {command}": reason for command, reason in reasons.items()}
     if not mpis and not reasons:
-        missing["MPI"] = "there is no mpirun (Debian: apt install openmpi-bin libopenmpi-dev; pip install mpi4py)"
+        missing["MPI"] = "mpirun is not installed (Debian: apt install openmpi-bin libopenmpi-dev; pip install mpi4py)"
     beside = Path(sys.executable).with_name("IMB-MPI1")
     found = [*filter(is_imb, paths), *filter(None, [shutil.which("IMB-MPI1")]), *([str(beside)] * beside.exists())]
     if found:
         peers.insert(0, Imb(found[0]).peer())
     else:
-        missing["Intel MPI (IMB)"] = "there is no IMB-MPI1: pip install impi-rt, or --peer PATH"
+        missing["Intel MPI (IMB)"] = "IMB-MPI1 is not installed: pip install impi-rt, or --peer PATH"
     return peers, missing
 
 
 def is_imb(path: str) -> bool:
-    """Whether a program is one of IMB's, by its name."""
+    """Whether a program is IMB, by its name."""
     return Path(path).name.startswith("IMB")
 
 
@@ -139,16 +139,16 @@ def is_imb(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Imb:
-    """IMB-MPI1, with the mpiexec beside it.
+    """IMB-MPI1, with the mpiexec in its folder.
 
     Attributes:
-        path: of the program.
+        path: path of the program.
     """
 
     path: str
 
     def peer(self) -> Peer:
-        """As a peer."""
+        """This program as a peer."""
         return Peer("Intel MPI (IMB)", self._command, self._time_verbs)
 
     def _command(self, num_ranks: int) -> list[str]:
@@ -188,10 +188,10 @@ class Imb:
 
 
 def parse_imb(text: str) -> list[Sample]:
-    """The samples of IMB-MPI1's output: the slowest rank's time, which a ping-pong does not have apart.
+    """Parse IMB-MPI1's output: the slowest rank's time of each benchmark; a ping-pong has only one time.
 
     Args:
-        text: what it printed.
+        text: its output.
 
     >>> header = "#bytes #repetitions t_min[usec] t_max[usec] t_avg[usec]"
     >>> text = "\\n".join(["# Benchmarking Allreduce", header, " 4 100 1.0 2.5 1.5"])
@@ -241,7 +241,7 @@ def _time_by_mpi4py(
 
 
 def _output_of(command: Sequence[str], timeout_s: float, libraries: Path | None) -> str:
-    """What a program printed; it and all it started are gone afterwards."""
+    """The output of a program; it and its children have ended when this returns."""
     variables = clean_environment()
     if libraries is not None:
         variables["LD_LIBRARY_PATH"] = os.pathsep.join(
@@ -262,17 +262,17 @@ def _output_of(command: Sequence[str], timeout_s: float, libraries: Path | None)
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise PeerFailed(f"it did not end within {timeout_s:.0f} s") from None
+        raise PeerFailed(f"it did not exit within {timeout_s:.0f} s") from None
     finally:
         _end(process)
     if process.returncode:
         lines = [line for line in (errors + output).splitlines() if line.strip()]
-        raise PeerFailed(f"it ended with {process.returncode}: {(lines or ['it said nothing'])[-1].strip()[:160]}")
+        raise PeerFailed(f"it exited with {process.returncode}: {(lines or ['no output'])[-1].strip()[:160]}")
     return output
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ask it to end its ranks, then see to it."""
+    """Ask it to stop its ranks, then kill them."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -1,8 +1,8 @@
-"""The verbs of torch.distributed as a benchmark calls, counts and checks them. Pure tables and functions; no group.
+"""The verbs of torch.distributed: how to call, count and check each. Pure tables and functions, without a group.
 
-[Note: exact] Values are whole numbers, few enough that every sum of them is exact in the dtype. So each result has one
-right value, whatever the order in which a backend adds, and a check compares for equality. Values differ by place, by
-rank and from check to check: what is misplaced, mixed up or left from before is found.
+[Note: exact] Values are integers, small enough that every sum of them is exact in the dtype. So each result has one
+right value, in whatever order a backend adds, and a check compares for equality. Values differ between elements,
+ranks and checks, so that misplaced, swapped or stale values are found.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8")
 }
-# The largest whole number up to which a dtype has all of them.
+# Up to this number, the dtype represents all integers.
 _EXACT_UP_TO = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
 _MOST_VALUES = 100
-_BLOCK = 1 << 20  # elements that are checked at a time
+_BLOCK = 1 << 20  # elements to check at a time
 
 
 @dataclass(frozen=True)
 class VerbContext:
-    """Who calls.
+    """The calling rank and its group.
 
     Attributes:
-        group: the ranks that take part; all of the job.
-        rank: in it.
-        world_size: its ranks.
-        op: name of the reduction, out of `OPS`.
+        group: the group, with all ranks of the job.
+        rank: rank in the group.
+        world_size: number of ranks.
+        op: name of the reduction, one of `OPS`.
     """
 
     group: dist.ProcessGroup | None
@@ -60,11 +60,11 @@ class VerbContext:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a result: the reduction of the same part of the inputs of some ranks.
+    """A part of a result: the reduction of the same part of some ranks' inputs.
 
     Attributes:
         start: its first element in the result.
-        sources: the ranks whose inputs it is made of; one for a copy.
+        sources: the ranks whose inputs are reduced; one for a copy.
         source_start: its first element in their inputs.
     """
 
@@ -75,23 +75,23 @@ class Piece:
 
 _Call = Callable[[], object]
 
-# Newer torch has other names for these, and a warning at every call of the old ones, which takes time.
+# Newer torch has other names for these, and every call by an old name warns, which takes time.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb.
+    """A verb.
 
     Attributes:
-        name: as torch has it; `send_recv` for the ping-pong.
-        bind: given who calls and its two buffers, returns the call.
-        pieces: given world size, rank and count, what the result is made of; empty where a rank has none.
-        sends_parts, receives_parts: whether that buffer has a part for each rank, of `count` elements each.
-        in_place: whether the result lies where the input was.
+        name: torch's name; `send_recv` for the ping-pong.
+        bind: returns the call, from a context and two buffers.
+        pieces: the pieces of the result, from world size, rank and count; empty if the rank has no result.
+        sends_parts, receives_parts: whether that buffer has a part per rank, of `count` elements each.
+        in_place: whether the result replaces the input.
         reduces: whether it has a reduction op.
-        messages: that one call sends one after the other; its time is divided by them.
+        messages: number of messages that a call sends one after the other; its time is divided by this.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Verb:
     messages: int = 1
 
     def count(self, size_bytes: int, itemsize: int, world_size: int) -> int:
-        """Elements of a call with buffers of about that size, at least one; 0 for a barrier."""
+        """Number of elements of a call with buffers of about that size, at least 1; 0 for a barrier."""
         if self.name == "barrier":
             return 0
         return max(1, size_bytes // (itemsize * self._parts(world_size)))
@@ -175,7 +175,7 @@ def _barrier(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
 
 
 def _send_recv(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call:
-    """Rank 0 sends what it has, rank 1 sends back what it got."""
+    """Rank 0 sends, and rank 1 sends the same back."""
 
     def first() -> None:
         dist.send(send, 1, to.group)
@@ -186,7 +186,7 @@ def _send_recv(to: VerbContext, send: torch.Tensor, recv: torch.Tensor) -> _Call
         dist.send(recv, 0, to.group)
 
     def idle() -> None:
-        """Only two take part."""
+        """Other ranks do nothing."""
 
     return first if to.rank == 0 else second if to.rank == 1 else idle
 
@@ -233,17 +233,17 @@ VERBS: dict[str, Verb] = {
         Verb("barrier", _barrier, lambda n, rank, count: []),
     )
 }
-"""By name."""
+"""Verbs by name."""
 
 
 def parameters_of(verb: Verb, count: int, dtype: str, op: str, world_size: int) -> Parameters:
-    """What a row of the table is about.
+    """The parameters of a row of the table.
 
     Args:
-        count: elements. See [Note: sizes and bandwidths] in `columns.py`.
-        dtype: name of it.
-        op: name of the reduction, for verbs that have one.
-        world_size: ranks.
+        count: number of elements. See [Note: sizes and bandwidths] in `columns.py`.
+        dtype: name of the dtype.
+        op: name of the reduction, if the verb has one.
+        world_size: number of ranks.
     """
     has_bytes = verb.name != "barrier"
     return {
@@ -257,13 +257,13 @@ def parameters_of(verb: Verb, count: int, dtype: str, op: str, world_size: int) 
 
 
 def fill_inputs(buffer: torch.Tensor, rank: int, world_size: int, seed: int) -> None:
-    """Write what a rank brings into a check. Local.
+    """Write a rank's input of a check. Local.
 
     Args:
-        buffer: flat.
+        buffer: flat tensor to fill.
         rank: whose input it is.
-        world_size: ranks whose inputs may be added.
-        seed: of the check.
+        world_size: number of ranks whose inputs may be added.
+        seed: seed of the check.
     """
     for start in range(0, buffer.numel(), _BLOCK):
         block = buffer[start : start + _BLOCK]
@@ -271,12 +271,12 @@ def fill_inputs(buffer: torch.Tensor, rank: int, world_size: int, seed: int) -> 
 
 
 def count_wrong(result: torch.Tensor, pieces: Sequence[Piece], count: int, op: str, world_size: int, seed: int) -> int:
-    """How many elements of a result are not what one process computes. Local.
+    """Count the elements of a result that differ from those of one process. Local.
 
     Args:
-        result: flat, on any device.
-        pieces: what it is made of.
-        count: elements of each piece.
+        result: flat tensor, on any device.
+        pieces: its pieces.
+        count: number of elements of each piece.
         op: name of the reduction of the pieces.
         world_size: as in `fill_inputs`.
         seed: as in `fill_inputs`.
@@ -296,7 +296,7 @@ def count_wrong(result: torch.Tensor, pieces: Sequence[Piece], count: int, op: s
 
 
 def _values(rank: int, start: int, numel: int, world_size: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """What one rank has at these places: int64. See [Note: exact]."""
+    """A rank's input at these elements, as int64. See [Note: exact]."""
     num_values = min(_MOST_VALUES, _EXACT_UP_TO.get(dtype, 1 << 24) // world_size)
     place = torch.arange(start, start + numel, dtype=torch.int64)
     mixed = (place + 1) * 2654435761 + rank * 40503 + seed * 7919

@@ -1,12 +1,12 @@
-"""One epoch of training, with the time of each part of each step.
+"""An epoch of training, with the time of each part of a step.
 
-    data        until the batch is there, on the device
+    data        until the batch is on the device
     forward     the model and the loss
-    backward    gradients, and whatever a way does with them meanwhile
-    optimizer   whatever it still has to do, the step, and dropping the gradients
+    backward    gradients, and whatever a way does with them during the backward pass
+    optimizer   whatever it does afterwards, the step, and zero_grad
 
-On the CPU the parts end when their calls return. On a GPU they are marked by events on its stream and read at the end
-of the epoch, so that measuring makes nobody wait.
+On the CPU the parts end when their calls return. On a GPU they are timed by events on its stream, read at the end
+of the epoch, so that measuring does not synchronize.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["train_epoch"]
 
 
 class _Clock:
-    """Moments, by the host's clock or on the stream of a GPU."""
+    """Records times, by the host's clock or on a GPU's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,7 +45,7 @@ class _Clock:
             self._moments.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between one moment and the next."""
+        """Seconds between consecutive marks."""
         pairs = zip(self._moments, self._moments[1:], strict=False)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -64,15 +64,15 @@ def train_epoch(
     """Train an epoch. Collective: every rank of the setup calls it.
 
     Args:
-        setup: is trained.
-        loader: of this rank's shares.
-        task: what is trained.
-        device: of the model.
-        epoch: its number decides over the order of the samples; 0 begins with the initial weights.
-        limit: ends it earlier.
+        setup: the way, set up.
+        loader: loader of this rank's parts of batches.
+        task: model and data.
+        device: device of the model.
+        epoch: number of the epoch, which determines the order of samples; 0 starts with the initial weights.
+        limit: may end it earlier.
 
     Returns:
-        "epoch_s", seconds of all its steps; "parts_s", those of each of `ways.PARTS`; "steps"; "is_cut", whether
+        "epoch_s", seconds of all steps; "parts_s", those of each of `ways.PARTS`; "steps"; "is_cut", whether
         `limit` ended it; "loss_sum" and "samples", of this rank's samples.
     """
     if epoch == 0:
@@ -106,7 +106,7 @@ def _train(
     clock: _Clock,
     limit: Limit,
 ) -> tuple[Tensor, int]:
-    """The steps of an epoch; the sum of this rank's losses, float64, and how many samples it is of."""
+    """Run the steps of an epoch; returns the float64 sum of this rank's losses, and their number of samples."""
     total, samples = torch.zeros((), dtype=torch.float64, device=device), 0
     batches, began_s = iter(loader), time.monotonic()
     clock.mark()
@@ -122,7 +122,7 @@ def _train(
         setup.step()
         setup.zero_grad()
         clock.mark()
-        if share.local_samples:  # the loss of a filler is nobody's
+        if share.local_samples:  # the loss of a filler does not count
             total += loss.detach().double() * share.local_samples
             samples += share.local_samples
         if limit.is_reached(number, began_s):
@@ -135,6 +135,6 @@ def _by_part(seconds: Sequence[float]) -> list[float]:
 
 
 def _line_up() -> None:
-    """All ranks begin at once."""
+    """Make all ranks start at the same time."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

@@ -1,13 +1,13 @@
-"""The processes of all ways: each way is started once, waits for orders, and sleeps while others have their turn.
+"""The processes of each way: started once, they wait for orders, and sleep while other ways have their turn.
 
-The parent holds a TCP store, and puts into it the task, and order after order; ranks put their replies there. A rank
-that waits for an order sleeps in `get`, and it ends when the store does: nothing outlives the parent for long.
+The parent hosts a TCP store, into which it puts the task and the orders, and ranks put their replies. A rank
+that waits for an order sleeps in `get`, and exits when the store closes, so no process outlives the parent for long.
 
-    task                    what all ranks build
+    task                    the task, for all ranks
     <way>/order/<n>         what to do next
-    <way>/reply/<n>/<rank>  what came of it
+    <way>/reply/<n>/<rank>  the result
 
-A way's processes are in their own session, which Ctrl-C does not reach.
+A way's processes have their own session, which Ctrl-C does not reach.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ __all__ = ["HOST", "TASK_KEY", "Orders", "WayFailed", "WayJob"]
 
 HOST = "127.0.0.1"
 TASK_KEY = "task"
-_LOOKS_S = (0.005, 0.05)  # between two looks for replies: at first, and in the end
+_LOOKS_S = (0.005, 0.05)  # polling interval for replies: first, and longest
 _ENDING_S = 30.0
 _ERROR = re.compile(r"(\[?rank ?\d+\]?:? )?[\w.]*(Error|Exception|Failed|Lost)\b.*?: \S")
 _MOST_LETTERS = 300
 
 
 class WayFailed(RankFailed):
-    """The processes of a way ended, or did not answer; says what they said last."""
+    """The processes of a way exited, or did not reply; quotes their last output."""
 
 
 class Orders:
-    """The store, and where the logs of the ways go.
+    """The store, and the folder for the logs of ways.
 
     Args:
-        task: what all ranks build; JSON-able.
-        logs: a folder for what the processes print; made if it is not there.
+        task: the task, as JSON.
+        logs: folder for the output of processes; created if missing.
     """
 
     def __init__(self, task: Mapping[str, Any], logs: Path) -> None:
@@ -62,13 +62,13 @@ class WayJob:
     """The processes of one way.
 
     Args:
-        nproc: ranks, of a way that has several.
+        nproc: number of ranks, for a way with several.
         threads: intra-op threads of each rank.
         orders: the store.
 
     Attributes:
-        world_size: ranks that reply.
-        log: what the processes print.
+        world_size: number of ranks that reply.
+        log: file with the output of the processes.
     """
 
     def __init__(self, way: Way, nproc: int, threads: int, orders: Orders) -> None:
@@ -91,17 +91,17 @@ class WayJob:
             )
 
     def ask(self, order: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-        """Give all ranks an order, and wait for their replies.
+        """Send all ranks an order, and wait for their replies.
 
         Args:
-            order: JSON-able.
-            timeout_s: until all replies must be there.
+            order: the order, as JSON.
+            timeout_s: time limit for all replies.
 
         Returns:
-            A reply of each rank.
+            One reply per rank.
 
         Raises:
-            WayFailed: they ended, or the time is up.
+            WayFailed: processes exited, or the time is up.
         """
         number = self._number
         self._number += 1
@@ -109,33 +109,33 @@ class WayJob:
         keys = [f"{self.way.name}/reply/{number}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + timeout_s
         pause_s, longest_s = _LOOKS_S
-        # Not by `wait`, whose every timeout torch's C++ part prints.
+        # Not `wait`, because torch's C++ code prints every timeout.
         while not self._orders.store.check(keys):
             if self._process.poll() is not None and not self._orders.store.check(keys):
-                raise WayFailed(self._last_words() or f"its processes ended with code {self._process.returncode}")
+                raise WayFailed(self._last_words() or f"its processes exited with code {self._process.returncode}")
             if time.monotonic() > deadline:
-                raise WayFailed(f"it did not answer within {timeout_s:.0f} s")
+                raise WayFailed(f"it did not reply within {timeout_s:.0f} s")
             time.sleep(pause_s)
             pause_s = min(longest_s, 1.5 * pause_s)
         return [json.loads(self._orders.store.get(key)) for key in keys]
 
     def ask_to_leave(self) -> None:
-        """Have the processes leave. Does not wait."""
+        """Ask the processes to exit. Does not wait."""
         if self._process.poll() is None:
             self._orders.store.set(f"{self.way.name}/order/{self._number}", json.dumps({"do": "leave"}))
 
     def end(self) -> None:
-        """Have the processes leave, and end those that do not."""
+        """Ask the processes to exit, and kill those that do not."""
         self.ask_to_leave()
         self._wait(_ENDING_S)
         self.kill()
 
     def terminate(self) -> None:
-        """Ask the processes to end now, as a launcher expects it, so that it ends its ranks. Does not wait."""
+        """Send SIGTERM, so that a launcher stops its ranks. Does not wait."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the processes now."""
+        """Kill the processes."""
         self.terminate()
         self._wait(_ENDING_S)
         self._signal(signal.SIGKILL)
@@ -147,7 +147,7 @@ class WayJob:
                 os.killpg(self._process.pid, number)
 
     def forget_log(self) -> None:
-        """Remove what the processes have printed, where nobody will ask for it."""
+        """Remove the log, once it is not needed."""
         self.log.unlink(missing_ok=True)
 
     def _wait(self, seconds: float) -> None:
@@ -155,12 +155,12 @@ class WayJob:
             self._process.wait(seconds)
 
     def _last_words(self) -> str:
-        """The line of the log that says most about why it ended: the first that names an error, else the last."""
+        """The most informative line of the log: the first that names an error, otherwise the last."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR.match(line)]
         return [*errors, *lines[-1:], ""][0][:_MOST_LETTERS]
 
 
 def _source() -> str:
-    """Where this package is imported from."""
+    """The folder that this package is imported from."""
     return str(Path(__file__).resolve().parents[3])

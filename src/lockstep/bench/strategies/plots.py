@@ -1,4 +1,4 @@
-"""The picture of `bench strategies`: the bars of the seeds, the same bars here, and where a step goes."""
+"""The plot of `bench strategies`: published times, the same ways here, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXPOSED = "communication exposed"
 
 
 def draw(result: Result) -> Figure:
-    """Three panels; times to the right, ways from top to bottom."""
+    """Draw three panels of horizontal bars, one per way."""
     view = View(result)
     task = result.settings["task"]
     assert isinstance(task, dict)
@@ -96,7 +96,7 @@ def _draw_steps(axes: Axes, view: View) -> None:
 
 
 def _legend(axes: Axes, handles: list[Patch]) -> None:
-    """In one line above the bars, none of which it may hide."""
+    """Put the legend in one line above the bars."""
     axes.legend(
         handles=handles,
         loc="lower center",

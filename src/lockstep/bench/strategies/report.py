@@ -1,6 +1,6 @@
-"""Tables of a result of `bench strategies`: how long, where a step goes, what was learned, and which way is fastest.
+"""Tables of a result of `bench strategies`: times, parts of a step, losses, and which way is fastest.
 
-Everything comes from the stored samples; docs/bench.md says what each column means.
+All are computed from the stored samples; docs/bench.md explains the columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.bench.strategies.ways import ALL_THREADS, BASE, OURS, PARTS, PEER,
 
 __all__ = ["SEEDS", "View", "blocks"]
 
-# The figures of the comparison that this one repeats: seconds of ImageNet training on four V100s.
+# Published times of the same comparison: seconds of ImageNet training on four V100s.
 SEEDS = {
     "dp": ("DataParallel", 4138.3),
     "horovod": ("Horovod", 1200.3),
@@ -25,7 +25,7 @@ SEEDS = {
 }
 
 _REFERENCE = "torch_ddp"
-# Of the first epoch: rounding grows with every step, and what a way does wrongly shows at once.
+# For the first epoch, because rounding grows with every step, and errors of a way show at once.
 _TOLERANCES = {"float32": 1e-3, "float64": 1e-9}
 _MIB = 1024 * 1024
 
@@ -43,23 +43,23 @@ class View:
         return [name for name in WAYS if name in measured]
 
     def samples(self, name: str, measure: str) -> list[float]:
-        """Of one measure, a sample for each round: seconds of an epoch, or of a part of a step; empty without any."""
+        """The samples of a measure, one per round: seconds of an epoch, or of a part of a step; may be empty."""
         return self.result.samples(name, measure=measure) or []
 
     def epoch(self, name: str) -> list[float]:
-        """Seconds of an epoch."""
+        """Seconds per epoch, by round."""
         return self.samples(name, "epoch")
 
     def step(self, name: str, prefix: str = "") -> list[float]:
-        """Seconds of a step, all parts together."""
+        """Seconds per step, over all parts, by round."""
         return [sum(parts) for parts in zip(*(self.samples(name, prefix + part) for part in PARTS), strict=True)]
 
     def is_split(self, name: str) -> bool:
-        """Whether the way has run without its communication, too."""
+        """Whether the way was also measured without its communication."""
         return bool(self.samples(name, "alone_epoch"))
 
     def part(self, name: str, part: str) -> list[float]:
-        """Seconds of a step that a part takes where nobody communicates."""
+        """Seconds of a part of a step, without communication."""
         return self.samples(name, f"alone_{part}" if self.is_split(name) else part)
 
     def exposed(self, name: str) -> Estimate:
@@ -67,7 +67,7 @@ class View:
         return stats.bootstrap(lambda whole, alone: whole - alone, self.step(name), self.step(name, "alone_"))
 
     def fact(self, name: str, fact: str) -> float | None:
-        """A number that was found beside the times."""
+        """A value other than times."""
         for series in self.result.series:
             if series.contestant == name and fact in series.facts:
                 value = series.facts[fact]
@@ -83,34 +83,34 @@ class View:
         return []
 
     def differences(self, name: str) -> list[float]:
-        """For each epoch the relative difference between its loss and that of `single`."""
+        """Relative difference between the loss of each epoch and that of `single`."""
         pairs = zip(self.losses(name), self.losses(SINGLE), strict=False)
         return [abs(own - expected) / abs(expected) for own, expected in pairs]
 
     def agrees(self, name: str) -> bool:
-        """Whether the way learns what one process does: judged by the first epoch."""
+        """Whether the way learns the same as one process, judged by the first epoch."""
         return all(difference <= self.tolerance for difference in self.differences(name)[:1])
 
     @property
     def tolerance(self) -> float:
-        """How far losses of the first epoch may be apart, relative to them."""
+        """Largest relative difference allowed between losses of the first epoch."""
         task = self.result.settings["task"]
         assert isinstance(task, dict)
         return _TOLERANCES[task["dtype"]]
 
     @property
     def has_spread(self) -> bool:
-        """Whether every way has two samples or more: of one there is no telling how far the next would be off."""
+        """Whether every way has two samples or more, so that there is a spread."""
         return all(len(self.epoch(name)) > 1 for name in self.names)
 
     def times_of(self, estimate: Estimate) -> str:
-        """A ratio, with its bracket where there is one."""
+        """A ratio, with its interval if there is a spread."""
         value, low, high = (three_digits(number) for number in (estimate.value, estimate.low, estimate.high))
         return f"{value}x [{low}, {high}]" if self.has_spread else f"{value}x"
 
     @property
     def nproc(self) -> int:
-        """Ranks of the ways that have several."""
+        """Number of ranks, of ways with several."""
         return int(str(self.result.settings["nproc"]))
 
 
@@ -118,7 +118,7 @@ def blocks(result: Result) -> list[Block]:
     """The page of a result."""
     view = View(result)
     found: list[Block] = [_heading(view), _times(view), *_verdicts(view), "## Where a step goes", _split(view)]
-    found += ["## What they have learned", _learned(view), *_disagreements(view)]
+    found += ["## Results of training", _learned(view), *_disagreements(view)]
     found += ["## Memory and start", _resources(view), "## Compared with published results", _seeds(view)]
     if result.skipped:
         lines = [f"- `{one.contestant}` ({WAYS[one.contestant].label}): {one.reason}" for one in result.skipped]
@@ -135,7 +135,7 @@ def _heading(view: View) -> str:
     ranks, threads = _count(view.nproc, "rank"), _count(int(str(settings["threads_per_rank"])), "thread")
     epoch = f"{view.fact(SINGLE, 'samples_per_epoch'):,.0f} images in {view.fact(SINGLE, 'steps_per_epoch'):.0f} steps"
     if "steps_at_most" in settings:
-        epoch += ", as many as there was time for"
+        epoch += ", limited by the time"
     return (
         f"{task['recipe']}: {model} ({settings['parameters']:,} parameters, {task['dtype']}) on {settings['device']}; "
         f"{ranks} with {threads} each, a global batch of {task['batch_size']}, an epoch of {epoch}; "
@@ -162,7 +162,7 @@ def _times(view: View) -> Table:
         )
     header = ["way", "epoch", "samples/s", "as fast as `single`", "of the ideal", f"as fast as `{_REFERENCE}`"]
     caption = (
-        "Medians; 10th to 90th percentile, or brackets that hold 95% of bootstrap resamples. The ideal is "
+        "Medians, with 10th to 90th percentile, or 95% bootstrap intervals in brackets. The ideal is "
         f"{view.nproc} times as fast as `single`."
     )
     return Table(caption, header, rows)
@@ -185,9 +185,9 @@ def _split(view: View) -> Table:
         rows.append(cells)
     header = ["way", "step", *PARTS, "communication exposed", "of a step"]
     caption = (
-        "Medians of a step, each a mean over the steps of an epoch and over ranks. The parts of ways with several "
-        "ranks are those of the same step without communication, in the same processes; what the whole step takes "
-        "beyond that is the communication exposed."
+        "Medians of a step, each a mean over the steps of an epoch and over ranks. For ways with several ranks, the "
+        "parts are those of the same step without communication, in the same processes; the additional time of the "
+        "whole step is the communication exposed."
     )
     return Table(caption, header, rows)
 
@@ -211,16 +211,17 @@ def _learned(view: View) -> Table:
     epochs = max(len(view.losses(name)) for name in view.names)
     header = ["way", "last training loss", "first epoch off by", "last epoch off by", "held-out loss", "accuracy"]
     caption = (
-        f"After {_count(epochs, 'epoch')} from the same weights. An epoch is off by the relative difference between "
-        f"its training loss and that of `single`. In the first, up to {view.tolerance:g} counts as rounding, which "
-        "grows with every step from then on, for one process with other threads too."
+        f'After {_count(epochs, "epoch")} from the same weights. "Off by" is the relative difference between '
+        f"the training loss and that of `single`. In the first epoch, up to {view.tolerance:g} counts as rounding, "
+        "which grows with every later step, also for one process with a different number of threads."
     )
     return Table(caption, [*header, "the same"], rows)
 
 
 def _disagreements(view: View) -> list[Block]:
     wrong = [name for name in view.names if not view.agrees(name)]
-    return [f"**{' and '.join(f'`{name}`' for name in wrong)} did not learn what one process does.**"] if wrong else []
+    names = " and ".join(f"`{name}`" for name in wrong)
+    return [f"**{names} did not learn the same as one process.**"] if wrong else []
 
 
 def _resources(view: View) -> Table:
@@ -232,8 +233,8 @@ def _resources(view: View) -> Table:
         rows.append([*row, format_seconds(view.fact(name, "start_s") or 0)])
     gpu = ["peak memory of a GPU"] if has_gpu else []
     caption = (
-        "Resident memory of the largest rank in its first epoch, shared memory included. The start is from the command "
-        "to ranks that are ready, once."
+        "Resident memory of the largest rank in its first epoch, including shared memory. Start is the time from the "
+        "command until ranks are ready, measured once."
     )
     return Table(caption, ["way", "processes", "peak memory of a rank", *gpu, "start"], rows)
 
@@ -246,22 +247,20 @@ def _seeds(view: View) -> Table:
         here = "–" if not own or not base else "1" if name == "ddp" else view.times_of(stats.ratio(own, base))
         rows.append([label, f"{seconds:,.1f} s", f"{seconds / reference:.3f}x", f"`{name}`", here])
     caption = (
-        "Time relative to Distributed. That the three ways with a process for each device are as fast as each other "
-        "carries over to other machines; what DataParallel loses depends on how its devices are connected."
+        "Time relative to Distributed. That the three ways with a process per device are equally fast should hold "
+        "on other machines; the loss of DataParallel depends on how its devices are connected."
     )
     return Table(caption, ["way", "4 V100s, ImageNet", "to Distributed", "here", "to `ddp`, here"], rows)
 
 
 def _verdicts(view: View) -> list[Block]:
-    """Which way is fastest; and where one of ours is not as fast as torch's, what takes the time."""
+    """Which way is fastest; and why one of Lockstep's is slower than torch's."""
     ours = [name for name in view.names if WAYS[name].kind == OURS]
     peers = [name for name in view.names if WAYS[name].kind == PEER]
     if not ours or not peers:
         return []
     if not view.has_spread:
-        return [
-            "One round was measured, so no way is called faster than another: raise `--budget` or pass fewer `--ways`."
-        ]
+        return ["Only one round was measured, so ways are not ranked: raise `--budget` or pass fewer `--ways`."]
     best, rival = (min(names, key=lambda name: stats.median(view.epoch(name))) for names in (ours, peers))
     times = stats.ratio(view.epoch(rival), view.epoch(best))
     found: list[Block] = []
@@ -290,7 +289,7 @@ def _verdicts(view: View) -> list[Block]:
         times = _ratio(view, ALL_THREADS, best)
         lines.append(
             f"- One process with threads on all cores takes {view.times_of(times)} of the time of `{best}`: "
-            "for this model on this machine that is the faster way, whoever averages."
+            "for this model on this machine, threads are faster than any averaging."
         )
     return [*found, "\n".join(lines)] if lines else found
 
@@ -304,13 +303,13 @@ def _ratio(view: View, name: str, other: str) -> Estimate:
 
 
 def _why(view: View, slow: str, fast: str) -> str:
-    """The parts of a step in which one way takes longer than another, the largest first; and whether it communicates
-    for longer or computes for longer, where both have run without communication.
+    """The parts of a step in which one way takes longer than another, largest first; and whether communication or
+    computation takes longer, if both were measured without communication.
     """
     more = {part: stats.median(view.samples(slow, part)) - stats.median(view.samples(fast, part)) for part in PARTS}
     longer = sorted((part for part in PARTS if more[part] > 0), key=lambda part: -more[part])
     if not longer:
-        return "No part of its steps takes longer: ranks wait for each other between epochs."
+        return "No part of its steps takes longer; ranks wait for each other between epochs."
     words = "In a step: " + ", ".join(f"{part} {_signed(more[part])}" for part in longer)
     if not (view.is_split(slow) and view.is_split(fast)):
         return f"{words}."

@@ -1,6 +1,6 @@
-"""Every way as its users write it: what stands around the model and between loss and optimizer.
+"""Sets up every way with its usual calls: around the model, and between loss and optimizer.
 
-Who multiplies a loss by the rank's share of an uneven batch: [Note: who weights] in `recipes/imagenet/strategies.py`.
+For weights of ranks with uneven batches, see [Note: who weights] in `recipes/imagenet/strategies.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["TrainingConfig", "TrainingSetup", "alone", "build"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What a way is set up for.
+    """The configuration of a way.
 
     Attributes:
-        task: what is trained.
-        nproc: ranks, or replicas of DataParallel.
-        device: of this rank.
-        initialize: `lockstep.init` with where to meet, of a way that Lockstep starts or spawns.
+        task: model and data.
+        nproc: number of ranks, or of replicas of DataParallel.
+        device: device of this rank.
+        initialize: `lockstep.init` with a rendezvous, for a way that Lockstep starts or spawns.
     """
 
     task: Task
@@ -43,7 +43,7 @@ class TrainingConfig:
         return self.task.make_model().to(self.device)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Over a model's parameters."""
+        """A new optimizer of a model's parameters."""
         return torch.optim.SGD(module.parameters(), lr=self.task.lr, momentum=self.task.momentum)
 
 
@@ -56,15 +56,15 @@ class TrainingSetup:
     """A way, ready to train.
 
     Attributes:
-        model: what the loop calls.
+        model: called by the loop.
         module: the network inside.
-        optimizer: the one over the parameters; its state is what a new repetition drops.
-        rank: of this process among `world_size`.
-        world_size: ranks that share a batch.
-        backward: from the local mean loss to gradients.
-        step: from gradients to parameters.
+        optimizer: the optimizer of the parameters, whose state is reset for every training.
+        rank: rank of this process.
+        world_size: number of ranks that share a batch.
+        backward: computes gradients from the local mean loss.
+        step: updates the parameters.
         zero_grad: drops the gradients.
-        close: at the end.
+        close: called at the end.
     """
 
     model: Callable[[Tensor], Tensor]
@@ -88,7 +88,7 @@ class TrainingSetup:
 
 
 def alone(config: TrainingConfig, rank: int = 0, world_size: int = 1) -> TrainingSetup:
-    """One process that averages with nobody: `single`; or what a rank computes, without its communication."""
+    """One process without averaging: `single`, or a rank without its communication."""
     module = config.model()
     optimizer = config.optimizer(module)
     return TrainingSetup(
@@ -147,7 +147,7 @@ def _sharded(config: TrainingConfig) -> TrainingSetup:
     return TrainingSetup(
         model,
         module,
-        optimizer.optim,  # which has the state
+        optimizer.optim,  # has the state
         world.rank,
         world.world_size,
         step=optimizer.step,
@@ -157,7 +157,7 @@ def _sharded(config: TrainingConfig) -> TrainingSetup:
 
 
 def _take_own_shims() -> None:
-    """Lockstep's modules under the names of Apex and Horovod, also where those are installed."""
+    """Import Lockstep's modules as Apex and Horovod, even if those are installed."""
     import lockstep.compat.apex.amp
     import lockstep.compat.apex.parallel
     import lockstep.compat.horovod.torch
@@ -196,7 +196,7 @@ def _averaging_plainly(
     world_size: int,
     close: Callable[[], object],
 ) -> TrainingSetup:
-    """Of a library that takes the plain mean over ranks, with an optimizer that is called as without it."""
+    """The setup of a library that takes the plain mean over ranks, and does not change calls of the optimizer."""
     return TrainingSetup(
         model,
         module,
@@ -252,7 +252,7 @@ def _fabric(config: TrainingConfig) -> TrainingSetup:
     module = config.model()
     raw = config.optimizer(module)
     model, optimizer = fabric.setup(module, raw)
-    if double:  # Fabric hands out what a model returns in the default dtype
+    if double:  # Fabric converts a model's output to the default dtype
         torch.set_default_dtype(torch.float64)
     return TrainingSetup(
         model,

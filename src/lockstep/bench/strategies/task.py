@@ -1,4 +1,4 @@
-"""What is trained: the model and the data of a recipe, the same for every way."""
+"""The task: model and data of a recipe, the same for every way."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _EVALUATION_BATCH = 256
 
 @dataclass(frozen=True)
 class Limit:
-    """Where an epoch ends that would take too long.
+    """Limits the length of an epoch.
 
     Attributes:
-        steps: after so many; None: after all.
-        seconds: after so many, for one process alone, since each rank has a clock of its own; None: never.
+        steps: number of steps; None for all.
+        seconds: time limit, for one process only, because clocks of ranks differ; None for no limit.
     """
 
     steps: int | None = None
     seconds: float | None = None
 
     def is_reached(self, steps: int, began_s: float) -> bool:
-        """Whether to end here. Local.
+        """Whether to end the epoch. Local.
 
         Args:
-            steps: done so far.
-            began_s: when the first one began, monotonic.
+            steps: number of steps done.
+            began_s: start of the first step, by `time.monotonic`.
         """
         return steps == self.steps or (self.seconds is not None and time.monotonic() - began_s > self.seconds)
 
@@ -48,19 +48,19 @@ WHOLE = Limit()
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and how the one sees the other.
+    """A model, its data, and the conversion of data to the model's input.
 
     Attributes:
-        make_model: a new one with the same initial weights on every rank; on the CPU, in `dtype`.
-        train_set: samples are tuples that begin with image and label.
-        held_out: likewise.
-        batch_size: of a global batch.
+        make_model: creates a model with the same initial weights on every rank, on the CPU, in `dtype`.
+        train_set: training set; samples are tuples that start with image and label.
+        held_out: evaluation set; likewise.
+        batch_size: global batch size.
         lr: learning rate of SGD.
-        momentum: of SGD.
-        dtype: of the model and of what it sees.
-        workers: processes of each rank's loader.
-        seed: of the order of the samples and of their augmentation.
-        as_input: what the model sees of a batch of images, on its device.
+        momentum: momentum of SGD.
+        dtype: dtype of the model and its input.
+        workers: loader processes per rank.
+        seed: seed of the order and the augmentation of samples.
+        as_input: converts a batch of images on the device to the model's input.
     """
 
     make_model: Callable[[], nn.Module]
@@ -75,13 +75,13 @@ class Task:
     as_input: Callable[[Tensor, torch.dtype], Tensor]
 
     def loader(self, rank: int, world_size: int, device: torch.device) -> lockstep.DataLoader[Any]:
-        """Global batches of the training set, this rank's share of each. A last partial batch is left out."""
+        """A loader of this rank's part of each global training batch. Drops a partial last batch."""
         return self._loader(device, batch_size=self.batch_size, shuffle=True, rank=rank, world_size=world_size)
 
     def loader_alone(self, rank: int, world_size: int, device: torch.device) -> lockstep.DataLoader[Any]:
-        """As many batches, as large as this rank's share, of a process that trains a model of its own.
+        """A loader with as many batches, each as large as this rank's part, for training without communication.
 
-        To the loader such a rank is one process: one of several would be told that nobody averages its gradients.
+        To the loader, the rank is a single process; otherwise it would warn that gradients are not averaged.
         """
         share = max(1, self.batch_size // world_size + (rank < self.batch_size % world_size))
         steps = len(self.train_set) // self.batch_size  # type: ignore[arg-type]
@@ -101,10 +101,10 @@ class Task:
         )
 
     def evaluate(self, module: nn.Module, device: torch.device, limit: Limit = WHOLE) -> dict[str, float]:
-        """Mean loss and accuracy over the held-out samples, by this process alone.
+        """Mean loss and accuracy over the held-out samples, in this process only.
 
         Returns:
-            "loss", "accuracy", "images", how many, and "steps", in how many batches.
+            "loss", "accuracy", "images" (their number) and "steps" (the number of batches).
         """
         loader = lockstep.DataLoader(
             self.held_out, batch_size=_EVALUATION_BATCH, evaluation=True, seed_global_rng=False, rank=0, world_size=1
@@ -125,10 +125,10 @@ class Task:
 
 
 def build_task(given: Mapping[str, Any]) -> Task:
-    """The task that a run is about. Local: it must be called before the process joins a group.
+    """Create the task of a run. Local; must be called before the process joins a group.
 
     Args:
-        given: "recipe", "dtype", "batch_size", "images" (0 for all), "seed", "workers"; of imagenet also "data",
+        given: "recipe", "dtype", "batch_size", "images" (0 for all), "seed", "workers"; for imagenet also "data",
             "arch", "size" and "kept_in".
     """
     dtype: torch.dtype = getattr(torch, given["dtype"])
@@ -139,7 +139,7 @@ def build_task(given: Mapping[str, Any]) -> Task:
         train, held_out = load_digits(dtype)
         make, lr, as_input = DigitsNet, 0.02, _as_is
     else:
-        from lockstep.recipes.imagenet.images import FolderImages, normalize  # needs Pillow, which digits does not
+        from lockstep.recipes.imagenet.images import FolderImages, normalize  # needs Pillow, unlike digits
         from lockstep.recipes.imagenet.listing import list_part
         from lockstep.recipes.imagenet.models import create_model
 

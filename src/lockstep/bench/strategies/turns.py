@@ -1,15 +1,15 @@
-"""The run itself: every way is started, and then they take turns, an epoch each, until the time is spent.
+"""The run: starts every way, and then they take turns, an epoch each, until the time is up.
 
-    start       each way in turn; all ranks build the same task and wait for orders
-    round 0     A, A alone, B, B alone, …     warm-up: only its losses and the memory count
+    start       each way in turn; all ranks create the same task and wait for orders
+    round 0     A, A alone, B, B alone, …     warm-up: only losses and memory count
     round 1     the same, in reverse order …  an epoch each; "alone" is the same epoch without communication
     …
 
-Rounds go through the epochs 0 … E-1 of a training and then begin again with the initial weights. A noisy second hits
-all ways of a round alike, and sample i of every way is of round i.
+Rounds go through the epochs 0 … E-1 of a training and then start again with the initial weights. A noisy second affects
+all ways of a round alike, and sample i of every way is from round i.
 
-[Note: short epochs] A run ends in time, whatever it trains on. So the very first epoch, of one process alone, ends when
-it has taken its part of the time that is left; all other epochs then have as many steps. Likewise the evaluation.
+[Note: short epochs] A run ends in time, however large the data. So the very first epoch, of one process, ends when
+it has used its part of the remaining time; all other epochs have the same number of steps. Likewise the evaluation.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from lockstep.launch.environment import visible_cores, visible_gpus
 __all__ = ["run"]
 
 _SHAPES = "shapes"
-# To be started, in this order, should there not be time for all: the peers before what is our DDP in other words.
+# Order of starting, in case there is not time for all: peers before other forms of Lockstep's DDP.
 _FIRST = (SINGLE, "ddp", "torch_ddp", "accelerate", "fabric", ALL_THREADS)
 _START_S = 600.0
 _TURN_S = 1800.0
-_SHARE_TO_START = 0.6  # of the budget; a way that has not been started by then is left out
-_MIN_ROUNDS = 2  # the first of them is the warm-up
-_ROUNDS_IN_TIME = 4  # that a first epoch leaves time for; the other ways may be slower
-_SHARE_TO_EVALUATE = 0.1  # of the time that is left
-_SHARE_TO_END = 0.1  # of the budget, for the last evaluation and for processes to leave
+_SHARE_TO_START = 0.6  # of the budget; a way that has not started by then is left out
+_MIN_ROUNDS = 2  # including the warm-up
+_ROUNDS_IN_TIME = 4  # planned rounds per budget; other ways may be slower
+_SHARE_TO_EVALUATE = 0.1  # of the remaining time
+_SHARE_TO_END = 0.1  # of the budget, for the last evaluation and for processes to exit
 
 
 @dataclass
 class _Contestant:
-    """A way on its way: its processes, and what has been measured so far."""
+    """The state of a way: its processes, and its measurements so far."""
 
     job: WayJob
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -62,11 +62,11 @@ class _Contestant:
 
 
 def run(options: argparse.Namespace, session: Session) -> None:
-    """Measure all ways that there are here.
+    """Measure all available ways.
 
     Raises:
-        InputError: options that cannot be used.
-        WayFailed: not even one process alone could be started.
+        InputError: options cannot be used.
+        WayFailed: not even a single process could be started.
     """
     gpus = visible_gpus(env.snapshot())
     threads = max(1, visible_cores() // session.nproc)
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, session: Session) -> None:
     try:
         _start(chosen, threads, orders, session, contestants)
         _take_turns(contestants, _epochs(options), session)
-        session.progress.show("ending all ways")
+        session.progress.show("stopping all ways")
         for one in contestants:
             one.job.ask_to_leave()
         for one in contestants:
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace, session: Session) -> None:
             one.job.terminate()
         for one in contestants:
             one.job.kill()
-            one.job.forget_log()  # those of ways that failed are left
+            one.job.forget_log()  # keeps those of failed ways
         _tidy(session, orders.logs)
 
 
@@ -102,7 +102,7 @@ def _epochs(options: argparse.Namespace) -> int:
 
 
 def _task(options: argparse.Namespace, session: Session) -> dict[str, Any]:
-    """What all ranks build; draws the images where none were given."""
+    """The task for all ranks; generates images if none were given."""
     task = {
         "recipe": options.recipe,
         "dtype": options.dtype,
@@ -114,12 +114,12 @@ def _task(options: argparse.Namespace, session: Session) -> dict[str, Any]:
     if options.recipe == "digits":
         return task
     from lockstep.recipes.imagenet.listing import list_part
-    from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes  # needs Pillow, which digits does not
+    from lockstep.recipes.imagenet.shapes import ShapesFolder, write_shapes  # needs Pillow, unlike digits
 
     folder = options.data or session.folder / _SHAPES
     kept_in = session.folder / LISTINGS
     if options.data is None:
-        session.progress.show("drawing images")
+        session.progress.show("generating images")
         write_shapes(ShapesFolder(folder, images=256 if options.quick else 1024, val_images=256, size=options.size))
     for part in ("train", "val"):
         list_part(folder, part, kept_in)
@@ -128,7 +128,7 @@ def _task(options: argparse.Namespace, session: Session) -> dict[str, Any]:
 
 
 def _choose(names: Sequence[str] | None, session: Session, gpus: int) -> list[Way]:
-    """The ways to measure; notes those that cannot be."""
+    """The ways to measure; notes those that cannot be measured."""
     chosen = []
     for way in WAYS.values():
         if names is not None and way.name not in (*names, SINGLE):
@@ -142,7 +142,7 @@ def _choose(names: Sequence[str] | None, session: Session, gpus: int) -> list[Wa
 
 
 def _start(ways: Sequence[Way], threads: int, orders: Orders, session: Session, contestants: list[_Contestant]) -> None:
-    """Start every way, those that matter most first, and have it describe itself."""
+    """Start every way, the most important first, and have it describe itself."""
     longest_s = 0.0
     for way in sorted(ways, key=lambda way: _FIRST.index(way.name) if way.name in _FIRST else len(_FIRST)):
         last_start_s = (1 - _SHARE_TO_START) * session.budget_s + longest_s
@@ -167,11 +167,11 @@ def _start(ways: Sequence[Way], threads: int, orders: Orders, session: Session, 
         session.settings["device"] = replies[0]["device"]
         wrong = {reply["world_size"] for reply in replies} - {job.world_size}
         if wrong:
-            _give_up(one, WayFailed(f"its ranks did not find each other: they are {wrong}"), session, contestants)
+            _give_up(one, WayFailed(f"its ranks did not form one job: they are {wrong}"), session, contestants)
 
 
 def _take_turns(contestants: list[_Contestant], epochs: int, session: Session) -> None:
-    """Rounds until the time is spent."""
+    """Run rounds until the time is up."""
     is_evaluated = False
     longest_s, number = 0.0, 0
     limit = _first_limit(contestants, session)
@@ -197,7 +197,7 @@ def _take_turns(contestants: list[_Contestant], epochs: int, session: Session) -
 
 
 def _first_limit(contestants: Sequence[_Contestant], session: Session) -> Limit:
-    """Of the first epoch. See [Note: short epochs]."""
+    """The limit of the first epoch. See [Note: short epochs]."""
     if session.quick:
         return WHOLE
     turns = sum(2 if one.job.world_size > 1 else 1 for one in contestants)
@@ -206,7 +206,7 @@ def _first_limit(contestants: Sequence[_Contestant], session: Session) -> Limit:
 
 
 def _take_turn(one: _Contestant, number: int, epoch: int, limit: Limit) -> Limit:
-    """One epoch of a way, and the same without its communication.
+    """Run an epoch of a way, and the same without its communication.
 
     Returns:
         The limit of all later epochs.
@@ -232,7 +232,7 @@ def _take_turn(one: _Contestant, number: int, epoch: int, limit: Limit) -> Limit
 
 
 def _seconds(prefix: str, replies: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """The epoch on the slowest rank; seconds per step of each part, a mean over ranks."""
+    """Seconds of the epoch on the slowest rank; and of each part per step, as a mean over ranks."""
     if not replies:
         return
     yield f"{prefix}epoch", max(reply["epoch_s"] for reply in replies)
@@ -242,7 +242,7 @@ def _seconds(prefix: str, replies: Sequence[Mapping[str, Any]]) -> Iterator[tupl
 
 
 def _evaluate(contestants: list[_Contestant], session: Session) -> bool:
-    """What the ways have learned, all after the same number of epochs."""
+    """Evaluate all ways, after the same number of epochs."""
     seconds = _SHARE_TO_EVALUATE * max(session.left_s, 1.0) / max(len(contestants), 1)
     order: dict[str, Any] = {"do": "evaluate", "seconds": seconds}
     for one in list(contestants):
@@ -260,7 +260,7 @@ def _evaluate(contestants: list[_Contestant], session: Session) -> bool:
 
 
 def _keep(contestants: Sequence[_Contestant], session: Session) -> None:
-    """Hand on what there is. Called when a round is complete, so that samples of all ways belong to the same rounds."""
+    """Add samples to the session. Called after complete rounds, so that all ways have samples of the same rounds."""
     for one in contestants:
         for measure, samples in one.samples.items():
             facts = {**one.facts, "losses": list(one.losses)} if measure == "epoch" else {}
@@ -269,18 +269,18 @@ def _keep(contestants: Sequence[_Contestant], session: Session) -> None:
 
 
 def _give_up(one: _Contestant, failure: WayFailed, session: Session, contestants: list[_Contestant]) -> None:
-    """Leave a way out that cannot continue."""
+    """Leave out a way that has failed."""
     contestants.remove(one)
     one.job.kill()
-    if one.name == SINGLE:  # against which all others are held
-        raise WayFailed(f"{failure}; what it has printed is in {one.job.log}") from failure
+    if one.name == SINGLE:  # the reference of all others
+        raise WayFailed(f"{failure}; its output is in {one.job.log}") from failure
     session.series = [series for series in session.series if series.contestant != one.name]
     session.skip(one.name, str(failure))
-    session.progress.say(f"{one.name} is left out: {failure}; what it has printed is in {one.job.log}")
+    session.progress.say(f"{one.name} is left out: {failure}; its output is in {one.job.log}")
 
 
 def _tidy(session: Session, logs: Path) -> None:
-    """Remove what nobody will look at: empty logs; and of a run that has measured nothing, everything."""
+    """Remove empty logs; and everything, if nothing was measured."""
     if not any(logs.glob("*.txt")):
         shutil.rmtree(logs, ignore_errors=True)
     if not session.series:

@@ -1,6 +1,6 @@
-"""The ways to train that are compared: what each is, who starts its processes, and whether it can run here.
+"""The ways to train: what each is, who starts its processes, and whether it can run here.
 
-Imports no torch: the process that starts the ranks only asks for these.
+Does not import torch, which the process that starts the ranks does not need.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BASE, OURS, PEER = "base", "ours", "peer"
 SINGLE, ALL_THREADS = "single", "single_threads"
 
 PARTS = ("data", "forward", "backward", "optimizer")
-"""Of a step, in the order in which they come."""
+"""The parts of a step, in order."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Way:
     """A way to train.
 
     Attributes:
-        name: as it stands in results and is chosen by `--ways`.
-        label: for people.
+        name: its name in results and for `--ways`.
+        label: its description in reports.
         kind: `BASE` (one process, nothing averaged), `OURS` or `PEER`.
         starter: "alone" (one process), "spawn" (one, which starts the others), "lockstep" (`lockstep run`),
             "torchrun" or "horovodrun".
-        package: a module that must be there, and the package that brings it; empty for none.
+        package: a required module, and its package; empty for none.
     """
 
     name: str
@@ -58,39 +58,39 @@ WAYS = {
         Way("horovod_itself", "Horovod itself", PEER, "horovodrun", ("horovod", "horovod")),
     )
 }
-"""All of them, in the order in which they take turns; name -> way."""
+"""All ways by name, in the order of their turns."""
 
 
 def why_not(way: Way, nproc: int, num_gpus: int) -> str | None:
     """Why a way cannot run here; None if it can.
 
     Args:
-        nproc: ranks of the ways that have several.
-        num_gpus: on this host.
+        nproc: number of ranks, of ways with several.
+        num_gpus: number of GPUs on this host.
     """
     if way.package is not None and find_spec(way.package[0]) is None:
-        return f"not installed here: pip install {way.package[1]}"
+        return f"not installed: pip install {way.package[1]}"
     if way.name == "torch_dp" and num_gpus == 0:
-        return "without GPUs torch's DataParallel runs the module alone, which is `single`"
+        return "without GPUs torch's DataParallel just runs the module, which is `single`"
     if way.name == ALL_THREADS and (num_gpus > 0 or nproc == 1):
         return "on GPUs, and with one rank, it is `single`"
     if way.name == "torch_ddp_lockstep" and num_gpus > 0:
-        return "on GPUs lockstep's ranks meet through nccl, and so it is `torch_ddp`"
+        return "on GPUs lockstep's ranks use nccl, so it is the same as `torch_ddp`"
     return None
 
 
 def command_of(way: Way, nproc: int, python: str, worker: Sequence[str]) -> list[str]:
-    """The command line that starts a way as its users start it.
+    """The usual command line that starts a way.
 
     Args:
-        nproc: ranks.
+        nproc: number of ranks.
         python: the interpreter.
         worker: `-m`, a module and its arguments.
     """
     if way.starter == "lockstep":
         return [python, "-m", "lockstep", "run", "--nproc", str(nproc), "--no-prefix", *worker]
     if way.starter == "torchrun":
-        # The agent looks at its workers ten times a second, unless it is told not to.
+        # By default, the agent polls its workers ten times a second.
         agent = ["--standalone", "--nproc-per-node", str(nproc), "--monitor-interval", "2"]
         return [python, "-m", "torch.distributed.run", *agent, *worker]
     if way.starter == "horovodrun":

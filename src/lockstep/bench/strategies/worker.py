@@ -1,8 +1,8 @@
-"""What a rank of a way does: builds it, and does what it is ordered to, until it is told to leave.
+"""The program of a rank of a way: sets it up, and carries out orders until it is told to exit.
 
     python -m lockstep.bench.strategies.worker WAY PORT NPROC THREADS
 
-started by the launcher that the way's users have. It takes task and orders from the store of the parent (`jobs.py`).
+Started by the way's usual launcher. It reads task and orders from the parent's store (`jobs.py`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FOREVER = timedelta(days=30)
 
 
 def main(arguments: list[str]) -> None:
-    """Be a rank of a way, or, of "spawn", start the ranks.
+    """Run a rank of a way, or, for "spawn", start the ranks.
 
     Args:
-        arguments: name of the way, port of the store, number of ranks, threads of each.
+        arguments: name of the way, port of the store, number of ranks, threads per rank.
     """
     name, *numbers = arguments
     port, nproc, threads = map(int, numbers)
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _spawned(local_rank: int, name: str, port: int, nproc: int, threads: int, url: str) -> None:
-    """A rank that `torch.multiprocessing.spawn` has started."""
+    """The function of a rank started by `torch.multiprocessing.spawn`."""
     for variable in (env.RANK, env.LOCAL_RANK):
         variable.set(local_rank)
     for variable in (env.WORLD_SIZE, env.LOCAL_WORLD_SIZE):
@@ -67,7 +67,7 @@ def _serve(name: str, port: int, nproc: int, threads: int, url: str | None = Non
     device = _device(name)
     initialize = lockstep.init if url is None else functools.partial(lockstep.init, init_method=url)
     setup = build(name, TrainingConfig(task, nproc, device, initialize))
-    # Last, because some ways set it as well.
+    # Last, because some ways set it too.
     torch.set_num_threads(threads * nproc if name == ALL_THREADS else threads)
     rank = _Rank(task, nproc, device, setup)
     number = 0
@@ -91,7 +91,7 @@ def _device(name: str) -> torch.device:
 
 
 class _Rank:
-    """What a rank has built."""
+    """The state of a rank."""
 
     def __init__(self, task: Task, nproc: int, device: torch.device, setup: TrainingSetup) -> None:
         self.task, self.nproc, self.device, self.setup = task, nproc, device, setup
@@ -99,19 +99,19 @@ class _Rank:
         self._alone: tuple[TrainingSetup, lockstep.DataLoader[Any]] | None = None
 
     def execute(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one order and return its reply."""
+        """Carry out an order, and return its reply."""
         limit = Limit(order.get("max_steps"), order.get("seconds"))
         if order["do"] == "train":
             reply = train_epoch(self.setup, self.loader, self.task, self.device, order["epoch"], limit)
             return {**reply, **_memory(self.device)}
         if order["do"] == "train_alone":
-            if self._alone is None:  # built late: the peak memory before it is that of the way itself
+            if self._alone is None:  # created late, so that the peak memory before is the way's own
                 setup = alone(
                     TrainingConfig(self.task, self.nproc, self.device), self.setup.rank, self.setup.world_size
                 )
                 self._alone = setup, self.task.loader_alone(setup.rank, setup.world_size, self.device)
             reply = train_epoch(*self._alone, self.task, self.device, order["epoch"], limit)
-            # At the end Lockstep looks whether ranks have drifted apart. These are alike again.
+            # At the end Lockstep checks that ranks are the same. Make them the same again.
             self._alone[0].begin_again()
             return reply
         if order["do"] == "evaluate":
@@ -123,13 +123,13 @@ class _Rank:
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """Peaks of this process, in bytes: resident memory, memory shared with other ranks included; memory of the GPU."""
+    """Peak memory of this process in bytes: resident, including memory shared with other ranks; and of the GPU."""
     match = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {"peak_bytes": 1024.0 * int(match[1]) if match else 0.0, "gpu_peak_bytes": float(gpu)}
 
 
 if __name__ == "__main__":
-    from lockstep.bench.strategies import worker  # by the name under which processes that it spawns find it
+    from lockstep.bench.strategies import worker  # under the name by which spawned processes find it
 
     worker.main(sys.argv[1:])

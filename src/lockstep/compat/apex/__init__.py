@@ -1,37 +1,37 @@
-"""NVIDIA Apex as it was before `amp`, `parallel` and `fp16_utils` left it (May 2025), on today's PyTorch, CPU included.
+"""NVIDIA Apex as it was before `amp`, `parallel` and `fp16_utils` were removed (May 2025), on current PyTorch and CPUs.
 
-Mixed precision is torch's autocast and the loss scaler and master weights in `amp`; gradients are averaged by the one
-engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names that scripts import::
+Mixed precision is torch's autocast, with the loss scaler and master weights in `amp`; gradients are averaged by
+`lockstep.DistributedDataParallel`; fused kernels are torch's. Names that scripts import::
 
   name                                        here       note
   ------------------------------------------  ---------  -----------------------------------------------------------
   amp.initialize                              supported  models on the CPU too; tuples too; patch_torch_functions
                                                          may be torch.bfloat16, the dtype that O1 casts to
-  amp.scale_loss                              supported  a loss_id that does not exist is named
+  amp.scale_loss                              supported  the error for an unknown loss_id names it
   amp.master_params                           supported
-  amp.state_dict                              supported  empty where Amp is not enabled
+  amp.state_dict                              supported  empty if Amp is not enabled
   amp.load_state_dict                         supported
   amp.disable_casts                           supported
-  amp.half_function                           supported  float64 stays, as in torch's autocast; so in the next five
+  amp.half_function                           supported  float64 stays, as in torch's autocast; also in the next 5
   amp.float_function                          supported
   amp.promote_function                        supported
   amp.register_half_function                  supported
   amp.register_float_function                 supported
   amp.register_promote_function               supported
   amp.init                                    different  the handle's scale_loss works again; enable_caching: no effect
-  amp.AmpError                                different  Lockstep's own: what Amp raises; a RuntimeError
+  amp.AmpError                                different  the error that Amp raises; a RuntimeError
   amp._amp_state                              different  opt_properties, loss_scalers, handle, hard_override,
                                                          allow_incoming_model_not_fp32, verbosity
   opt_level O0, O2, O3                        supported
-  opt_level O1                                different  which functions cast is torch's autocast's choice for CUDA,
-                                                         on the CPU too
+  opt_level O1                                different  the functions that cast are those of torch's autocast for
+                                                         CUDA, on the CPU too
   parallel.DistributedDataParallel            different  allreduce_trigger_params, num_allreduce_streams, prof: no
                                                          effect; shared_param, retain_allreduce_buffers and
-                                                         allreduce_communicators are refused; parameters may go
-                                                         unused; device_ids, which Apex did not take: no effect
+                                                         allreduce_communicators are refused; parameters may be
+                                                         unused; device_ids, which Apex does not have: no effect
   parallel.Reducer                            supported
   parallel.SyncBatchNorm                      supported  any device and any split of the batch
-  parallel.convert_syncbn_model               different  refuses a layer whose own forward pass would be lost
+  parallel.convert_syncbn_model               different  refuses a layer with its own forward, which would be lost
   parallel.create_syncbn_process_group        supported
   parallel.optimized_sync_batchnorm           supported
   parallel.LARC                               supported
@@ -40,9 +40,9 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   parallel.distributed.apply_flat_dist_call   supported
   parallel.distributed.flatten                supported
   parallel.distributed.unflatten              supported
-  parallel.multiproc                          different  one process per core where there is no GPU; output of all
-                                                         ranks with the rank before it, and no GPU_<rank>.log
-  fp16_utils.FP16_Optimizer                   different  state_dict holds the loss scale as plain values; reads both
+  parallel.multiproc                          different  one process per core if there is no GPU; output of all
+                                                         ranks, prefixed with the rank, and no GPU_<rank>.log
+  fp16_utils.FP16_Optimizer                   different  state_dict has the loss scale as plain values; reads both
   fp16_utils.FP16_Module                      supported
   fp16_utils.FP16Model                        supported
   fp16_utils.network_to_half                  supported
@@ -72,7 +72,7 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   normalization.FusedRMSNorm                  different  torch.nn.RMSNorm, rounded as in Apex; memory_efficient ignored
   normalization.MixedFusedLayerNorm           different  as FusedLayerNorm
   normalization.MixedFusedRMSNorm             different  as FusedRMSNorm
-  multi_tensor_apply.multi_tensor_applier     different  available is False; use torch._foreach_mul_ and its like
+  multi_tensor_apply.multi_tensor_applier     different  available is False; use torch._foreach_mul_ etc.
   multi_tensor_apply.MultiTensorApply         different  the same; there is no amp_C and no apex_C
   RNN                                         refused    use torch.nn.LSTM and GRU
   reparameterization                          refused    use torch.nn.utils.parametrizations.weight_norm
@@ -90,16 +90,16 @@ engine, `lockstep.DistributedDataParallel`; fused kernels are torch's own. Names
   contrib.xentropy                            refused    use torch.nn.functional.cross_entropy
   transformer                                 refused    use torch.distributed.tensor.parallel
 
-What is refused raises an ImportError that names the alternative; so does all of contrib that is not listed. As in Apex,
-gradients that accumulate over several backward passes, only the last of which averages over ranks, need
-`scale_loss(..., delay_unscale=True)` in all others; Apex went wrong in silence without it, here it is an error.
+Refused names raise an ImportError that names the alternative, as do all names of contrib that are not listed. As in
+Apex, gradients that accumulate over several backward passes, of which only the last averages over ranks, need
+`scale_loss(..., delay_unscale=True)` in all others. Without it, Apex is silently wrong; here it is an error.
 
 General layout:
 
-* `amp`: mixed precision; `fp16_utils`: 16-bit models by hand.
-* `parallel`: data-parallel training; `optimizers`: torch's own, LAMB and NovoGrad; `normalization`: torch's own.
-* `contrib`: one name of it.
-* `multi_tensor_apply`: can be imported, and says that it is not available.
+* `amp`: mixed precision; `fp16_utils`: manual conversion to 16 bits.
+* `parallel`: data-parallel training; `optimizers`: torch's, LAMB and NovoGrad; `normalization`: torch's.
+* `contrib`: only `optimizers.FP16_Optimizer`.
+* `multi_tensor_apply`: can be imported, but is not available.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-# What can be had of `import apex`.
+# Names and submodules of `import apex`.
 _SUBPACKAGES = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "RNN": "use torch.nn.LSTM and torch.nn.GRU",
-        "contrib": "use torch's own layers",
+        "contrib": "use torch's layers",
         "contrib.clip_grad": "use torch.nn.utils.clip_grad_norm_",
         "contrib.groupbn": "use apex.parallel.SyncBatchNorm",
         "contrib.layer_norm": "use torch.nn.LayerNorm",
@@ -129,7 +129,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "transformer": "use torch.distributed.tensor.parallel",
     }
 )
-"""Modules that are not here, and those inside of them unless they are here or named too: what to use instead."""
+"""Missing modules, which include their submodules unless these exist or are listed -> what to use instead."""
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 

@@ -1,4 +1,4 @@
-"""`horovod.run`: a function on N processes, from Python; over `lockstep.spawn`."""
+"""`horovod.run`: runs a function on N processes, by `lockstep.spawn`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a name means the host that this process runs on, by its text alone."""
+    """Whether a name is one of this host's names; the name itself is not resolved."""
     own = socket.gethostname()
     return name in _HERE or name in (own, own.partition(".")[0], socket.getfqdn())
 
 
 def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """`h1:2,h2:4` as names and slots; one slot where there is no number.
+    """Parse `h1:2,h2:4` into names and slots; one slot by default.
 
     Raises:
-        InputError: another form.
+        InputError: the text is malformed.
 
     >>> parse_hosts("h1:2,h2")
     [('h1', 2), ('h2', 1)]
@@ -46,13 +46,13 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
 
 
 def _call(payload: bytes) -> Any:
-    """In a rank: what was packed by this process's parent, which started it."""
+    """In a rank: unpack and make the call; the payload is from the parent process."""
     func, args, kwargs = pickle.loads(payload)
     return func(*args, **kwargs)
 
 
 def _pack(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
-    """The call, where cloudpickle is there to take lambdas and local functions; None to leave it to `spawn`."""
+    """The call, pickled by cloudpickle, for lambdas and local functions; None without cloudpickle."""
     with contextlib.suppress(ImportError):
         content: bytes = importlib.import_module("cloudpickle").dumps((func, tuple(args), dict(kwargs)))
         return content
@@ -92,30 +92,30 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Run `func(*args, **kwargs)` on `num_proc` new processes of this host and return what each returned. Local.
+    """Run `func(*args, **kwargs)` on `num_proc` new processes of this host; returns their results. Local.
 
     Call it under `if __name__ == "__main__":`, because the processes import the main module again.
 
     Args:
-        func: calls `hvd.init()` itself. With cloudpickle installed also a lambda or a local function.
+        func: a function that calls `hvd.init()`; if cloudpickle is installed, also a lambda or a local function.
         args: positional arguments of `func`.
         kwargs: keyword arguments of `func`.
         num_proc: number of ranks.
-        hosts: "localhost:4"; other hosts are refused.
+        hosts: hosts and slots, such as "localhost:4"; other hosts are refused.
         hostfile: a file with lines `host slots=N` instead.
-        use_mpi: refused: start the script with mpirun.
+        use_mpi: refused; start the script with mpirun.
         np: deprecated name of `num_proc`.
         min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, start_timeout, ssh_port,
             ssh_identity_file, disable_cache, output_filename, verbose, use_gloo, mpi_args, network_interface,
-            network_interfaces, executable, min_np, max_np: have no meaning on one host; a warning says so where they
-            were given.
+            network_interfaces, executable, min_np, max_np: ignored on one host, with a warning if they
+            are given.
 
     Returns:
         The results, by rank.
 
     Raises:
         InputError: other hosts, more ranks than slots, both hosts and hostfile, or MPI.
-        Exception: what the first failing rank raised; see `lockstep.spawn`.
+        Exception: raised by the first failing rank; see `lockstep.spawn`.
     """
     given = dict(locals())
     if np is not None:
@@ -125,7 +125,7 @@ def run(
         raise InputError("Argument use_gloo and use_mpi only allow one set True.")
     if use_mpi:
         raise InputError(
-            "use_mpi: start the script itself with `mpirun -np N python script.py`; hvd.init() joins there"
+            "use_mpi is not supported: start the script with `mpirun -np N python script.py`, where hvd.init() uses MPI"
         )
     if hosts is not None and hostfile is not None:
         raise InputError("Argument hosts and hostfile only allow one provided.")
@@ -156,7 +156,7 @@ def _name_ignored(given: Mapping[str, Any]) -> None:
 
 
 def _read_hostfile(path: str | None) -> str | None:
-    """The lines `host slots=N` of a file, in the form of `hosts`."""
+    """Read the lines `host slots=N` of a file, in the form of `hosts`."""
     if path is None:
         return None
     with open(path, encoding="utf-8") as file:

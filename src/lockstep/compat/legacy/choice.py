@@ -1,8 +1,8 @@
-"""Which changes to torch a rank makes: decided once by the launcher, from the script's text, and handed to the ranks.
+"""Decides which changes to torch ranks make: once, in the launcher, from the script's source.
 
-Where no launcher of ours has decided (`python -m lockstep.compat.script`, mpirun), a rank reads the script itself. With
-LOCKSTEP_COMPAT=1, which `--compat` sets, all changes are made, whatever the script says; with 0, which `--no-compat`
-sets, none. Imports no torch.
+Without Lockstep's launcher (`python -m lockstep.compat.script`, mpirun), a rank reads the script itself. With
+LOCKSTEP_COMPAT=1, set by `--compat`, all changes are made, whatever the script; with 0, set by `--no-compat`,
+none. Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Choice:
     """Changes to torch for one script.
 
     Attributes:
-        script: the name by which messages call the script.
-        changes: names of `needs.CHANGES`, each with the line that needs it.
-        is_asked: somebody has asked for all, whatever the script says.
+        script: name of the script, for messages.
+        changes: names in `needs.CHANGES`, each with the line that needs it.
+        is_asked: whether all changes were requested, whatever the script.
     """
 
     script: str
@@ -42,10 +42,10 @@ class Choice:
 
     @staticmethod
     def load(text: str) -> Choice:
-        """The choice that such a text stands for.
+        """Parse the text of `dump`.
 
         Raises:
-            ValueError: it is no such text.
+            ValueError: the text is malformed.
         """
         try:
             read = json.loads(text)
@@ -57,21 +57,21 @@ class Choice:
         raise ValueError("expected an object with script and changes")
 
     def sentence(self, done: Sequence[str]) -> str:
-        """What has been done, and how to have torch left alone; empty if nothing is to be said yet.
+        """A message about the changes made, and how to turn them off; may be empty.
 
         Args:
-            done: the changes that have been made.
+            done: the changes made.
         """
         if self.is_asked:
-            return f"torch is changed for old scripts, as --compat asks: {', '.join(CHANGES[name] for name in done)}"
+            return f"torch is changed for old scripts because of --compat: {', '.join(CHANGES[name] for name in done)}"
         return self._say([f"{CHANGES[name]} ({self.changes[name]})" for name in done if name not in SAID_AT_USE])
 
     def sentence_at_use(self, change: str, site: str) -> str:
-        """What torch would have turned away just now; empty if all has been said at the beginning.
+        """A message about a call that torch would have rejected; empty if it was announced at the start.
 
         Args:
             change: one of `needs.SAID_AT_USE`.
-            site: the line of the call.
+            site: line of the call.
         """
         return "" if self.is_asked else self._say([f"{CHANGES[change]} ({site})"])
 
@@ -81,11 +81,11 @@ class Choice:
 
 
 def choose(target: str, is_module: bool = False, words: Sequence[str] = ()) -> Choice:
-    """What a script needs, by its text. Local; see `find_needs`.
+    """The changes that a script needs, by its source. Local; see `find_needs`.
 
     Args:
         target: path of a script, or name of a module.
-        is_module: `target` is the name of a module.
+        is_module: whether `target` is the name of a module.
         words: the script's arguments.
     """
     script = target if is_module else os.path.basename(os.path.abspath(target))
@@ -99,10 +99,10 @@ def tell_ranks(
     is_module: bool = False,
     words: Sequence[str] = (),
 ) -> None:
-    """Decide for a job, and write it into the variables of its ranks. Local.
+    """Decide for a job, and write the choice to its ranks' environment. Local.
 
     Args:
-        variables: of the ranks; LOCKSTEP_COMPAT in them settles it without a look at the script.
+        variables: environment of the ranks; LOCKSTEP_COMPAT in it decides without reading the script.
         asked: True for `--compat`, False for `--no-compat`, None for neither.
         target: as for `choose`.
         is_module: as for `choose`.
@@ -110,9 +110,9 @@ def tell_ranks(
     """
     if asked is not None:
         env.LOCKSTEP_COMPAT.set(asked, variables)
-    # What an outer job has decided is about its own script.
+    # An outer job's choice is for its own script.
     env.LOCKSTEP_OLD_TORCH.unset(variables)
-    is_program = is_module and target.split(".")[0] == "lockstep"  # Ours, which becomes a program of any kind.
+    is_program = is_module and target.split(".")[0] == "lockstep"  # Lockstep's modules, which may run any program.
     if env.LOCKSTEP_COMPAT.get(variables) is None and not is_program:
         env.LOCKSTEP_OLD_TORCH.set(choose(target, is_module, words).dump(), variables)
 
@@ -125,21 +125,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="compat",
         action="store_const",
         const=True,
-        help="let torch take all that its releases of 2018 to 2021 took, also where the script's text shows no need; "
-        "and tell programs that ask whether Apex is installed that it is",
+        help="change torch to accept all that its releases of 2018 to 2021 did, even if the script shows no need; "
+        "and let programs that check whether Apex is installed find it",
     )
     group.add_argument(
         "--no-compat",
         dest="compat",
         action="store_const",
         const=False,
-        help="leave torch alone, and do not let `import horovod` and `import apex` find Lockstep's own where they are "
+        help="do not change torch, and do not let `import horovod` and `import apex` find Lockstep's shims if they are "
         "not installed",
     )
 
 
 def choose_here() -> Choice:
-    """The choice for this process, whose main module is the script by now. Local."""
+    """The choice for this process, whose main module is already the script. Local."""
     asked = env.LOCKSTEP_COMPAT.get()
     if asked is not None:
         return Choice("", dict.fromkeys(CHANGES, "") if asked else {}, is_asked=asked)

@@ -1,11 +1,11 @@
-"""The `*_multigpu` functions of `torch.distributed`: several tensors of one process, each as if of a rank of its own.
+"""The `*_multigpu` functions of `torch.distributed`: several tensors per process, each treated as a rank.
 
-torch had them until 2.0, for nccl. A process that drives n devices hands in n tensors, one per device, and a group of w
-processes counts w·n ranks: device j of process k is number k·n + j. Here they work on any backend and device,
-by a local step over the process's own tensors and one ordinary collective of one tensor per process.
+torch had them until 2.0, for nccl. A process that drives n devices passes n tensors, one per device, and a group of w
+processes has w·n ranks: device j of process k is number k·n + j. Here they work on any backend and device,
+by a local step over the process's tensors and one ordinary collective with one tensor per process.
 
-Reductions add up within the process first and then over processes, in the order of torch's ring no more and no less
-fixed than before; on a lockstep group the order is fixed.
+Reductions add within the process first and then over processes. On a lockstep group the order is fixed; on others, as
+before, it depends on the backend.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class _Handle:
-    """The work of an asynchronous call, and what is left to do when it is over.
+    """The work of an asynchronous call, and what is left to do when it is done.
 
     Args:
         work: torch's handle, or None for a process outside the group.
@@ -47,7 +47,7 @@ class _Handle:
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the other processes and put the result into all tensors."""
+        """Wait for the other processes, and write the result to all tensors."""
         if self._work is not None:
             self._work.wait() if timeout is None else self._work.wait(timeout)
         finish, self._finish = self._finish, None
@@ -70,17 +70,17 @@ def _check(tensors: object, name: str) -> _Tensors:
         raise InputTypeError(f"{name} must be a list of tensors, one per device of this process, got {tensors!r}")
     if len({(each.shape, each.dtype) for each in tensors}) > 1:
         kinds = [f"{tuple(each.shape)} {each.dtype}" for each in tensors]
-        raise InputError(f"{name}: all tensors need one shape and dtype, got {', '.join(kinds)}")
+        raise InputError(f"{name}: all tensors must have the same shape and dtype, got {', '.join(kinds)}")
     return tensors
 
 
 def _check_index(index: int, tensors: _Tensors, name: str) -> None:
     if not 0 <= index < len(tensors):
-        raise InputError(f"{name}={index}, but there are {len(tensors)} tensors, counted from 0")
+        raise InputError(f"{name}={index} is out of range: there are {len(tensors)} tensors")
 
 
 def _check_lists(lists: object, own: _Tensors, group: Any, name: str) -> Sequence[_Tensors] | None:
-    """Lists with a tensor for every device of the group, one list per own device; None outside the group."""
+    """Check the lists, one per own device, each with a tensor per device of the group; None outside the group."""
     if not _is_member(group):
         return None
     if not isinstance(lists, Sequence) or len(lists) != len(own):
@@ -95,17 +95,17 @@ def _check_lists(lists: object, own: _Tensors, group: Any, name: str) -> Sequenc
 
 
 def _reduce_here(tensors: _Tensors, op: Any) -> torch.Tensor:
-    """Reduce the tensors of this process into one, on the device of the first, before the processes reduce theirs."""
+    """Reduce the tensors of this process to one, on the first's device, before the reduction between processes."""
     first = tensors[0]
     parts = [each.detach().to(first.device).contiguous().view(-1) for each in tensors]
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
-    # AVG divides once, by all ranks there are; `_finish_average` does.
+    # AVG divides once, by the number of all devices, in `_finish_average`.
     find_kernel(dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, first.dtype).reduce(parts, total.view(-1))
     return total
 
 
 def _across(op: Any) -> Any:
-    """The operation between processes: SUM for AVG, whose divisor is the number of all devices."""
+    """The operation between processes: SUM for AVG, which divides by the number of all devices."""
     return dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
 
 
@@ -128,14 +128,14 @@ def all_reduce_multigpu(
     """Reduce the tensors of all devices of all processes in place. Collective.
 
     Args:
-        tensor_list: one per device of this process, as many in each process; all of one shape and dtype.
+        tensor_list: one per device of this process, equally many in each process; all of the same shape and dtype.
         op: any `ReduceOp`.
-        group: the processes that take part; default all.
+        group: the processes that take part; by default all.
         async_op: return a handle instead of waiting.
 
     Raises:
-        InputError: tensors that differ.
-        InputTypeError: no list of tensors, or an operation that the dtype does not have.
+        InputError: tensors differ in shape or dtype.
+        InputTypeError: not a list of tensors, or the dtype does not support the operation.
     """
     _check(tensor_list, "tensor_list")
     if not _is_member(group):
@@ -161,15 +161,15 @@ def reduce_multigpu(
     """Reduce the tensors of all devices into one of them. Collective.
 
     Args:
-        tensor_list: see `all_reduce_multigpu`. Only that of the destination is written.
+        tensor_list: see `all_reduce_multigpu`. Only the destination's is written.
         dst: rank of the process that gets the result.
         op: any `ReduceOp`.
-        group: the processes that take part; default all.
+        group: the processes that take part; by default all.
         async_op: return a handle instead of waiting.
         dst_tensor: number of the tensor there.
 
     Raises:
-        InputError: tensors that differ, or no such tensor.
+        InputError: tensors differ, or the index is out of range.
         InputTypeError: see `all_reduce_multigpu`.
     """
     _check(tensor_list, "tensor_list")
@@ -189,18 +189,18 @@ def reduce_multigpu(
 def broadcast_multigpu(
     tensor_list: _Tensors, src: int, group: Any = None, async_op: bool = False, src_tensor: int = 0
 ) -> _Handle | None:
-    """Give all devices of all processes the tensor of one. Collective.
+    """Copy a tensor of one device to all devices of all processes. Collective.
 
     Args:
         tensor_list: one per device of this process; all are overwritten, except for the source.
-        src: rank of the process that has it.
-        group: the processes that take part; default all.
+        src: rank of the source process.
+        group: the processes that take part; by default all.
         async_op: return a handle instead of waiting.
         src_tensor: number of the tensor there.
 
     Raises:
-        InputError: tensors that differ, or no such tensor.
-        InputTypeError: no list of tensors.
+        InputError: tensors differ, or the index is out of range.
+        InputTypeError: not a list of tensors.
     """
     _check(tensor_list, "tensor_list")
     _check_index(src_tensor, tensor_list, "src_tensor")
@@ -216,18 +216,18 @@ def broadcast_multigpu(
 def all_gather_multigpu(
     output_tensor_lists: Sequence[_Tensors], input_tensor_list: _Tensors, group: Any = None, async_op: bool = False
 ) -> _Handle | None:
-    """Give every device the tensors of all devices. Collective.
+    """Gather the tensors of all devices on every device. Collective.
 
     Args:
-        output_tensor_lists: for each device of this process a list of all results; tensor k·n + j is that of device j
-            of process k, where each process has n devices.
+        output_tensor_lists: for each device of this process, a list of all results; tensor k·n + j is that of device j
+            of process k, if each process has n devices.
         input_tensor_list: one per device of this process.
-        group: the processes that take part; default all.
+        group: the processes that take part; by default all.
         async_op: return a handle instead of waiting.
 
     Raises:
-        InputError: tensors that differ, or lists of wrong lengths.
-        InputTypeError: no lists of tensors.
+        InputError: tensors differ, or lists have wrong lengths.
+        InputTypeError: not lists of tensors.
     """
     own = _check(input_tensor_list, "input_tensor_list")
     lists = _check_lists(output_tensor_lists, own, group, "output_tensor_lists")
@@ -252,19 +252,19 @@ def reduce_scatter_multigpu(
     group: Any = None,
     async_op: bool = False,
 ) -> _Handle | None:
-    """Reduce a list of tensors from every device, and give each device the result at its own number. Collective.
+    """Reduce a list of tensors from every device; each device gets the result at its own index. Collective.
 
     Args:
-        output_tensor_list: one per device of this process; device j of process k gets the sum at k·n + j, where each
+        output_tensor_list: one per device of this process; device j of process k gets the result at k·n + j, if each
             process has n devices.
-        input_tensor_lists: for each device of this process its w·n tensors.
+        input_tensor_lists: for each device of this process, its w·n tensors.
         op: any `ReduceOp`.
-        group: the processes that take part; default all.
+        group: the processes that take part; by default all.
         async_op: return a handle instead of waiting.
 
     Raises:
-        InputError: tensors that differ, or lists of wrong lengths.
-        InputTypeError: no lists of tensors.
+        InputError: tensors differ, or lists have wrong lengths.
+        InputTypeError: not lists of tensors.
     """
     own = _check(output_tensor_list, "output_tensor_list")
     lists = _check_lists(input_tensor_lists, own, group, "input_tensor_lists")

@@ -1,7 +1,7 @@
-"""Which changes to torch a script of 2018 to 2021 needs, read from its source. Nothing of the script is run.
+"""Finds the changes to torch that a script of 2018 to 2021 needs, by its source, without running it.
 
-The script and the modules of its own that it imports are read as syntax trees. What one file says is in `signs.py`;
-here the files are put together. A script without any such sign finds torch as it is.
+The script, and its own modules that it imports, are parsed. `signs.py` finds the signs in one file;
+here those of all files are combined. Without any sign, torch is not changed.
 
     >>> find_needs("no_such_script.py")
     {}
@@ -39,18 +39,18 @@ CHANGES: Mapping[str, str] = MappingProxyType(
         "load": "torch.load takes argparse.Namespace and numpy's numbers",
     }
 )
-"""Every change, by the name under which launchers hand it to ranks, and what it does, for messages. No text and no
-error asks for "full", which changes calls that torch takes too: where integers came from, no error tells."""
+"""Every change, by its name in the choice, and what it does, for messages. Nothing
+selects "full" automatically: it changes calls that torch accepts, and no error reveals the origin of integers."""
 
 SAID_AT_USE = frozenset({"init_process_group", "batch_size", "sampler", "verbose", "load"})
-"""Changes of which the text shows only that a call may need them; whether it did, the call shows."""
+"""Changes that calls may or may not need, according to the source; announced when a call does."""
 
 HINTS: tuple[tuple[str, str, str], ...] = (
     ("torch._six", "ModuleNotFoundError", r"No module named 'torch\._six'"),
     ("torch.cuda.comm", "ModuleNotFoundError", r"No module named 'torch\.cuda\.comm'"),
     ("torch.distributed.deprecated", "ModuleNotFoundError", r"No module named 'torch\.distributed\.deprecated'"),
     ("torch.nn.parallel.deprecated", "ModuleNotFoundError", r"No module named 'torch\.nn\.parallel\.deprecated'"),
-    # typing_extensions' decorator, which torch.nn.parallel has under this name.
+    # In torch.nn.parallel, this name is typing_extensions' decorator.
     ("torch.nn.parallel.deprecated", "AttributeError", r"'deprecated' has no attribute '\w*Parallel"),
     ("multigpu", "AttributeError|ImportError", r"torch\.distributed.* '\w+_multigpu'"),
     ("multigpu", "ImportError", r"'\w+_multigpu' from 'torch\.distributed"),
@@ -64,22 +64,22 @@ HINTS: tuple[tuple[str, str, str], ...] = (
     ("load", r".*UnpicklingError", r"(?s)Weights only load failed.*(argparse\.Namespace|numpy)"),
     ("init_process_group", "ValueError|RuntimeError", r"[Bb]ackend\W.*\btcp\b"),
 )
-"""Errors that a change would have prevented: its name, the type of the error, what its text contains."""
+"""Errors that a change would have prevented: its name, the error's type, and a pattern in its text."""
 
 
 def find_needs(
     target: str, is_module: bool = False, words: Sequence[str] = (), path: Sequence[str] | None = None
 ) -> dict[str, str]:
-    """Which changes a script needs, and where it says so. Local; reads files and runs nothing.
+    """Find the changes that a script needs, and where. Local; reads files and runs nothing.
 
     Args:
         target: path of a script or of a folder with a `__main__.py`; or name of a module.
-        is_module: `target` is the name of a module.
-        words: the script's arguments, which may name the backend "tcp" or a file to meet at.
-        path: folders in which modules are looked for, besides the script's own; default `sys.path`.
+        is_module: whether `target` is the name of a module.
+        words: the script's arguments, which may name the backend "tcp" or a rendezvous file.
+        path: folders to search for modules, in addition to the script's own; by default `sys.path`.
 
     Returns:
-        Names of `CHANGES`, in that order, each with the file and line that shows it; empty if the script needs none.
+        Names in `CHANGES`, in that order, each with the file and line that shows it; empty if the script needs none.
     """
     if is_module and target.split(".")[0] == "lockstep":
         return {}
@@ -105,7 +105,7 @@ def _is_old_word(word: str) -> bool:
 
 
 def hint_for(error: BaseException) -> str | None:
-    """The change that would have prevented an error, as far as its text tells; None for any other error."""
+    """The change that would have prevented an error, judging by its text; None for any other error."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
     text = str(error)
     for name, kind, pattern in HINTS:

@@ -1,7 +1,7 @@
-"""Puts what old scripts expect into today's torch; the table is in the package's docstring.
+"""Changes torch for old scripts; the table is in the package's docstring.
 
-Each change adds what is missing, or lets a call through that torch turns away; a call that torch takes does what torch
-does. What it replaces has records in `lockstep.torch_private`.
+Each change adds a missing name, or accepts a call that torch rejects; calls that torch accepts are
+unchanged. Replaced functions are recorded in `lockstep.torch_private`.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _DOC = f"What torch had under this name, added by {__name__}."
 _installed: set[str] = set()
 
 listeners: list[Callable[[str, str], None]] = []
-"""Called with a name of `needs.CHANGES` and what it was about, when a call is let through that torch turns away."""
+"""Called with a name in `needs.CHANGES` and a detail when a call is accepted that torch rejects."""
 
 _watchers: list[Callable[[list[str]], None]] = []
 
 
 def install(changes: Iterable[str] | None = None) -> list[str]:
-    """Add to torch what scripts of 2018 to 2021 expect. Local; twice does no harm.
+    """Change torch as scripts of 2018 to 2021 expect. Local; may be called again.
 
     Args:
-        changes: names of `needs.CHANGES`; None for all.
+        changes: names in `needs.CHANGES`; None for all.
 
     Returns:
-        Those that have been made now: not those that have been before, or of which torch needs none.
+        The changes made by this call, without those made before and those that torch does not need.
 
     Raises:
-        InputError: there is no such change.
+        InputError: a change is unknown.
     """
     wanted = list(CHANGES if changes is None else changes)
     unknown = [name for name in wanted if name not in _CHANGES]
     if unknown:
-        raise InputError(f"no such change for old scripts: {', '.join(unknown)}; there are {', '.join(_CHANGES)}")
+        raise InputError(f"unknown change for old scripts: {', '.join(unknown)}; expected {', '.join(_CHANGES)}")
     new = [name for name in wanted if name not in _installed]
     _installed.update(new)
     done = [name for name in new if _CHANGES[name]()]
@@ -73,7 +73,7 @@ def install(changes: Iterable[str] | None = None) -> list[str]:
 
 
 def on_install(watcher: Callable[[list[str]], None]) -> None:
-    """Call `watcher` with the changes that have been asked for so far, and with any that follow. Local."""
+    """Call `watcher` with the changes requested so far, and with any later ones. Local."""
     watcher(list(_installed))
     _watchers.append(watcher)
 
@@ -142,7 +142,7 @@ class _BackendOfWorld:
 
 
 def _add_dist_backend() -> bool:
-    # Both or none: scripts that find one use the other.
+    # Both or neither, because scripts that find one use the other.
     if hasattr(dist, "_backend") or hasattr(dist, "dist_backend"):
         return False
     names = {name: name.lower() for name in ("UNDEFINED", "TCP", "MPI", "GLOO", "NCCL")}
@@ -151,17 +151,17 @@ def _add_dist_backend() -> bool:
 
 
 def _plain_data() -> list[Any]:
-    """What old checkpoints hold besides tensors, and what runs no code when it is read."""
+    """Types in old checkpoints, other than tensors, that run no code when unpickled."""
     trusted: list[Any] = [argparse.Namespace, np.ndarray, np.dtype]
     trusted += {type(np.dtype(code)) for code in (*np.typecodes["AllInteger"], "?", "e", "f", "d", "F", "D")}
     rebuild_number, rebuild_array = (value.__reduce__()[0] for value in (np.float64(0), np.zeros(1)))
     for function, name in ((rebuild_number, "scalar"), (rebuild_array, "_reconstruct")):
-        # Files name the module that had them when they were written: another one since numpy 2.
+        # Files have the module names of their time, which differ since numpy 2.
         trusted += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
     return trusted
 
 
-# ---- calls that torch turns away -------------------------------------------------------------------
+# ---- calls that torch rejects ----------------------------------------------------------------------
 
 
 def _let_old_calls_through() -> bool:
@@ -189,7 +189,7 @@ def _let_data_through() -> bool:
 
 
 def _take_old_backends(original: Callable[..., None]) -> Callable[..., None]:
-    """`init_process_group` with the backend "tcp", and a file without a folder."""
+    """`init_process_group`: accept the backend "tcp", and a file without a folder."""
 
     def init_process_group(
         backend: str | None = None, init_method: str | None = None, *args: Any, **options: Any
@@ -206,7 +206,7 @@ def _take_old_backends(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _whole_path(init_method: str | None) -> str | None:
-    """`file://name` in the current folder; anything else as it is."""
+    """The path of `file://name` in the current folder; anything else unchanged."""
     if not isinstance(init_method, str) or not init_method.startswith("file://"):
         return init_method
     parts = urlsplit(init_method)
@@ -216,7 +216,7 @@ def _whole_path(init_method: str | None) -> str | None:
 
 
 def _take_plain_data(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.load`, which reads tensors and plain values alone since torch 2.6 unless told otherwise."""
+    """`torch.load`, which since torch 2.6 reads only tensors and plain values by default."""
 
     def load(f: Any, *args: Any, **options: Any) -> Any:
         start = f.tell() if hasattr(f, "tell") else None
@@ -254,15 +254,15 @@ def _take_whole_floats(original: Callable[..., None]) -> Callable[..., None]:
 def _as_whole(size: float, kind: type) -> int:
     if not size.is_integer():
         raise DataError(
-            f"{kind.__name__}: batch_size={size} is no whole number; if it is a global batch divided by the number of "
-            f"ranks, choose one that can be divided, or say int({size:g})"
+            f"{kind.__name__}: batch_size={size} is not a whole number; if it is a global batch divided by the number "
+            f"of ranks, choose a multiple, or use int({size:g})"
         )
     _tell("batch_size")
     return int(size)
 
 
 def _lay_out_in_order(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`Tensor.eq`, whose result takes its strides from its operands since torch 1.7."""
+    """`Tensor.eq`, whose result has the strides of its operands since torch 1.7."""
 
     def eq(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         result = original(self, *args, **options)
@@ -274,7 +274,7 @@ def _lay_out_in_order(original: Callable[..., torch.Tensor]) -> Callable[..., to
 
 
 def _fill_with_floats(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.full`, whose result takes its dtype from the value since torch 1.7; for the script alone."""
+    """`torch.full`, whose result has the dtype of the value since torch 1.7; only in the script."""
     folders = library_folders()
 
     def full(size: Any, fill_value: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -288,13 +288,13 @@ def _fill_with_floats(original: Callable[..., torch.Tensor]) -> Callable[..., to
 
 
 def _called_by_library(folders: tuple[str, ...]) -> bool:
-    """Whether what calls the caller of this is no code of the user's."""
+    """Whether the caller's caller is library code."""
     file = sys._getframe(2).f_code.co_filename
     return is_internal_file(file) or is_library_file(file, folders)
 
 
 def _accept_verbose(name: str, scheduler: type) -> bool:
-    """Schedulers of the learning rate, which announced each change until torch 2.6 if told `verbose=True`."""
+    """Learning rate schedulers, which until torch 2.6 printed each change with `verbose=True`."""
     own: Any = vars(scheduler).get("__init__")
     if own is None or "verbose" in inspect.signature(own).parameters:
         return False
@@ -311,7 +311,7 @@ def _accept_verbose(name: str, scheduler: type) -> bool:
 
 
 def _init_sampler(self: Sampler[Any], data_source: object = _NOT_GIVEN) -> None:
-    """Samplers of old handed their data to the base class, which ignored it."""
+    """Old samplers pass their data to the base class, which ignores it."""
     if data_source is not _NOT_GIVEN:
         _tell("sampler")
     super(Sampler, self).__init__()

@@ -1,9 +1,9 @@
-"""What the syntax tree of one file says about the release of torch that it was written for.
+"""Finds signs in a file's syntax tree that it was written for an old release of torch.
 
-A sign is taken only where today's torch may turn the call away or lacks the name: `batch_size=args.batch_size / n`,
-and not `int(args.batch_size / n)`; an import of `torch._six`, and not one whose ImportError the file catches. No text
-shows what a call gets, such as the place in `"file://{}".format(place)` or what a checkpoint holds: the user is told of
-those changes when a call has come that torch turns away (`needs.SAID_AT_USE`).
+A sign counts only if current torch may reject the call or lacks the name: `batch_size=args.batch_size / n`,
+but not `int(args.batch_size / n)`; an import of `torch._six`, but not one whose ImportError is caught. The source
+does not show values, such as the path in `"file://{}".format(path)` or the contents of a checkpoint: those changes are
+announced when a call occurs that torch rejects (`needs.SAID_AT_USE`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.compat.legacy.sources import docstrings, dotted_name, keyword_of, 
 __all__ = ["MODULES", "OLD_FILE_URL", "Signs", "signs_in"]
 
 OLD_FILE_URL = re.compile(r"file://[^/?]+(\?.*)?")
-"""A place to meet that names no folder."""
+"""A rendezvous file without a folder."""
 
 MODULES = ("torch._six", "torch.cuda.comm", "torch.distributed.deprecated", "torch.nn.parallel.deprecated")
 _LAST_PARTS = frozenset(module.rpartition(".")[2] for module in MODULES)
@@ -51,7 +51,7 @@ _Found = Iterator[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Signs:
-    """What one file shows of the torch that it was written for.
+    """The signs in a file.
 
     Attributes:
         needs: names of changes to torch, each with the line that shows it.
@@ -63,7 +63,7 @@ class Signs:
 
 
 def signs_in(tree: ast.Module) -> Signs:
-    """Read a file's syntax tree. Pure."""
+    """Find the signs in a syntax tree. Pure."""
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     finders: tuple[Callable[[list[ast.AST], list[ast.Call]], _Found], ...] = (
@@ -94,7 +94,7 @@ def _old_modules(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
 
 
 def _inside_guarded_imports(nodes: list[ast.AST]) -> set[int]:
-    """The ids of all nodes in a `try` whose handlers catch that a module is missing."""
+    """The ids of all nodes in a `try` whose handlers catch missing modules."""
     return {
         id(node)
         for attempt in nodes
@@ -105,7 +105,7 @@ def _inside_guarded_imports(nodes: list[ast.AST]) -> set[int]:
 
 
 def _full_names(node: ast.AST) -> list[str]:
-    """The dotted names that an import, or an attribute called like one of the old modules, stands for."""
+    """The dotted names of an import, or of an attribute with the name of an old module."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -138,7 +138,7 @@ def _old_functions(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
 
 
 def _aliases_of_distributed(nodes: list[ast.AST]) -> set[str]:
-    """The names by which a file calls the package torch.distributed."""
+    """The names of the package torch.distributed in a file."""
     aliases = {"torch.distributed"}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -148,7 +148,7 @@ def _aliases_of_distributed(nodes: list[ast.AST]) -> set[str]:
     return aliases
 
 
-# ---- calls that torch turns away -------------------------------------------------------------------
+# ---- calls that torch rejects ----------------------------------------------------------------------
 
 
 def _old_backends(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
@@ -170,7 +170,7 @@ def _old_backends(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
 
 
 def _takes_backend(call: ast.Call) -> bool:
-    """Whether a backend is an argument of a call: of `init_process_group`, or of an option for it."""
+    """Whether a call has a backend as argument: `init_process_group`, or the declaration of an option for it."""
     function = name_of(call.func)
     texts = (str(each.value) for each in call.args if isinstance(each, ast.Constant))
     return function == "init_process_group" or (function == "add_argument" and any("backend" in text for text in texts))
@@ -209,7 +209,7 @@ def _is_batch_option(value: object) -> bool:
 
 
 def _is_float(node: ast.expr) -> bool:
-    """Whether an expression is a float, as far as its outermost operation shows."""
+    """Whether an expression is a float, judging by its outermost operation."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Div)
     if isinstance(node, ast.Call):
@@ -237,7 +237,7 @@ def _samplers_with_data(nodes: list[ast.AST], _: list[ast.Call]) -> _Found:
 
 
 def _base_init_calls(kind: ast.ClassDef, base: str) -> Iterator[ast.Call]:
-    """`super().__init__(…)` and `Base.__init__(self, …)` in a class."""
+    """Calls of `super().__init__(…)` and `Base.__init__(self, …)` in a class."""
     for call in ast.walk(kind):
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"):
             continue
@@ -247,7 +247,7 @@ def _base_init_calls(kind: ast.ClassDef, base: str) -> Iterator[ast.Call]:
 
 
 def _views_of_eq(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
-    """`correct = pred.eq(…)` and, anywhere in the file, `correct[:k].view(…)`; or both in one expression."""
+    """Find `correct = pred.eq(…)` with `correct[:k].view(…)` anywhere in the file; or both in one expression."""
     compared = {
         name_of(target)
         for node in nodes
@@ -265,7 +265,7 @@ def _views_of_eq(nodes: list[ast.AST], calls: list[ast.Call]) -> _Found:
 
 
 def _comes_from_eq(node: ast.expr) -> bool:
-    """Whether a chain of methods and slices, such as `a.eq(b)[:k].float()`, has `eq` in it."""
+    """Whether a chain of methods and slices, such as `a.eq(b)[:k].float()`, contains `eq`."""
     while isinstance(node, ast.Call | ast.Subscript | ast.Attribute):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute) and node.func.attr == "eq":
@@ -277,7 +277,7 @@ def _comes_from_eq(node: ast.expr) -> bool:
 
 
 def _start_of(node: ast.expr) -> ast.expr:
-    """`correct` of `correct[:k].float()`."""
+    """The start of a chain: `correct` in `correct[:k].float()`."""
     while True:
         if isinstance(node, ast.Subscript):
             node = node.value

@@ -1,4 +1,4 @@
-"""The source of a script and of the modules beside it, read without running any of it. Imports no torch."""
+"""Parses a script and its own modules, without running them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _MAX_FILES = 300
 
 @dataclass(frozen=True)
 class ScriptFile:
-    """A file, and which of the modules that it imports are the script's own.
+    """A file, and where the script's own modules are.
 
     Attributes:
         file: path of the file.
-        root: the folder in which these modules lie.
-        package: the package that the file belongs to.
-        within: the package they are part of, where others lie there too; None for all in the folder.
+        root: folder of these modules.
+        package: package of the file.
+        within: their package, if the folder has others too; None for all in the folder.
     """
 
     file: str
@@ -43,15 +43,15 @@ class ScriptFile:
 
 
 def locate_target(target: str, is_module: bool, path: Sequence[str] | None = None) -> ScriptFile | None:
-    """The file that a target names.
+    """Locate the file of a target.
 
     Args:
         target: path of a script or of a folder with a `__main__.py`; or name of a module.
-        is_module: `target` is the name of a module.
-        path: folders in which modules are looked for, besides the current one; default `sys.path`.
+        is_module: whether `target` is the name of a module.
+        path: folders to search for modules, in addition to the current one; by default `sys.path`.
 
     Returns:
-        None if it is not found, as in a zip file.
+        The file; None if it is not found, as in a zip file.
     """
     if not is_module:
         file = os.path.join(target, "__main__.py") if os.path.isdir(target) else target
@@ -69,7 +69,7 @@ def locate_target(target: str, is_module: bool, path: Sequence[str] | None = Non
 
 
 def nearest_first(start: ScriptFile, limit: int = _MAX_FILES) -> Iterator[ScriptFile]:
-    """The script, the modules of its own that it imports, those that these import, and so on."""
+    """Yield the script, its own modules that it imports, those that these import, and so on."""
     seen = {start.file}
     level = [start]
     while level:
@@ -100,7 +100,7 @@ def _imported(script: ScriptFile) -> Iterator[ScriptFile]:
 
 
 def _own_module(script: ScriptFile, name: tuple[str, ...]) -> ScriptFile | None:
-    """The file of one of the script's own modules; None for those of libraries."""
+    """The file of one of the script's own modules; None for library modules."""
     if script.within not in (None, name[0]):
         return None
     for tail, package in (((), name[:-1]), (("__init__",), name)):
@@ -111,7 +111,7 @@ def _own_module(script: ScriptFile, name: tuple[str, ...]) -> ScriptFile | None:
 
 
 def text_of(file: str) -> str:
-    """What is written in a file.
+    """Read a file.
 
     Raises:
         OSError: it cannot be read.
@@ -122,10 +122,10 @@ def text_of(file: str) -> str:
 
 @functools.lru_cache(maxsize=_MAX_FILES)
 def parse(file: str) -> ast.Module | None:
-    """The syntax tree of a file; None where there is none to be had."""
+    """The syntax tree of a file; None if it cannot be parsed."""
     try:
         return ast.parse(text_of(file))
-    except (OSError, SyntaxError, ValueError):  # Python 2, or no text at all.
+    except (OSError, SyntaxError, ValueError):  # Python 2, or not text.
         return None
 
 
@@ -137,7 +137,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def docstrings(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
-    """The texts that are documentation, and do nothing."""
+    """Yield the docstrings."""
     for node in nodes:
         body = getattr(node, "body", None)
         if (
@@ -150,7 +150,7 @@ def docstrings(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
 
 
 def dotted_name(node: ast.expr) -> str:
-    """`torch.distributed` of that expression; empty for one that is no dotted name."""
+    """The dotted name of an expression, such as `torch.distributed`; empty for other expressions."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -159,5 +159,5 @@ def dotted_name(node: ast.expr) -> str:
 
 
 def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
-    """What a call gives for a keyword, or None."""
+    """The value of a keyword in a call, or None."""
     return next((each.value for each in call.keywords if each.arg == name), None)

@@ -1,17 +1,17 @@
-"""How a script spells the option for its local rank, read from its source. Nothing of the script is run.
+"""Finds how a script spells the option for its local rank, from its source, without running it.
 
-torch's launcher passed `--local_rank=N` until 2.0 and `--local-rank=N` since, and most scripts declare one of the two.
-What they declare can be seen in their text, in this order:
+torch's launcher passed `--local_rank=N` until 2.0 and `--local-rank=N` since, and most scripts accept one of the two.
+Signs of which, in order of precedence:
 
 1. a declaration: `add_argument("--local_rank", …)` of argparse, `option(…)` of click, `add_option` of optparse,
-   `DEFINE_integer("local_rank", …)` of absl, `typer.Option(…)`; in the script, or in modules of its own that it
+   `DEFINE_integer("local_rank", …)` of absl, `typer.Option(…)`; in the script, or in its own modules that it
    imports, the nearest first;
-2. a parser that makes options of names: `HfArgumentParser` (its `TrainingArguments` has a `local_rank`), a field or
-   parameter `local_rank` where dataclasses, fire or typer are at work;
-3. any other text that is such an option: `sys.argv` taken apart by hand, a usage text for docopt;
-4. none of these, but a parser that refuses what it does not know: then no option is passed, as it could only fail. The
+2. a parser that derives options from names: `HfArgumentParser` (`TrainingArguments` has a `local_rank`), a field or
+   parameter `local_rank` with dataclasses, fire or typer;
+3. any other string with such an option: `sys.argv` parsed by hand, a usage text for docopt;
+4. none of these, but a parser that rejects unknown options: no option is passed, since it would fail. The
    script has `LOCAL_RANK` in its environment;
-5. nothing at all: `--local_rank`, as until torch 2.0.
+5. nothing: `--local_rank`, as until torch 2.0.
 
 A script that Python 3 cannot parse is searched as text.
 """
@@ -38,11 +38,11 @@ _NAME = "local_rank"
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a script expects.
+    """The option that a script expects.
 
     Attributes:
-        option: `--local_rank` or `--local-rank`, or None where it should not be passed.
-        reason: why, for a reader: where it is declared, or what was not found.
+        option: `--local_rank` or `--local-rank`, or None if it should not be passed.
+        reason: the reason, as text: where it is declared, or what was not found.
     """
 
     option: str | None
@@ -51,7 +51,7 @@ class Spelling:
 
 @dataclass
 class _Findings:
-    """What the files say that have been read so far, the nearest to the script first."""
+    """Signs in the files read so far, nearest to the script first."""
 
     mentions: list[Spelling] = field(default_factory=list)
     derived: list[Spelling] = field(default_factory=list)
@@ -59,12 +59,12 @@ class _Findings:
 
 
 def find_spelling(target: str, is_module: bool = False, path: Sequence[str] | None = None) -> Spelling:
-    """How a script spells the option for its local rank. Local; reads files and runs nothing.
+    """Find how a script spells the option for its local rank. Local; reads files and runs nothing.
 
     Args:
         target: path of a script or of a folder with a `__main__.py`; or name of a module.
-        is_module: `target` is the name of a module.
-        path: folders in which modules are looked for, besides the script's own; default `sys.path`.
+        is_module: whether `target` is the name of a module.
+        path: folders to search for modules, in addition to the script's own; by default `sys.path`.
     """
     start = locate_target(target, is_module, path)
     if start is None:
@@ -82,11 +82,11 @@ def find_spelling(target: str, is_module: bool = False, path: Sequence[str] | No
     return Spelling(DEFAULT_OPTION, f"{target} declares no such option")
 
 
-# ---- what one file says --------------------------------------------------------------------------
+# ---- signs in one file ---------------------------------------------------------------------------
 
 
 def _read(script: ScriptFile, findings: _Findings) -> Spelling | None:
-    """The declaration in a file, or None after noting what else it says."""
+    """The declaration in a file, or None after noting weaker signs."""
     tree = parse(script.file)
     name = os.path.basename(script.file)
     if tree is None:
@@ -99,7 +99,7 @@ def _read(script: ScriptFile, findings: _Findings) -> Spelling | None:
             return Spelling(option, f"declared at {name}:{call.lineno}")
     called = {name_of(call.func) for call in calls}
     if option := _derived_from(tree, called):
-        findings.derived.append(Spelling(option, f"{name} makes options of names"))
+        findings.derived.append(Spelling(option, f"{name} derives options from names"))
     for option, line in _mentioned_in(tree, reads_docstrings="docopt" in called):
         findings.mentions.append(Spelling(option, f"{name}:{line} has it in its text"))
     findings.is_strict |= "parse_args" in called and "ArgumentParser" in called
@@ -107,7 +107,7 @@ def _read(script: ScriptFile, findings: _Findings) -> Spelling | None:
 
 
 def _mentioned_in(tree: ast.Module, reads_docstrings: bool) -> Iterator[tuple[str, int]]:
-    """Each spelling that a string of the file contains, with its line."""
+    """Yield each spelling in a string of the file, with its line."""
     ignored = set() if reads_docstrings else {id(node) for node in docstrings(ast.walk(tree))}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored:
@@ -123,12 +123,12 @@ def _declared_by(call: ast.Call) -> str | None:
         return f"--{texts[0]}" if texts and texts[0].replace("-", "_") == _NAME else None
     if function not in _DECLARING:
         return None
-    # click takes several spellings in one text: "--local-rank/--no-local-rank" and the like.
+    # click accepts several spellings in one string, such as "--local-rank/--no-local-rank".
     return next((text for text in texts if _OPTION.fullmatch(text)), None)
 
 
 def _derived_from(tree: ast.Module, called: set[str]) -> str | None:
-    """The spelling where a library makes options of the names of fields or parameters."""
+    """The spelling if a library derives options from names of fields or parameters."""
     if "HfArgumentParser" in called:
         return "--local_rank"
     modules = {

@@ -1,13 +1,13 @@
-"""The digits recipe: a small CNN on scikit-learn's handwritten digits, at any number of ranks.
+"""The digits recipe: trains a small CNN on scikit-learn's handwritten digits, on any number of ranks.
 
     lockstep train digits --nproc 2
     python -m lockstep.recipes.digits                    # alone, or under any launcher
 
 General layout:
 
-* `options`: what can be asked for. It imports no torch: the process that starts the ranks only asks for the options.
+* `options`: the options. Does not import torch, which the process that starts the ranks does not need.
 * `task`: the data and the model.
-* `training`: what every rank does.
+* `training`: the program of each rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def main(namespace: argparse.Namespace) -> int:
     """Run the recipe on this rank. Collective: every rank of the job calls it with the same options.
 
     Returns:
-        0; or 2, on every rank, where the options cannot be used with each other or with the checkpoint
-        that they name: rank 0 has then said so in one line on stderr.
+        0; or 2, on every rank, if options contradict each other or the checkpoint that they name; rank 0 has
+        then printed the error in one line on stderr.
 
     Raises:
         LockstepError: the ranks could not meet, or one of them failed.
     """
-    from lockstep.recipes.digits.training import run  # torch, and everything else that takes its time
+    from lockstep.recipes.digits.training import run  # imports torch and other slow modules
 
     return run(namespace)

@@ -1,4 +1,4 @@
-"""`python -m lockstep.recipes.digits`: this process alone, or a rank of whatever launcher started it."""
+"""`python -m lockstep.recipes.digits`: one process, or a rank under any launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """The program; returns its exit code."""
+    """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(prog="lockstep train digits", description="Train a CNN on handwritten digits.")
     digits.add_arguments(parser)
     return digits.main(parser.parse_args())

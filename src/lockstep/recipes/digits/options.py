@@ -1,4 +1,4 @@
-"""The options of the digits recipe, and the configuration that they make. Imports no torch."""
+"""The options of the digits recipe, and their configuration. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _EXTRAS = {"sklearn": "scikit-learn", "rich": "rich", "matplotlib": "matplotlib"
 
 @dataclass(frozen=True)
 class DigitsConfig:
-    """What the answer depends on. The number of ranks is not part of it.
+    """Everything that the results depend on, so not the number of ranks.
 
     Attributes:
         epochs: passes over the 1438 training images.
-        batch_size: images in a global batch.
+        batch_size: images per global batch.
         lr: learning rate.
         optimizer: "sgd" (momentum 0.9) or "adam".
-        seed: of the initial weights, the order of the images and their shifts.
+        seed: seed of the initial weights, the order of the images and their shifts.
         dtype: "float32" or "float64".
         accumulate: global batches per optimizer step.
-        augment: shift each image at random in each epoch.
+        augment: whether to shift each image at random in each epoch.
     """
 
     epochs: int = 20
@@ -40,18 +40,18 @@ class DigitsConfig:
     augment: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as they are stored with checkpoints and in metrics.jsonl."""
+        """Plain values, as stored with checkpoints and in metrics.jsonl."""
         return asdict(self)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the recipe's options to `parser`. Local; imports no torch.
+    """Add the recipe's options to `parser`. Local; does not import torch.
 
     An option that is not given is None, so that a resumed run can take it from its checkpoint.
 
     Raises:
-        SetupError: a package of the "train" extra is missing. Said here, it is said once and before
-            any rank is started.
+        SetupError: a package of the "train" extra is missing. Raised here, it is reported once, before
+            any rank starts.
     """
     check_packages("digits", _EXTRAS)
     default = DigitsConfig()
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=whole_number(1),
         metavar="N",
-        help=f"images per batch, over all ranks together (default: {default.batch_size})",
+        help=f"images per global batch (default: {default.batch_size})",
     )
     training.add_argument("--optimizer", choices=sorted(_LEARNING_RATES), help=f"default: {default.optimizer}")
     rates = ", ".join(f"{rate} for {name}" for name, rate in _LEARNING_RATES.items())
@@ -83,14 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_config(given: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> DigitsConfig:
-    """The configuration that options and, when resuming, a checkpoint make together.
+    """The configuration given by options and, when resuming, a checkpoint.
 
     Args:
-        given: as `add_arguments` parses it; None means that the option was not given.
-        saved: the configuration in the checkpoint that is resumed.
+        given: parsed options; None means that the option was not given.
+        saved: the configuration stored in the checkpoint to resume from.
 
     Raises:
-        InputError: an option contradicts the checkpoint in what cannot change half way.
+        InputError: an option contradicts the checkpoint, and cannot change during a run.
     """
     values = merge_with_saved(given, [field.name for field in fields(DigitsConfig)], saved, ("epochs", "lr"))
     if saved is None and given.lr is None:

@@ -1,7 +1,7 @@
 """The data and the model of the digits recipe.
 
-scikit-learn carries 1797 handwritten digits of 8×8 pixels inside its package (a part of the UCI
-set "Optical Recognition of Handwritten Digits"), so there is nothing to download.
+scikit-learn includes 1797 handwritten digits of 8×8 pixels (a part of the UCI data
+set "Optical Recognition of Handwritten Digits"), so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from torch.utils.data import Dataset, TensorDataset
 
 __all__ = ["DigitsNet", "ShiftedDigits", "load_digits", "stratified_split"]
 
-_SPLIT_SEED = 0  # not an option: runs are compared on the same held-out images
+_SPLIT_SEED = 0  # not an option, so that all runs are compared on the same held-out images
 _HELD_OUT = 0.2
 
 
 def load_digits(dtype: torch.dtype = torch.float32) -> tuple[TensorDataset, TensorDataset]:
-    """The digits, split once and for all into training and held-out images.
+    """The digits, in a fixed split into training and held-out images.
 
     Args:
-        dtype: of the images.
+        dtype: dtype of the images.
 
     Returns:
-        Training set (1438) and held-out set (359). A sample is an image `(1, 8, 8)` with values
-        0 … 1, and its label, an int64 0 … 9.
+        Training set (1438 samples) and held-out set (359). A sample is an image `(1, 8, 8)` with values
+        in 0 … 1, and its label, an int64 in 0 … 9.
     """
-    from sklearn import datasets  # type: ignore[import-untyped]  # takes a second to import, and is an extra
+    from sklearn import datasets  # type: ignore[import-untyped]  # slow to import, and an extra
 
     images, labels = datasets.load_digits(return_X_y=True)
-    images = torch.as_tensor(images, dtype=dtype).reshape(-1, 1, 8, 8) / 16  # ink is counted 0 … 16
+    images = torch.as_tensor(images, dtype=dtype).reshape(-1, 1, 8, 8) / 16  # pixels are 0 … 16
     labels = torch.as_tensor(labels, dtype=torch.int64)
     train, held_out = stratified_split(labels, _HELD_OUT, _SPLIT_SEED)
     return TensorDataset(images[train], labels[train]), TensorDataset(images[held_out], labels[held_out])
 
 
 def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of two parts that hold every class in proportion.
+    """Indices of two parts with the same proportions of classes.
 
     Args:
         labels: int64 `(n,)`.
-        fraction: of each class that goes into the second part, rounded to whole samples.
-        seed: which samples these are.
+        fraction: fraction of each class that goes into the second part, rounded to whole samples.
+        seed: seed of the choice of these samples.
 
     Returns:
-        Two int64 tensors of indices, ascending; together each index once.
+        Two ascending int64 tensors, which together contain each index once.
 
     >>> stratified_split(torch.tensor([0, 1, 0, 1, 0, 1, 0, 1]), 0.25, seed=0)[1].numel()
     2
@@ -60,10 +60,10 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
 
 
 class ShiftedDigits(Dataset[tuple[Tensor, Tensor]]):
-    """Digits moved by up to one pixel in each direction, anew in every epoch.
+    """Digits shifted by up to one pixel in each direction, differently in every epoch.
 
-    The loader hands over the generator, seeded by (seed, epoch, index): an image is shifted the
-    same way at any number of ranks and loader workers.
+    The loader passes the generator, seeded by (seed, epoch, index): an image is shifted in the
+    same way on any number of ranks and loader workers.
 
     Args:
         digits: images `(1, 8, 8)` with labels.
@@ -75,7 +75,7 @@ class ShiftedDigits(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.digits)
 
-    def __getitem__(  # type: ignore[override]  # the loader hands over the generator
+    def __getitem__(  # type: ignore[override]  # the loader passes the generator
         self, index: int, *, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         image, label = self.digits[index]
@@ -85,13 +85,13 @@ class ShiftedDigits(Dataset[tuple[Tensor, Tensor]]):
 
 
 class DigitsNet(nn.Module):
-    """A small convolutional network: 66 thousand parameters.
+    """A small convolutional network with 66 thousand parameters.
 
-    Group normalisation sees one image at a time. Batch normalisation would see the part of the
-    batch that one rank holds, and the answer would depend on how many ranks share it.
+    Group normalization works on one image at a time. Batch normalization would work on each rank's
+    part of the batch, so that results would depend on the number of ranks.
 
     Args:
-        width: channels of the first layer; the others have twice as many. A multiple of 4.
+        width: channels of the first layer, a multiple of 4; the others have twice as many.
     """
 
     def __init__(self, width: int = 32) -> None:

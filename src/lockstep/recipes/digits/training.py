@@ -1,4 +1,4 @@
-"""What every rank of the digits recipe does."""
+"""The program of each rank of the digits recipe."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _EVALUATION_BATCH = 512  # one batch holds all 359 held-out images
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, show how it goes, and leave a run folder behind. Collective: every rank calls it.
+    """Train, show progress, and write a run folder. Collective: every rank calls it.
 
     Args:
-        options: as `add_arguments` parses them.
+        options: options as parsed.
 
     Returns:
-        0; or 2 where the options cannot be used, which rank 0 has then said on stderr.
+        0; or 2 if the options cannot be used, after rank 0 has printed the error on stderr.
     """
     opened = open_world("digits", options.backend, None)
     if opened is None:
@@ -68,11 +68,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepare(options: argparse.Namespace, world: World) -> tuple[DigitsConfig, Trainer]:
-    """Everything ready to train, from the start or from a checkpoint.
+    """Set up training, from the start or from a checkpoint.
 
     Raises:
-        InputError: the options contradict the checkpoint that is resumed.
-        CheckpointError: it cannot be read, or is none of this recipe.
+        InputError: the options contradict the checkpoint to resume from.
+        CheckpointError: it cannot be read, or another recipe wrote it.
     """
     if options.resume is None:
         config = resolve_config(options)
@@ -82,17 +82,17 @@ def _prepare(options: argparse.Namespace, world: World) -> tuple[DigitsConfig, T
     check_epochs_left(state, options.resume, config.epochs)
     trainer = make_trainer(config, world.device)
     trainer.load_state_dict(state)
-    for group in trainer.optimizer.param_groups:  # its state has brought the old rate back
+    for group in trainer.optimizer.param_groups:  # loading its state has restored the old rate
         group["lr"] = config.lr
     return config, trainer
 
 
 def make_trainer(config: DigitsConfig, device: torch.device) -> Trainer:
-    """Data, model, optimizer and loop, ready to train. Collective: every rank calls it.
+    """Create data, model, optimizer and loop. Collective: every rank calls it.
 
     Args:
-        config: what the answer depends on.
-        device: where to train.
+        config: the configuration.
+        device: the device to train on.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
     train_set, held_out_set = load_digits(dtype)
@@ -137,7 +137,7 @@ def _views(
     folder: Path,
     notes: Sequence[str],
 ) -> list[RunLog | Display]:
-    """What rank 0 writes and shows."""
+    """The log and the display of rank 0."""
     header = {
         "recipe": "digits",
         "config": config.as_dict(),

@@ -1,20 +1,20 @@
-"""The ImageNet program: any image classifier on a folder of JPEGs, by one of six strategies, with one answer.
+"""The ImageNet program: trains any image classifier on a folder of JPEGs, by one of six strategies.
 
     lockstep train imagenet DIR --nproc 4 -a resnet50
     python -m lockstep.recipes.imagenet DIR -a resnet50       # alone, or under any launcher
 
 General layout:
 
-* `options`: what can be asked for; `starting`: who starts how many processes. These two import no torch.
-* `listing`: the files of an ImageFolder, listed once by rank 0; `images`: a file as a network gets it; `datasets`: both
-  parts of a folder, and loaders of them; `broken`: files that could not be read.
+* `options`: the options; `starting`: who starts how many processes. These two do not import torch.
+* `listing`: the files of an ImageFolder, listed once by rank 0; `images`: reads and augments files; `datasets`: the
+  training and validation images, and their loaders; `broken`: files that cannot be read.
 * `models`: networks by name; `schedule`: the learning rate of every step.
-* `strategies`: single, dp, ddp, apex, horovod … around a network; `evaluation`: every image counted once.
-* `training`: what every rank does; `spawning`: processes that one starts by itself; `reporting`: what a run
-  says; `waiting`: what it waits for.
-* `shapes`: `lockstep data make-imagenet`.
+* `strategies`: single, dp, ddp, apex, horovod …; `evaluation`: counts every image once.
+* `training`: the program of each rank; `spawning`: starts ranks by torch.multiprocessing; `reporting`: output and
+  logs; `waiting`: time that is lost to waiting.
+* `shapes`: generates images, for `lockstep data make-imagenet`.
 
-This module is all that the process which starts the ranks imports.
+The process that starts the ranks imports this module only.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _PACKAGES = {"PIL": "Pillow", "rich": "rich", "matplotlib": "matplotlib", "tenso
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the program's options to `parser`. Local; imports no torch.
+    """Add the program's options to `parser`. Local; does not import torch.
 
     Raises:
         SetupError: a package of the "imagenet" extra is missing.
     """
     check_packages("imagenet", _PACKAGES)
     add_options(parser)
-    # How `lockstep train` hands on --nproc where one process starts the others, or has replicas.
+    # `lockstep train` passes --nproc on by this if one process starts the others, or has replicas.
     parser.add_argument("--processes", default="auto", help=argparse.SUPPRESS)
 
 
@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> int:
     """Run the program in this process. Collective: every rank of the job calls it with the same options.
 
     Returns:
-        0; or 2, on every rank, where the options cannot be used, which rank 0 has then said in one line on stderr.
+        0; or 2, on every rank, if the options cannot be used, after rank 0 has printed the error on stderr.
 
     Raises:
         LockstepError: the ranks could not meet, or one of them failed.
@@ -55,6 +55,6 @@ def main(options: argparse.Namespace) -> int:
         from lockstep.recipes.imagenet.spawning import spawn
 
         return spawn(options)
-    from lockstep.recipes.imagenet.training import run  # torch, and everything else that takes its time
+    from lockstep.recipes.imagenet.training import run  # imports torch and other slow modules
 
     return run(options)

@@ -1,4 +1,4 @@
-"""`python -m lockstep.recipes.imagenet`: this process alone, or a rank of whatever launcher started it."""
+"""`python -m lockstep.recipes.imagenet`: one process, or a rank under any launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """The program; returns its exit code."""
+    """Run the program; returns its exit code."""
     parser = argparse.ArgumentParser(prog="lockstep train imagenet", description="Train an image classifier.")
     imagenet.add_arguments(parser)
     return imagenet.main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Images that could not be read, found by any rank, counted and listed once."""
+"""Counts and lists images that cannot be read, over all ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class _Named(Protocol):
 
 
 class BrokenImages:
-    """Which images could not be read, over all ranks and epochs of this run.
+    """The images that could not be read, over all ranks and epochs of this run.
 
-    A mark for each image lies where labels lie, so that noting a batch does not wait for a GPU.
+    There is a flag per image, on the device of the labels, so that noting a batch does not wait for a GPU.
 
     Args:
-        parts: the images by part.
-        device: where batches are.
-        enabled: broken images are left out; else each is an error, and there is nothing to note.
+        parts: images by part of the data, "train" or "val".
+        device: device of the batches.
+        enabled: whether broken images are left out; otherwise each is an error, and nothing is noted.
     """
 
     def __init__(self, parts: Mapping[str, _Named], device: torch.device, enabled: bool) -> None:
@@ -45,21 +45,21 @@ class BrokenImages:
         self._num_said = 0
 
     def report_to(self, folder: Path, views: Sequence[Any]) -> None:
-        """Write `broken.txt` to that folder, on the rank that has views. Local."""
+        """Write `broken.txt` to that folder, on the rank with views. Local."""
         self._folder, self._views = folder, views
 
     def note(self, part: str, indices: Tensor, labels: Tensor) -> None:
-        """Enter a batch: labels below 0 are of broken images. Local."""
+        """Note the broken images of a batch, which have labels below 0. Local."""
         marks = self._marks[part]
         labels = labels.to(marks.device)
-        # A filler repeats an image with the same mark, so the order of writes does not matter.
+        # A filler repeats an image and so its flag; the order of writes does not matter.
         marks[indices.to(marks.device)] = (labels < 0).to(torch.uint8)
 
     def collect(self) -> dict[str, float]:
-        """How many there are, listed in `broken.txt`. Collective.
+        """Count them, and list them in `broken.txt`. Collective.
 
         Returns:
-            "broken", the number over both parts; nothing where broken images are errors.
+            "broken": the number over both parts; empty if broken images are errors.
         """
         names = []
         for part, marks in self._marks.items():

@@ -1,4 +1,4 @@
-"""The training and the validation images of a run, and loaders of them."""
+"""The training and validation images of a run, and their loaders."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Images = FolderImages | DummyImages
 
 
 def open_images(options: argparse.Namespace, config: ImagenetConfig) -> tuple[tuple[Images, Images], list[str]]:
-    """The training images, the validation images, and what to say of them. Collective.
+    """The training images, the validation images, and notes to print. Collective.
 
     Raises:
-        DataError: they cannot be listed, or there are other classes to validate with than to train on.
+        DataError: they cannot be listed, or there are validation images of classes that are not trained.
     """
     if config.dummy:
-        return (DummyImages("train", config.size), DummyImages("val", config.size)), ["noise in the place of images"]
+        return (DummyImages("train", config.size), DummyImages("val", config.size)), ["noise instead of images"]
     kept_in = _beside_the_run(options) / _LISTINGS
     train, val = (list_part(options.data, part, kept_in) for part in ("train", "val"))
     unknown = sorted(set(val.classes) - set(train.classes))
@@ -39,8 +39,8 @@ def open_images(options: argparse.Namespace, config: ImagenetConfig) -> tuple[tu
     places = {name: label for label, name in enumerate(train.classes)}
     val = val.relabelled([places[name] for name in val.classes], train.classes)
     seconds = train.seconds + val.seconds
-    how = f"listed in {seconds:.1f} s" if seconds else f"from the listing kept in {kept_in}"
-    note = f"{options.data}: {len(train):,} images to train on, {len(val):,} held out, {len(train.classes):,} classes"
+    how = f"listed in {seconds:.1f} s" if seconds else f"from the listing stored in {kept_in}"
+    note = f"{options.data}: {len(train):,} training images, {len(val):,} held out, {len(train.classes):,} classes"
     images = (
         FolderImages(train, config.size, augment=True, skip_broken=options.skip_broken),
         FolderImages(val, config.size, augment=False, skip_broken=options.skip_broken),
@@ -51,8 +51,8 @@ def open_images(options: argparse.Namespace, config: ImagenetConfig) -> tuple[tu
 def make_loader(
     options: argparse.Namespace, config: ImagenetConfig, images: Images, world: World, *, evaluation: bool
 ) -> lockstep.DataLoader[Any]:
-    """A loader of this rank's part of global batches; in order, and without fillers, to evaluate."""
-    workers = -(-options.workers // world.local_world_size)  # of a host, as in the reference example
+    """A loader of this rank's part of each global batch; in order and without fillers for evaluation."""
+    workers = -(-options.workers // world.local_world_size)  # per host, as in the reference example
     return lockstep.DataLoader(
         images,
         batch_size=config.batch_size,
@@ -61,32 +61,32 @@ def make_loader(
         evaluation=evaluation,
         num_workers=workers,
         persistent_workers=workers > 0,
-        seed_global_rng=False,  # images draw from the generator of their own
+        seed_global_rng=False,  # images have their own generator
         device=world.device if world.device.type == "cuda" else None,
     )
 
 
 def check_classes(state: Mapping[str, Any], images: Images, path: Path) -> None:
-    """Whether a checkpoint is of these classes.
+    """Check that a checkpoint has these classes.
 
     Raises:
-        DataError: it is of others; names one.
+        DataError: it has others; names one.
     """
     saved, here = state["extra"]["classes"], class_names_of(images)
     if saved != here:
         gone = sorted(set(saved).symmetric_difference(here))
         raise DataError(
-            f"{path} was trained on {len(saved)} classes, here are {len(here)}; {gone[0]} is in one of the two only"
+            f"{path} was trained on {len(saved)} classes, the data has {len(here)}; {gone[0]} is in only one of the two"
         )
 
 
 def class_names_of(images: Images) -> list[str]:
-    """In the order of their labels; none of noise."""
+    """Class names in the order of labels; empty for noise."""
     return list(images.listing.classes) if isinstance(images, FolderImages) else []
 
 
 def _beside_the_run(options: argparse.Namespace) -> Path:
-    """The folder that runs are kept in."""
+    """The folder of all runs."""
     resumed = None if options.resume is None else find_run(options.resume)
     out: Path | None = options.out
     return out or (DEFAULT_OUT if resumed is None else resumed.parent)

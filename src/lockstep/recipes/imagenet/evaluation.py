@@ -1,4 +1,4 @@
-"""Top-1, top-5 and loss over the validation images, each counted once at any number of ranks."""
+"""Top-1, top-5 and loss over the validation images, each counted once on any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def evaluate(
     num_classes: int,
     note: Callable[[Tensor, Tensor], None] | None = None,
 ) -> dict[str, float]:
-    """Evaluate a network. Collective: ranks may hold different numbers of batches, and meet at the end.
+    """Evaluate a network. Collective at the end; ranks may have different numbers of batches.
 
     Args:
-        module: in evaluation mode.
-        loader: yields `(images, labels, indices)` of this rank, with `evaluation=True`; labels below 0 are of images
-            that could not be read.
-        forward: `forward(module, images)` gives logits, on the device where they are computed.
-        num_classes: of the images.
-        note: called with indices and labels of each batch.
+        module: the network, in evaluation mode.
+        loader: yields `(images, labels, indices)` of this rank, with `evaluation=True`; labels below 0 mark images
+            that cannot be read.
+        forward: `forward(module, images)` returns logits, on any device.
+        num_classes: number of classes.
+        note: called with the indices and labels of each batch.
 
     Returns:
-        "loss", "accuracy" (top-1) and "top5" over the images that could be read; "correct" and "images", how many these
-        are; "expected", how many there are.
+        "loss", "accuracy" (top-1) and "top5" over the readable images; "correct" and "images", their numbers;
+        "expected", the number of all images.
     """
     guesses = min(_MOST_GUESSES, num_classes)
     loss, top1, top5, counted = Mean(), Accuracy(), Accuracy(top_k=guesses), Sum()
@@ -45,15 +45,15 @@ def evaluate(
         logits = forward(module, images)
         labels = labels.to(logits.device)
         readable = labels >= 0
-        # Picking the readable rows would wait for the device; the others weigh nothing.
+        # Selecting the readable rows would wait for the device; the others get weight 0 instead.
         losses = cross_entropy(logits, labels.clamp_min(0), reduction="none")
         loss.update(losses, weight=readable)
-        top1.update(logits, labels)  # no guess is below 0
+        top1.update(logits, labels)  # a label below 0 is never predicted
         top5.update(logits, labels)
         counted.update(readable)
     values = synchronize({"loss": loss, "accuracy": top1, "top5": top5, "images": counted})
     expected, images = len(loader.dataset), values["images"]  # type: ignore[arg-type]
-    # The shares are of all rows so far, and unreadable ones are never right.
+    # Shares of all rows so far; unreadable ones count as wrong.
     scale = expected / images if images else 0.0
     return {
         **values,

@@ -1,14 +1,14 @@
-"""Images as a network gets them: read from files by Pillow, cropped and flipped by draws of their own.
+"""Images for training: read from files by Pillow, cropped and flipped at random.
 
-A sample is `(image, label, index)`: uint8 `(height, width, 3)`, so that a batch is a quarter of what floats would be on
-its way from the process that loads it to the device, where it is scaled. What is drawn for a sample comes from the
-generator that the loader hands over, seeded by (seed, epoch, index): an image is cut the same way at any number of
-ranks and loader workers, in any strategy.
+A sample is `(image, label, index)`. The image is uint8 `(height, width, 3)`, a quarter of the size of floats on its way
+from the loader worker to the device, where it is normalized. Random numbers of a sample come from the
+generator that the loader passes, seeded by (seed, epoch, index): an image is cropped in the same way on any number of
+ranks and loader workers, with any strategy.
 
-The crops are those that everybody trains ImageNet with: an area of 8 to 100 % with an aspect ratio of 3:4 to 4:3, made
-square, and flipped in every second case; to evaluate, the shorter edge is made 256 / 224 of the crop's, which is taken
-from the middle. *Rejected:* torchvision's transforms, which draw from the process-wide generator, and cut and scale in
-two passes.
+The crops are the usual ones for ImageNet: an area of 8 to 100 % with an aspect ratio of 3:4 to 4:3, resized to a
+square, and flipped with probability 1/2; for evaluation, the shorter edge is resized to 256 / 224 of the crop's, which
+is taken from the centre. *Rejected:* torchvision's transforms, which draw from the process-wide generator, and crop and
+resize in two passes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.recipes.imagenet.listing import Listing
 
 __all__ = ["BROKEN", "DummyImages", "FolderImages", "centre_box", "normalize", "random_box", "read_image"]
 
-BROKEN = -1  # the label of an image that could not be read
+BROKEN = -1  # the label of an image that cannot be read
 
 Sample = tuple[Tensor, int, int]
 Box = tuple[float, float, float, float]
@@ -38,7 +38,7 @@ _ASPECT = (3 / 4, 4 / 3)
 _TRIES = 10
 _MARGIN = 256 / 224
 _ORIENTATION = 0x0112
-# Of EXIF's orientations 2 … 8: what turns the picture upright.
+# Operations that undo EXIF's orientations 2 … 8.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -48,44 +48,47 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images; weights expect them
+_MEAN, _STD = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # of ImageNet's training images; pretrained weights expect them
 _DUMMY_SIZES = {"train": 1_281_167, "val": 50_000}
 _DUMMY_CLASSES = 1000
 
 
 def read_image(path: Path) -> Image.Image:
-    """The picture in a file as RGB, upright.
+    """Read the image in a file as RGB, upright.
 
-    What a file holds decides, not its name: a PNG that is called .JPEG is read as PNG. Grayscale, CMYK, palettes and 16
-    bits per channel become RGB with 8; transparency is dropped. A picture that EXIF says lies on its side is set up.
+    The content of a file decides, not its name: a PNG named .JPEG is read as PNG. Grayscale, CMYK, palettes and 16
+    bits per channel become RGB with 8; transparency is dropped. EXIF's orientation is applied.
 
     Raises:
-        DataError: the file cannot be read, or holds no whole picture; names it.
+        DataError: the file cannot be read, or is not a complete image; names it.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata, which the picture does not need
+            warnings.simplefilter("ignore")  # about odd metadata
             with Image.open(path) as image:
                 image.load()
                 upright = _UPRIGHT.get(_orientation(image))
                 picture = _as_rgb(image)
                 return picture if upright is None else picture.transpose(upright)
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the system's error, not the decoder's
+        if isinstance(error, OSError) and error.errno is not None:  # an error of the system, not the decoder
             raise DataError(f"{path} cannot be opened: {error.strerror}") from error
         raise DataError(
-            f"{path} cannot be read as an image ({error}). Repair or remove it, or give --skip-broken to leave such "
+            f"{path} cannot be read as an image ({error}). Repair or remove it, or use --skip-broken to leave such "
             "images out"
         ) from None
 
 
 def random_box(width: int, height: int, generator: torch.Generator) -> Box:
-    """A part of a picture to train on.
+    """A random crop for training.
 
     Args:
-        width: of the picture, in pixels.
-        height: of the picture, in pixels.
-        generator: what is drawn from.
+        width: width of the image, in pixels.
+        height: height of the image, in pixels.
+        generator: random number generator.
 
     Returns:
         Left, top, right, bottom, in whole pixels.
@@ -99,7 +102,7 @@ def random_box(width: int, height: int, generator: torch.Generator) -> Box:
         if 0 < w <= width and 0 < h <= height:
             left, top = int(draws[2] * (width - w + 1)), int(draws[3] * (height - h + 1))
             return left, top, left + w, top + h
-    # The largest part from the middle whose aspect ratio is allowed.
+    # The largest centre crop with an allowed aspect ratio.
     w = min(width, max(round(height * _ASPECT[1]), 1))
     h = min(height, max(round(width / _ASPECT[0]), 1))
     left, top = (width - w) // 2, (height - h) // 2
@@ -107,24 +110,24 @@ def random_box(width: int, height: int, generator: torch.Generator) -> Box:
 
 
 def centre_box(width: int, height: int) -> Box:
-    """The square part from the middle of a picture to evaluate on."""
+    """The square centre crop for evaluation."""
     edge = min(width, height) / _MARGIN
     left, top = (width - edge) / 2, (height - edge) / 2
     return left, top, left + edge, top + edge
 
 
 def normalize(images: Tensor, dtype: torch.dtype, *, channels_last: bool = False) -> Tensor:
-    """A batch as networks take it.
+    """Normalize a batch for the network.
 
     Args:
         images: uint8 `(n, height, width, 3)`.
-        dtype: of the result.
-        channels_last: how it lies in memory.
+        dtype: dtype of the result.
+        channels_last: whether the memory format of the result is channels last.
 
     Returns:
-        `(n, 3, height, width)`, each channel with ImageNet's mean taken off, in units of its standard deviation.
+        `(n, 3, height, width)`, with ImageNet's mean per channel subtracted, divided by its standard deviation.
     """
-    images = images.permute(0, 3, 1, 2)  # which lies in memory with channels last
+    images = images.permute(0, 3, 1, 2)  # now channels last in memory
     if not channels_last:
         images = images.contiguous()
     mean, std = (torch.tensor(values, dtype=dtype, device=images.device).view(3, 1, 1) for values in (_MEAN, _STD))
@@ -135,10 +138,10 @@ class FolderImages(Dataset[Sample]):
     """The images of a listing.
 
     Args:
-        listing: files and labels.
-        size: edge of the result, in pixels.
-        augment: random parts and flips; else the middle.
-        skip_broken: an image that cannot be read is black, and its label `BROKEN`; else it is an error.
+        listing: the files and labels.
+        size: edge length of the result, in pixels.
+        augment: whether to crop and flip at random; otherwise a centre crop.
+        skip_broken: an image that cannot be read is black, with label `BROKEN`; otherwise it is an error.
     """
 
     def __init__(self, listing: Listing, size: int, *, augment: bool, skip_broken: bool = False) -> None:
@@ -146,17 +149,17 @@ class FolderImages(Dataset[Sample]):
 
     @property
     def num_classes(self) -> int:
-        """Classes of the images."""
+        """Number of classes."""
         return len(self.listing.classes)
 
     def name(self, index: int) -> str:
-        """Where an image lies, for people."""
+        """The path of an image, for messages."""
         return str(self.listing.path(index))
 
     def __len__(self) -> int:
         return len(self.listing)
 
-    def __getitem__(  # type: ignore[override]  # the loader hands over the generator
+    def __getitem__(  # type: ignore[override]  # the loader passes the generator
         self, index: int, *, generator: torch.Generator
     ) -> Sample:
         try:
@@ -175,11 +178,11 @@ class FolderImages(Dataset[Sample]):
 
 
 class DummyImages(Dataset[Sample]):
-    """Noise of ImageNet's dimensions, for benchmarks of everything but decoding.
+    """Noise of ImageNet's size, for benchmarks without decoding.
 
     Args:
-        part: "train" (1,281,167 images) or "val" (50,000).
-        size: edge in pixels.
+        part: "train" (1,281,167 images) or "val" (50,000 images).
+        size: edge length in pixels.
     """
 
     num_classes = _DUMMY_CLASSES
@@ -188,7 +191,7 @@ class DummyImages(Dataset[Sample]):
         self.length, self.size = _DUMMY_SIZES[part], size
 
     def name(self, index: int) -> str:
-        """What to call an image."""
+        """The name of an image, for messages."""
         return f"dummy image {index}"
 
     def __len__(self) -> int:
@@ -202,16 +205,16 @@ class DummyImages(Dataset[Sample]):
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF's, 1 … 8; 1 where there is none."""
+    """EXIF's orientation, 1 … 8; 1 if there is none."""
     try:
         found = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # whatever damaged metadata makes of Pillow: the picture itself is whole
+    except Exception:  # Pillow's errors about damaged metadata; the image itself is fine
         return 1
     return found if isinstance(found, int) else 1
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # Pillow would cut 16 bits off at 255, not scale them
+    if image.mode.startswith("I"):  # Pillow would clip 16 bits at 255 instead of scaling them
         wide = np.asarray(image, dtype=np.float64)
         scaled = np.clip(wide / 257, 0, 255).astype(np.uint8)
         return Image.fromarray(scaled).convert("RGB")

@@ -1,12 +1,12 @@
-"""The files of an ImageFolder: listed once, by rank 0, kept beside the runs, and handed to all ranks.
+"""Lists the files of an ImageFolder: once, by rank 0, which stores the listing and broadcasts it.
 
 A folder of 1.3 million files takes a while to list, and a file system that many hosts share takes longer when all
-ranks list it at once. So rank 0 lists, in one pass that asks the system for nothing but names, and broadcasts; a file
-of numpy arrays keeps the listing for the next run.
+ranks list it at once. So rank 0 lists it, in one pass that reads names only, and broadcasts; a file of numpy arrays
+stores the listing for the next run.
 
-[Note: checked] Files that come or go change the time of the folder they are in. A listing is used again only if each
-folder that was listed has the time that it had, and if all of these times were some seconds old when they were read: a
-folder may change twice within a tick of its clock (git calls such entries racy). Checking asks for the times of a
+[Note: checked] Adding or removing a file changes the mtime of its folder. A stored listing is used only if each listed
+folder still has the same mtime, and if all of these were some seconds old when they were read: a
+folder may change twice within a tick of the clock (git calls such entries racy). Checking reads the mtimes of a
 thousand folders, not of a million files.
 """
 
@@ -43,16 +43,16 @@ _VERSION = 1
 class Listing:
     """The images of train/ or val/.
 
-    Paths lie in one array of bytes, not in a million Python strings: what a process that loads images inherits is not
-    copied when their reference counts change.
+    Paths are in one array of bytes, not in a million Python strings, so that memory which loader workers inherit is not
+    copied when reference counts change.
 
     Attributes:
         root: the folder listed.
-        classes: names of the class folders, sorted; a label is a place in here.
-        names: uint8; the paths below `root`, one after the other, as the file system spells them.
-        ends: int64 [n]; where each path ends in `names`.
+        classes: sorted names of the class folders; a label is an index into these.
+        names: uint8; the concatenated paths below `root`, in the encoding of the file system.
+        ends: int64 [n]; the end of each path in `names`.
         labels: int64 [n].
-        seconds: that the listing took; 0 where it was found in a file.
+        seconds: time that listing took; 0 if it was read from a file.
     """
 
     root: Path
@@ -66,25 +66,25 @@ class Listing:
         return len(self.labels)
 
     def relabelled(self, labels: Sequence[int], classes: tuple[str, ...]) -> Listing:
-        """The same images with other labels: those of class k become `labels[k]`, a place in `classes`."""
+        """The same images with other labels: label k becomes `labels[k]`, an index into `classes`."""
         return replace(self, classes=classes, labels=np.array(labels, dtype=np.int64)[self.labels])
 
     def path(self, index: int) -> Path:
-        """Where image `index` lies."""
+        """The path of image `index`."""
         begin = self.ends[index - 1] if index else 0
         return self.root / os.fsdecode(self.names[begin : self.ends[index]].tobytes())
 
 
 def list_part(folder: Path, part: str, kept_in: Path) -> Listing:
-    """The images in `folder/part`. Collective: rank 0 lists them, or finds its last listing unchanged.
+    """List the images in `folder/part`. Collective; rank 0 lists them, or uses a stored listing.
 
     Args:
-        folder: of the images; every rank sees it under this path.
+        folder: folder of the images; has this path on every rank.
         part: "train" or "val".
-        kept_in: folder for listings; made if it is not there.
+        kept_in: folder for stored listings; created if missing.
 
     Raises:
-        DataError: there is no such folder, or no class folder in it, or an empty one; on every rank.
+        DataError: on every rank, if the folder is missing, has no class folders, or one of these is empty.
     """
     root = folder / part
     found: list[Listing] = []
@@ -106,17 +106,17 @@ def scan_folder(root: Path) -> tuple[Listing, list[tuple[str, int]]]:
     """List the images below the class folders of `root`. Local.
 
     Returns:
-        The listing, and each folder that was looked into, with its time in nanoseconds.
+        The listing, and each folder that was read, with its mtime in nanoseconds.
 
     Raises:
-        DataError: no class folder, or one without an image; names it.
+        DataError: there is no class folder, or one without images, which is named.
     """
     started = time.perf_counter()
     folders = [(str(root), os.stat(root).st_mtime_ns)]
     with os.scandir(root) as entries:
         classes = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
     if not classes:
-        raise DataError(f"{root} has no class folders: expected a folder for each class, with its images inside")
+        raise DataError(f"{root} has no class folders: expected a folder per class, with its images inside")
     names, labels = bytearray(), []
     ends: list[int] = []
     for label, name in enumerate(classes):
@@ -126,7 +126,7 @@ def scan_folder(root: Path) -> tuple[Listing, list[tuple[str, int]]]:
             ends.append(len(names))
         if len(ends) == before:
             raise DataError(
-                f"{root / name} has no images: expected files that end in {', '.join(EXTENSIONS)}. Put some there, or "
+                f"{root / name} has no images: expected files that end in {', '.join(EXTENSIONS)}. Add some, or "
                 "remove the folder if there is no such class"
             )
         labels.append(np.full(len(ends) - before, label, dtype=np.int64))
@@ -144,15 +144,15 @@ def scan_folder(root: Path) -> tuple[Listing, list[tuple[str, int]]]:
 def _images(
     folder: str, below: str, folders: list[tuple[str, int]], above: tuple[tuple[int, int], ...]
 ) -> Iterator[str]:
-    """Paths below the root of the images in a folder and in those inside it."""
+    """Paths, relative to the root, of the images in a folder and its subfolders."""
     status = os.stat(folder)
     identity = status.st_dev, status.st_ino
     if identity in above:
-        raise DataError(f"{folder} leads back to a folder that it is in: remove the link")
+        raise DataError(f"{folder} links to one of its parent folders: remove the link")
     folders.append((folder, status.st_mtime_ns))
     with os.scandir(folder) as entries:
         for entry in entries:
-            # The ending first: for most entries nothing else is looked at.
+            # Check the extension first: it is enough for most entries.
             if entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith("."):
                 yield f"{below}/{entry.name}"
             elif entry.is_dir():
@@ -165,7 +165,7 @@ def _find(root: Path, folder: Path, kept_in: Path) -> Listing:
         inside = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())[:5] if folder.is_dir() else None
         there = "there is no such folder" if inside is None else f"in it: {', '.join(inside) or 'no folder'}"
         raise DataError(
-            f"{folder}/{root.name} is missing: {folder} must hold train/ and val/, with a folder for each class in "
+            f"{folder}/{root.name} is missing: {folder} must have train/ and val/, with a folder per class in "
             f"both ({there})"
         )
     absolute = os.path.realpath(root)
@@ -176,7 +176,7 @@ def _find(root: Path, folder: Path, kept_in: Path) -> Listing:
         return listing
     listed_ns = time.time_ns()
     listing, folders = scan_folder(root)
-    with contextlib.suppress(OSError):  # a listing that cannot be kept is made again
+    with contextlib.suppress(OSError):  # if it cannot be stored, the next run lists again
         _write(kept, listing, folders, listed_ns)
     return listing
 
@@ -205,23 +205,23 @@ def _write(path: Path, listing: Listing, folders: Sequence[tuple[str, int]], lis
 
 
 def _read(path: Path, root: Path) -> Listing | None:
-    """A kept listing that still holds; None where there is none. See [Note: checked]."""
+    """A stored listing that is still valid; otherwise None. See [Note: checked]."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             classes = _classes_if_unchanged(arrays["header"].tobytes())
             if classes is None:
                 return None
             listing = Listing(root, classes, arrays["names"], arrays["ends"], arrays["labels"])
-    except Exception:  # None, cut off or damaged, of which zip files and numpy say many things: it is made again.
+    except Exception:  # Missing, truncated or damaged, for which zipfile and numpy raise many errors: list again.
         return None
     return listing if _is_whole(listing) else None
 
 
 def _classes_if_unchanged(text: bytes) -> tuple[str, ...] | None:
-    """The classes, by the header of a kept listing; None where it does not hold any more, or is none.
+    """The classes, from the header of a stored listing; None if it is invalid or outdated.
 
     Raises:
-        ValueError, RecursionError: it is no JSON.
+        ValueError, RecursionError: it is not JSON.
     """
     match json.loads(text):
         case {"version": int(version), "classes": list(classes), "listed_ns": int(listed_ns), "folders": list(folders)}:
@@ -234,7 +234,7 @@ def _classes_if_unchanged(text: bytes) -> tuple[str, ...] | None:
 
 
 def _is_whole(listing: Listing) -> bool:
-    """Whether the arrays are such as `scan_folder` makes."""
+    """Whether the arrays are consistent, as `scan_folder` makes them."""
     names, ends, labels = listing.names, listing.ends, listing.labels
     is_typed = [array.dtype for array in (names, ends, labels)] == [np.uint8, np.int64, np.int64]
     if not is_typed or names.ndim != 1 or ends.ndim != 1 or ends.shape != labels.shape or len(ends) == 0:
@@ -249,15 +249,15 @@ def _unchanged(folders: Sequence[tuple[str, int]], listed_ns: int) -> bool:
             changed_ns < listed_ns - _SETTLED_NS and os.stat(folder).st_mtime_ns == changed_ns
             for folder, changed_ns in folders
         )
-    except (OSError, ValueError):  # gone; or no name of a folder
+    except (OSError, ValueError):  # removed, or not a valid name
         return False
 
 
 def _broadcast(array: npt.NDArray[_T]) -> npt.NDArray[_T]:
-    """Rank 0's array on every rank, which brings one of that size."""
+    """Broadcast rank 0's array; every rank passes one of the same size."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return array
-    # A copy, because what numpy has read may not be written.
+    # A copy, because arrays that numpy has read may be read-only.
     tensor = torch.tensor(array).to(collective_device())
     dist.broadcast(tensor, src=0)
     together: npt.NDArray[_T] = tensor.cpu().numpy()

@@ -1,9 +1,9 @@
 """Networks by name.
 
-ResNets are built here, so that the program runs without torchvision: the same networks as torchvision's of these names,
-with the same names of parameters and, from one seed, the same initial weights; torchvision's trained weights fit.
-`tiny` is a small residual network for tests and small images; it normalises over groups of channels, image by image, so
-what it learns does not depend on how a batch is split. `tiny-bn` is the same with batch normalization.
+ResNets are defined here, so that the program runs without torchvision. They equal torchvision's networks of these
+names, with the same parameter names and, for the same seed, the same initial weights; torchvision's trained weights can
+be loaded. `tiny` is a small residual network for tests and small images, with group normalization, so that results do
+not depend on how a batch is split. `tiny-bn` is the same with batch normalization.
 All other names are looked up in torchvision, then in timm.
 """
 
@@ -27,7 +27,7 @@ _TINY_GROUPS = 8
 
 
 class _BasicBlock(nn.Module):
-    """Two convolutions of 3x3 and a way around them."""
+    """Two 3x3 convolutions with a skip connection."""
 
     expansion = 1
 
@@ -47,7 +47,7 @@ class _BasicBlock(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """Convolutions of 1x1, 3x3 (which has the stride) and 1x1, and a way around them."""
+    """1x1, 3x3 (with the stride) and 1x1 convolutions with a skip connection."""
 
     expansion = 4
 
@@ -79,9 +79,9 @@ class ResNet(nn.Module):
     """A residual network (He et al., "Deep Residual Learning for Image Recognition", 2015).
 
     Args:
-        block: kind of block.
+        block: type of block.
         depths: blocks in each of the four stages.
-        num_classes: outputs.
+        num_classes: number of outputs.
     """
 
     def __init__(self, block: type[_BasicBlock] | type[_Bottleneck], depths: tuple[int, ...], num_classes: int) -> None:
@@ -115,11 +115,11 @@ class ResNet(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A residual network of three blocks, 78 thousand parameters with 10 classes, for images from 8 pixels up.
+    """A residual network of three blocks, for images of 8 pixels or more; 78 thousand parameters with 10 classes.
 
     Args:
-        num_classes: outputs.
-        norm: makes a normalisation of so many channels; default over groups of them, image by image.
+        num_classes: number of outputs.
+        norm: creates a normalization layer for a number of channels; group normalization by default.
     """
 
     def __init__(self, num_classes: int, norm: _Norm = lambda channels: nn.GroupNorm(_TINY_GROUPS, channels)) -> None:
@@ -153,18 +153,18 @@ _INSTALL = "pip install torchvision"
 
 
 def create_model(name: str, num_classes: int, *, pretrained: bool = False, size: int = 224) -> nn.Module:
-    """The network of that name, on the CPU in float32, with initial weights from the process-wide generator. Local.
+    """Create a network, on the CPU in float32, with initial weights from the process-wide generator. Local.
 
     Args:
         name: see the module's docstring.
-        num_classes: outputs.
-        pretrained: load torchvision's or timm's trained weights, which are downloaded once. Where they are for another
+        num_classes: number of outputs.
+        pretrained: load torchvision's or timm's trained weights, which are downloaded once. If they are for another
             number of classes, the last layer keeps its initial weights.
-        size: edge of the images, in pixels, for networks that are made for one size.
+        size: edge length of the images in pixels, for networks made for one size.
 
     Raises:
-        InputError: there is no such network, or it has no trained weights.
-        SetupError: it needs a package that is not installed, or its weights cannot be had.
+        InputError: the network is unknown, or has no trained weights.
+        SetupError: it needs a package that is not installed, or its weights cannot be downloaded.
     """
     check_name(name)
     if name in _BUILT_HERE:
@@ -172,7 +172,7 @@ def create_model(name: str, num_classes: int, *, pretrained: bool = False, size:
         return _load_torchvision_weights(model, name) if pretrained else model
     models = _torchvision_models()
     if models is not None and name in models.list_models(module=models):
-        # Two of them have a second output for training, which the loss here has no use for.
+        # Two of them have a second output for training, which is not used here.
         options: dict[str, Any] = {}
         if name in ("googlenet", "inception_v3"):
             options = {"aux_logits": False, "init_weights": True}
@@ -187,10 +187,10 @@ def create_model(name: str, num_classes: int, *, pretrained: bool = False, size:
 
 
 def check_name(name: str) -> None:
-    """Find out whether there is a network of that name, before anything is done for it. Local.
+    """Check that there is a network of that name, before anything is set up. Local.
 
     Raises:
-        InputError: there is none.
+        InputError: the network is unknown.
         SetupError: it needs a package that is not installed.
     """
     if name in _BUILT_HERE:
@@ -204,15 +204,15 @@ def check_name(name: str) -> None:
 
 
 def check_size(model: nn.Module, name: str, size: int) -> None:
-    """Find out whether a network of others takes images of a size, by one image. Local.
+    """Check, with one image, that a network of another library accepts a size. Local.
 
     Args:
-        model: on the CPU.
-        name: of the network.
-        size: edge of the images, in pixels.
+        model: the network, on the CPU.
+        name: name of the network.
+        size: edge length of the images, in pixels.
 
     Raises:
-        InputError: it does not; says what the network said.
+        InputError: it does not; quotes the network's error.
     """
     if name in _BUILT_HERE:
         return
@@ -222,7 +222,7 @@ def check_size(model: nn.Module, name: str, size: int) -> None:
             model.eval()(torch.zeros(1, 3, size, size))
     except (AssertionError, RuntimeError, ValueError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"--arch {name} does not take images of --size {size}: {said}") from error
+        raise InputError(f"--arch {name} does not accept images of --size {size}: {said}") from error
     finally:
         model.train(was_training)
 
@@ -233,38 +233,38 @@ def _unknown(name: str, models: Any, *, has_timm: bool) -> InputError | SetupErr
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     if models is None:
         return SetupError(
-            f"--arch {name} needs torchvision, not installed here: {_INSTALL}. Without it there are: "
+            f"--arch {name} needs torchvision, which is not installed: {_INSTALL}. Without it: "
             f"{', '.join(_BUILT_HERE)}{hint}"
         )
     timm = "neither torchvision nor timm has" if has_timm else "torchvision does not have (timm is not installed)"
-    return InputError(f"--arch is {name!r}, a network that {timm}{hint}")
+    return InputError(f"--arch is {name!r}, which {timm}{hint}")
 
 
 def _timm() -> Any:
-    """`timm`, or None where it is not installed."""
+    """`timm`, or None if it is not installed."""
     return importlib.import_module("timm") if find_spec("timm") else None
 
 
 def _torchvision_models() -> Any:
-    """`torchvision.models`, or None where it is not installed."""
+    """`torchvision.models`, or None if it is not installed."""
     if not find_spec("torchvision"):
         return None
     try:
         return importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError, AttributeError) as error:  # built for another release of torch
         raise SetupError(
-            f"torchvision is installed and cannot be imported ({str(error).splitlines()[0]}): it must be the release "
-            f"that goes with torch {torch.__version__}"
+            f"torchvision cannot be imported ({str(error).splitlines()[0]}): it must be the release "
+            f"that matches torch {torch.__version__}"
         ) from error
 
 
 def _load_torchvision_weights(model: nn.Module, name: str) -> nn.Module:
-    """Overwrite the initial weights by torchvision's trained ones."""
+    """Replace the initial weights by torchvision's trained ones."""
     models = _torchvision_models()
     if name.startswith("tiny"):
         raise InputError(f"--pretrained: there are no trained weights for {name}; leave --pretrained out")
     if models is None:
-        raise SetupError(f"--pretrained takes its weights from torchvision, not installed here: {_INSTALL}")
+        raise SetupError(f"--pretrained needs torchvision, which is not installed: {_INSTALL}")
     try:
         state = models.get_model_weights(name).DEFAULT.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError, ValueError) as error:

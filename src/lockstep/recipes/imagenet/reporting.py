@@ -1,4 +1,4 @@
-"""What a run of the ImageNet program says before it begins, and who writes down how it goes."""
+"""The first lines that a run of the ImageNet program prints, and its logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def heading(strategy: str, config: ImagenetConfig, world: World, trainer: Traine
     ranks = f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'} on {world.backend}"
     together = f", {config.accumulate} of them per step" if config.accumulate > 1 else ""
     sharded = isinstance(trainer.optimizer, lockstep.ZeroRedundancyOptimizer) and world.world_size > 1
-    shares = ", each of which steps a share of them" if sharded else ""
+    shares = ", each of which updates a shard of them" if sharded else ""
     return [
         f"imagenet: {config.arch}, {parameters:,} parameters in {config.precision}, {strategy}, {ranks}{shares}",
         f"batches of {config.batch_size} images{together}; {describe_rate(config)}",
@@ -47,7 +47,7 @@ def make_views(
     folder: Path,
     notes: Sequence[str],
 ) -> list[RunLog | Display]:
-    """What rank 0 writes and shows."""
+    """The log and the display of rank 0."""
     header = {
         "recipe": "imagenet",
         "config": config.as_dict(),

@@ -1,8 +1,8 @@
 """The learning rate of every optimizer step, as a function of its number.
 
-A rate that is good for steps of 256 images is good for k times as many when it is k times as high (the linear scaling
-rule of Goyal et al., "Accurate, Large Minibatch SGD", 2017); large ones need some epochs of warm-up. Being a function
-of the step alone, the rate is right after a resume, also with another `--epochs` or `--lr`.
+For steps with k times as many images, the learning rate is multiplied by k (the linear scaling
+rule of Goyal et al., "Accurate, Large Minibatch SGD", 2017); large steps need some epochs of warm-up. As a function
+of the step alone, the rate is right after a resume, even with another `--epochs` or `--lr`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def rate_of_step(config: ImagenetConfig, step: int, steps_per_epoch: int) -> flo
     """The rate of one optimizer step.
 
     Args:
-        config: says which schedule.
-        step: its number; the first is 0.
+        config: the configuration.
+        step: number of the step, from 0.
         steps_per_epoch: optimizer steps in an epoch.
 
     >>> config = ImagenetConfig(lr=0.1, epochs=90, warmup=5)
@@ -49,7 +49,7 @@ def rate_of_step(config: ImagenetConfig, step: int, steps_per_epoch: int) -> flo
 
 
 def describe_rate(config: ImagenetConfig) -> str:
-    """One line that says what the rate will be, and why."""
+    """A line that describes the schedule."""
     words = f"learning rate {full_rate(config):g}"
     if config.scale_lr and config.step_images != _REFERENCE_IMAGES:
         words += f" = {config.lr:g} x {config.step_images} images per step / {_REFERENCE_IMAGES}"
@@ -68,8 +68,8 @@ class RateSchedule:
     """Sets the rate of an optimizer, step by step; a `lockstep.train.Scheduler`.
 
     Args:
-        optimizer: whose rate to set.
-        config: says which schedule.
+        optimizer: the optimizer whose rate is set.
+        config: the configuration.
         steps_per_epoch: optimizer steps in an epoch.
     """
 
@@ -78,15 +78,15 @@ class RateSchedule:
         self._set(0)
 
     def step(self) -> None:
-        """A step was done: set the rate of the next."""
+        """Set the rate of the next step."""
         self._set(self._step + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps were done."""
+        """The number of steps done."""
         return {"step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Continue after that many steps, by the schedule of this run."""
+        """Resume after that number of steps, with this run's schedule."""
         self._set(state_dict["step"])
 
     def _set(self, step: int) -> None:

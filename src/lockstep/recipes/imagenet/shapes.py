@@ -1,11 +1,11 @@
-"""A small ImageFolder of drawn shapes, so that everybody can run the ImageNet program at once.
+"""Generates a small ImageFolder of shapes, so that the ImageNet program can be run without ImageNet.
 
     DIR/train/000-disk/0000.jpg      class folders, real JPEGs
-    DIR/val/000-disk/0000.jpg        other drawings of the same classes
+    DIR/val/000-disk/0000.jpg        other images of the same classes
 
-A class is a shape; from the eleventh class on a shape in one colour, from the 101st on a background colour, too. Place,
-size, turn, the remaining colours and noise are drawn anew for each image, so a network has to look at the shape. Every
-image is a function of (seed, part, class, number): more images or classes leave those there were as they are.
+A class is a shape; from the eleventh class on, a shape in one colour; from the 101st, on a background of one colour.
+Position, size, rotation, other colours and noise are random in each image, so a network has to look at the shape. Every
+image is a function of (seed, part, class, number): adding images or classes does not change the others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["MAX_CLASSES", "ShapesFolder", "class_names", "draw_shape", "write_sh
 _Point: TypeAlias = tuple[float, float]
 _Polygons: TypeAlias = list[list[_Point]]
 
-_DETAIL = 3  # drawn this many times as large, then made smaller: smooth edges
-_SHARE_OF_VAL = 4  # one validation image for this many training images
+_DETAIL = 3  # supersampling factor, for smooth edges
+_SHARE_OF_VAL = 4  # training images per validation image
 
 
 def _regular(corners: int, turn: float = 0.0) -> _Polygons:
@@ -55,7 +55,7 @@ def _ring() -> _Polygons:
     return [[*outer, outer[0], *[(0.55 * x, 0.55 * y) for x, y in [outer[0], *reversed(outer)]]]]
 
 
-# Name -> its polygons in the circle of radius 1, filled. In order of the classes.
+# Name -> its filled polygons in the unit circle, in the order of the classes.
 _SHAPES: dict[str, Callable[[], _Polygons]] = {
     "disk": lambda: _regular(40),
     "square": lambda: _regular(4, math.pi / 4),
@@ -77,16 +77,16 @@ MAX_CLASSES = len(_SHAPES) * _COLOURS * _COLOURS
 
 @dataclass(frozen=True)
 class ShapesFolder:
-    """What to draw.
+    """What to generate.
 
     Attributes:
-        folder: where to write; must not exist, or be empty.
-        classes: 2 … `MAX_CLASSES`.
-        images: training images of all classes together, spread evenly.
-        val_images: validation images of all classes together; None for a quarter of `images`, but one of each class.
-        size: edge in pixels.
-        seed: of all that is drawn at random.
-        quality: of the JPEGs, 1 … 95.
+        folder: folder to write to; must be new or empty.
+        classes: number of classes, 2 … `MAX_CLASSES`.
+        images: number of training images over all classes, distributed evenly.
+        val_images: number of validation images over all classes; None for `images` / 4, at least one per class.
+        size: edge length in pixels.
+        seed: random seed.
+        quality: JPEG quality, 1 … 95.
     """
 
     folder: Path
@@ -98,10 +98,10 @@ class ShapesFolder:
     quality: int = 90
 
     def check(self) -> None:
-        """Find what cannot be drawn.
+        """Check the values.
 
         Raises:
-            InputError: names the option, what it got and what it takes.
+            InputError: names the option, its value and its range.
         """
         limits = {
             "--classes": (self.classes, 2, MAX_CLASSES),
@@ -118,12 +118,12 @@ class ShapesFolder:
 
     @property
     def num_val_images(self) -> int:
-        """Validation images of all classes together."""
+        """Number of validation images over all classes."""
         return max(self.images // _SHARE_OF_VAL, self.classes) if self.val_images is None else self.val_images
 
 
 def class_names(count: int) -> list[str]:
-    """Folder names of the first `count` classes, in their order.
+    """Folder names of the first `count` classes, in order.
 
     >>> class_names(12)[0], class_names(12)[11]
     ('000-disk', '011-square-red')
@@ -142,12 +142,12 @@ def class_names(count: int) -> list[str]:
 
 
 def draw_shape(number: int, size: int, random_: random.Random) -> Image.Image:
-    """One image of class `number`.
+    """Draw an image of class `number`.
 
     Args:
-        number: of the class, 0 … `MAX_CLASSES` - 1.
-        size: edge in pixels.
-        random_: what all but the class is drawn from.
+        number: number of the class, 0 … `MAX_CLASSES` - 1.
+        size: edge length in pixels.
+        random_: random number generator for everything but the class.
     """
     kinds = len(_SHAPES)
     hue = number // kinds % _COLOURS if number >= kinds else random_.randrange(_COLOURS)
@@ -168,23 +168,23 @@ def draw_shape(number: int, size: int, random_: random.Random) -> Image.Image:
 
 
 def write_shapes(what: ShapesFolder) -> tuple[int, int]:
-    """Draw the folder. It appears when all images are written, or not at all.
+    """Write the folder. It appears once all images are written, or not at all.
 
     Returns:
         Number of training images, and of validation images.
 
     Raises:
-        InputError: `what` cannot be drawn, or its folder holds something or cannot be made.
+        InputError: `what` has invalid values, or its folder is not empty or cannot be created.
     """
     what.check()
     target = what.folder
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise InputError(f"{target} is there and not empty: name a folder that is new, or delete it first")
+            raise InputError(f"{target} exists and is not empty: choose a new folder, or delete it first")
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
-        raise InputError(f"cannot make {target}: {error.strerror}; choose another folder") from error
+        raise InputError(f"cannot create {target}: {error.strerror}; choose another folder") from error
     try:
         unfinished.chmod(0o755)
         counts = [_write_part(unfinished, what, part, n) for part, n in _parts(what)]
@@ -217,7 +217,7 @@ def _placed(point: _Point, turn: float, radius: float, centre: list[float]) -> _
 
 
 def _colour(hue: int, random_: random.Random, *, light: bool) -> str:
-    """A colour near one of ten hues: light for shapes, dark for what is behind them."""
+    """A colour near one of ten hues: light for shapes, dark for backgrounds."""
     degrees = (36 * hue + random_.uniform(-8, 8)) % 360
     lightness = random_.uniform(55, 75) if light else random_.uniform(10, 28)
     return f"hsl({degrees:.0f},{random_.uniform(50, 90):.0f}%,{lightness:.0f}%)"

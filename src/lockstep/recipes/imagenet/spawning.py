@@ -1,4 +1,4 @@
-"""`--strategy spawn`: this process starts those of its host, by `torch.multiprocessing.spawn`."""
+"""`--strategy spawn`: this process starts the ranks of its host with `torch.multiprocessing.spawn`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def spawn(options: argparse.Namespace) -> int:
     """Start the processes of this host, and wait for them.
 
     Args:
-        options: `world_size` hosts, of which this is number `rank`; `processes` on each, "auto" for one per GPU, else
-            one per core.
+        options: `world_size` hosts, of which this is number `rank`; `processes` on each, "auto" for one per GPU, or per
+            core without GPUs.
 
     Returns:
-        0; or 2 where the options cannot be used.
+        0; or 2 if the options cannot be used.
 
     Raises:
         torch.multiprocessing.ProcessExitedException, ProcessRaisedException: a process failed.
@@ -44,24 +44,24 @@ def spawn(options: argparse.Namespace) -> int:
             _work, args=(options, host, num_hosts, per_host, url), nprocs=per_host
         )
     except ProcessExitedException as ended:
-        if ended.exit_code == 2:  # said by rank 0
+        if ended.exit_code == 2:  # reported by rank 0
             return 2
         raise
     return 0
 
 
 def _processes(options: argparse.Namespace) -> int:
-    # torch is asked, not the environment: `lockstep rehearse` pretends GPUs.
+    # From torch, not the environment, because `lockstep rehearse` simulates GPUs.
     if options.processes == "auto" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return resolve_nproc(options.processes, env.snapshot())
 
 
 def _hosts(options: argparse.Namespace) -> tuple[int, int]:
-    """How many hosts there are, and which of them this is.
+    """The number of hosts, and the number of this one.
 
     Raises:
-        InputError: no such host.
+        InputError: the number of this host is out of range.
     """
     num_hosts, host = max(options.world_size, 1), options.rank
     if options.dist_url == "env://":  # as in the reference example
@@ -71,20 +71,20 @@ def _hosts(options: argparse.Namespace) -> tuple[int, int]:
         host = 0
     if host is None or not 0 <= host < num_hosts:
         raise InputError(
-            f"--rank is {host}, of --world-size {num_hosts}: with --strategy spawn these count hosts, from 0"
+            f"--rank is {host} of --world-size {num_hosts}: with --strategy spawn these count hosts, from 0"
         )
     return num_hosts, host
 
 
 def _work(local_rank: int, options: argparse.Namespace, host: int, num_hosts: int, per_host: int, url: str) -> None:
-    """One rank."""
+    """The function of each rank."""
     env.RANK.set(host * per_host + local_rank)
     env.WORLD_SIZE.set(num_hosts * per_host)
     env.LOCAL_RANK.set(local_rank)
     env.LOCAL_WORLD_SIZE.set(per_host)
     env.GROUP_RANK.set(host)
     env.GROUP_WORLD_SIZE.set(num_hosts)
-    # A launcher above gave its threads to one process; here are several.
+    # A launcher gave its threads to this one process, but there are several.
     torch.set_num_threads(min(torch.get_num_threads(), max(1, visible_cores() // per_host)))
     code = run(options, url)
     if code:

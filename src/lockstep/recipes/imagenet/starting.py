@@ -1,15 +1,15 @@
-"""Who starts the processes, from the options of the reference example and `--strategy`. Imports no torch.
+"""Determines who starts the processes, from the options of PyTorch's example and `--strategy`. Does not import torch.
 
-    --strategy ddp, apex, horovod   Lockstep's launcher: --nproc ranks on this host, or any launcher that is there
+    --strategy ddp, apex, horovod   Lockstep's launcher: --nproc ranks on this host, unless another launcher is used
     --strategy single, dp           one process
-    --strategy spawn                one process per host, which starts those of its host (torch.multiprocessing.spawn);
+    --strategy spawn                one process per host, which starts its ranks (torch.multiprocessing.spawn);
                                     --world-size then counts hosts and --rank numbers them, as in the example with
                                     --multiprocessing-distributed
     --strategy slurm                srun: every task is a rank
     --world-size N --rank R         without any of these: this process is rank R of N, as in the example
 
-[Note: places] The example's commands have FREEPORT and IP_OF_NODE0 in them, for a person to replace. On one host they
-need not be replaced: nobody else has to know the port, so one that is free is taken.
+[Note: places] The example's commands contain FREEPORT and IP_OF_NODE0, to be replaced by the user. On one host they
+need not be replaced: no other host has to know the port, so a free one is chosen.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _SPAWNED_HERE = frozenset({"single", "dp", "spawn"})
 
 @dataclass(frozen=True)
 class Start:
-    """What `lockstep train` starts.
+    """The processes that `lockstep train` starts.
 
     Attributes:
-        nproc: processes on this host; None: none, because this one is the rank.
-        extra: words for them, besides those that were given.
+        nproc: number of processes on this host; None if none are started, because this process is the rank.
+        extra: arguments to add to those given.
     """
 
     nproc: int | str | None
@@ -44,16 +44,14 @@ class Start:
 
 
 def choose_strategy(options: argparse.Namespace) -> str:
-    """The strategy that options mean.
+    """The strategy selected by the options.
 
     Raises:
         InputError: they contradict each other.
     """
     chosen: str | None = options.strategy
     if options.multiprocessing_distributed and chosen not in (None, "spawn"):
-        raise InputError(
-            f"--multiprocessing-distributed starts processes as --strategy spawn does: leave it out for {chosen}"
-        )
+        raise InputError(f"--multiprocessing-distributed is --strategy spawn: leave it out for {chosen}")
     if options.gpu is not None and not options.multiprocessing_distributed and chosen not in (None, "single"):
         raise InputError(f"--gpu {options.gpu} means one process on that GPU: leave it out to train on all of them")
     if chosen is not None:
@@ -64,22 +62,22 @@ def choose_strategy(options: argparse.Namespace) -> str:
 
 
 def start(options: argparse.Namespace, nproc: int | str) -> Start:
-    """How many processes `lockstep train` starts for these options.
+    """The processes that `lockstep train` starts for these options.
 
     Args:
-        options: as parsed.
-        nproc: what was asked for.
+        options: parsed options.
+        nproc: requested number of processes.
 
     Raises:
-        InputError: as `choose_strategy` and `resolve_config`; or `--strategy slurm` outside of a step of Slurm.
+        InputError: as `choose_strategy` and `resolve_config`; or `--strategy slurm` outside of a Slurm step.
     """
     strategy = choose_strategy(options)
     if options.resume is None:
-        resolve_config(options)  # what is said here, is said once
+        resolve_config(options)  # errors raised here are reported once
     if strategy == "slurm":
         if read_slurm(env.snapshot()) is None:
             raise InputError(
-                "--strategy slurm is for tasks that srun has started, and this process is none: write `srun "
+                "--strategy slurm is for tasks started by srun, and this process is not one: use `srun "
                 "--ntasks-per-node=4 lockstep train imagenet --strategy slurm …`"
             )
         return Start(None)
@@ -89,17 +87,17 @@ def start(options: argparse.Namespace, nproc: int | str) -> Start:
 
 
 def meeting_url(options: argparse.Namespace, num_hosts: int) -> str:
-    """Where processes meet that were not started by a launcher. See [Note: places].
+    """The rendezvous address of processes that were not started by a launcher. See [Note: places].
 
     Raises:
-        InputError: there are several hosts, and nobody said where.
+        InputError: it is not given, and there are several hosts.
     """
     url: str | None = options.dist_url
     if url is None or any(word in url for word in _PLACEHOLDERS):
         if num_hosts > 1:
             raise InputError(
-                f"--dist-url is {url or 'not given'}, but {num_hosts} hosts must meet: give all of them "
-                "tcp://ADDRESS:PORT, with the address of host 0 and a port that is free there"
+                f"--dist-url is {url or 'not given'}, but {num_hosts} hosts need one: on each of them, use "
+                "tcp://ADDRESS:PORT, with the address of host 0 and a free port there"
             )
         return f"tcp://127.0.0.1:{find_free_port()}"
     parts = urlsplit(url)
@@ -110,10 +108,10 @@ def meeting_url(options: argparse.Namespace, num_hosts: int) -> str:
     except ValueError:
         has_port = False
     if parts.scheme == "tcp" and not (parts.hostname and has_port):
-        raise InputError(f"--dist-url is {url!r}; expected a port in it, tcp://ADDRESS:PORT")
+        raise InputError(f"--dist-url is {url!r}, without a port; expected tcp://ADDRESS:PORT")
     return url
 
 
 def _is_given_a_rank(options: argparse.Namespace) -> bool:
-    """Whether this process was told which rank it is, by the example's options."""
+    """Whether the example's options tell this process its rank."""
     return options.world_size > 1 and not options.multiprocessing_distributed and options.strategy != "spawn"

@@ -1,24 +1,24 @@
-"""Six ways to train on several devices, and one device alone, each as its users know it.
+"""Six ways to train on several devices, and one for a single device, each through its usual interface.
 
     single              one process, one device
-    dp                  one process, a replica on each device: DataParallel
-    ddp, spawn, slurm   a process for each device: DistributedDataParallel; they differ in who starts the processes
+    dp                  one process with a replica per device: DataParallel
+    ddp, spawn, slurm   a process per device: DistributedDataParallel; they differ in who starts the processes
     apex                amp.initialize, apex.parallel.DistributedDataParallel, amp.scale_loss
     horovod             hvd.DistributedOptimizer, hvd.broadcast_parameters
 
-A strategy is what stands around the network and between loss and optimizer (`lockstep.train.Update`); data, loop,
-evaluation and checkpoints are the same for all. Apex and Horovod are imported by their own names: in ranks that
+A strategy wraps the network, and comes between loss and optimizer (`lockstep.train.Update`); data, loop,
+evaluation and checkpoints are the same for all. Apex and Horovod are imported under their own names: in ranks that
 Lockstep starts these are Lockstep's shims, unless the real packages are installed.
 
-[Note: who weights] A rank holds n_r of the n images of a batch, and n_r is not the same on all ranks where the batch
-does not divide evenly. Lockstep's engines weight what goes through them; all others take the plain mean over ranks of
-what each has computed, so the loss is multiplied by the rank's share before its backward pass.
+[Note: who weights] A rank holds n_r of the n images of a batch, and n_r is not the same on all ranks if the batch
+does not divide evenly. Lockstep's engines weight gradients by n_r / n; all others take the plain mean over ranks,
+so the loss is multiplied by world_size * n_r / n before its backward pass.
 
-[Note: worth a share] With ddp, spawn and slurm each rank can step a share of the parameters, by
-`ZeroRedundancyOptimizer`. On the CPUs of one host no rank then sums and steps what others do as well, and every step
-has some more calls and meetings; on several hosts that holds for the ranks of each. With this SGD at two ranks, a tenth
-of a million parameters took longer so, and half a million less long. The larger the images, the less either shows
-next to the convolutions.
+[Note: worth a share] With ddp, spawn and slurm each rank can update a shard of the parameters, with
+`ZeroRedundancyOptimizer`. On the CPUs of one host, ranks then do not repeat each other's work, but every step
+has more calls and barriers; on several hosts that holds for the ranks of each. With this SGD on two ranks, a tenth
+of a million parameters were slower this way, half a million faster. With large images, the time of the convolutions
+hides either.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _WORTH_A_SHARE = 1_000_000  # parameters
 
 @dataclass(frozen=True)
 class Strategy:
-    """A network that is ready to be trained on all devices.
+    """A network, ready to be trained on all devices.
 
     Attributes:
-        model: what the loop calls.
-        optimizer: what the loop steps.
-        update: what is between the two.
-        owns_buffers: each rank's statistics of batch normalization are its own while training.
-        notes: lines for a person to know before the training begins.
-        close: called when the training is over, before the world is left.
+        model: called by the loop.
+        optimizer: stepped by the loop.
+        update: comes between the two.
+        owns_buffers: whether each rank has its own batch norm statistics during training.
+        notes: lines to print before training.
+        close: called after training, before the world is closed.
     """
 
     model: Parallel
@@ -67,21 +67,21 @@ class Strategy:
     close: Callable[[], None] = lambda: None
 
     def align_buffers(self) -> None:
-        """Give all ranks the statistics of rank 0, for an evaluation of one network. Collective."""
+        """Give all ranks rank 0's statistics, so that the same network is evaluated. Collective."""
         group = torch.distributed.group.WORLD
         if self.owns_buffers and group is not None:
             broadcast_tensors(list(self.model.module.buffers()), group)
 
 
 class _Around:
-    """A network that nobody averages from within: itself, or in DataParallel. A `lockstep.train.Parallel`."""
+    """A network without gradient averaging: the module itself, or in DataParallel. A `lockstep.train.Parallel`."""
 
     def __init__(self, module: nn.Module, called: nn.Module | None = None) -> None:
         self.module = module
         self._called = called or module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # As Lockstep's engines do: batch normalization over ranks leaves out the filler of a rank without a sample.
+        # As in Lockstep's engines: batch norm over ranks leaves out the filler of a rank without samples.
         with batch.hand.active(batch.hand.current()):
             return self._called(*args, **kwargs)
 
@@ -93,7 +93,7 @@ class _Around:
 
 
 class _Scaled(Update):
-    """Losses scaled for 16-bit floats (`torch.amp.GradScaler`), where there is a scaler."""
+    """Scales losses for 16-bit floats (`torch.amp.GradScaler`), if there is a scaler."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         super().__init__(optimizer)
@@ -122,7 +122,7 @@ class _Scaled(Update):
 
 
 class _Horovod(_Scaled):
-    """Gradients are averaged by the optimizer: before they are looked at, and not again in its step."""
+    """Lets the optimizer average gradients before they are read, and not again in its step."""
 
     def backward(self, loss: Tensor, share: BatchShare, closes_step: bool) -> None:
         super().backward(weighted(loss, share), share, closes_step)
@@ -137,7 +137,7 @@ class _Horovod(_Scaled):
 
 
 class _Apex(Update):
-    """Losses are scaled, and gradients unscaled, by Apex."""
+    """Lets Apex scale losses and unscale gradients."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, amp: Any, *, weights: bool) -> None:
         super().__init__(optimizer)
@@ -149,7 +149,7 @@ class _Apex(Update):
             scaled_loss.backward()
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        # With master weights, the optimizer holds those, and not the network's.
+        # With master weights, the optimizer has these instead of the network's.
         groups = self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
@@ -173,23 +173,23 @@ def prepare(
     accumulate: int = 1,
     shards: bool | None = False,
 ) -> Strategy:
-    """Put a strategy around a network. Collective: every rank calls it with the same arguments.
+    """Wrap a network in a strategy. Collective: every rank calls it with the same arguments.
 
     Args:
         name: one of `options.STRATEGIES`.
-        module: on the world's device, in its dtype, with the same parameters on all ranks.
-        optimizer: over its parameters.
+        module: the network, on the world's device, in its final dtype, with the same parameters on all ranks.
+        optimizer: optimizer of its parameters.
         world: the ranks.
         precision: one of `options.PRECISIONS`; "fp16" scales losses.
-        opt_level: of Apex.
-        replicas: of "dp", where there are no GPUs.
+        opt_level: opt level of Apex.
+        replicas: number of replicas of "dp" without GPUs.
         accumulate: backward passes per step.
-        shards: whether each rank of ddp, spawn and slurm steps a share; None for where it is faster, see
+        shards: whether each rank of ddp, spawn and slurm updates a shard; None if it is faster, see
             [Note: worth a share].
 
     Raises:
-        SetupError: Apex or Horovod cannot be imported; or there is no shared memory for the shares that were asked for.
-        InputError: a precision that the strategy does not have.
+        SetupError: Apex or Horovod cannot be imported; or there is no shared memory for the requested shards.
+        InputError: the strategy does not support the precision.
     """
     scaler = torch.amp.GradScaler(world.device.type) if precision == "fp16" and name != "apex" else None
     if name == "single":
@@ -207,10 +207,10 @@ def prepare(
     if _is_worth_shares(module, world) if shards is None else shards:
         try:
             optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), type(optimizer), **optimizer.defaults)
-        except SharedMemoryError as error:  # on every rank, and the network is what it was
+        except SharedMemoryError as error:  # on every rank, with the network unchanged
             if shards:
                 raise
-            notes = [f"each rank steps all parameters: {error}"]
+            notes = [f"each rank updates all parameters: {error}"]
     return Strategy(model, optimizer, _Scaled(optimizer, scaler), notes=tuple(notes))
 
 
@@ -226,11 +226,11 @@ def _is_worth_shares(module: nn.Module, world: World) -> bool:
 def _prepare_apex(module: nn.Module, optimizer: torch.optim.Optimizer, precision: str, opt_level: str) -> Strategy:
     if precision in ("bf16", "fp16"):
         raise InputError(
-            f"--precision {precision} is not for --strategy apex, whose opt levels say where 16 bits are used: give "
+            f"--precision {precision} is not supported by --strategy apex, where opt levels select 16 bits: use "
             "--opt-level O1, O2 or O3"
         )
     if precision == "fp64" and opt_level != "O0":
-        raise InputError(f"--opt-level {opt_level} computes in 16 bits: not with --precision fp64; give --opt-level O0")
+        raise InputError(f"--opt-level {opt_level} computes in 16 bits; with --precision fp64, use --opt-level O0")
     amp, parallel = _import("apex.amp", "Apex"), _import("apex.parallel", "Apex")
     levels = {"opt_level": opt_level, "verbosity": 0}
     if precision == "fp64":
@@ -251,10 +251,12 @@ def _prepare_horovod(
     distributed = hvd.DistributedOptimizer(
         optimizer, named_parameters=module.named_parameters(), backward_passes_per_step=accumulate
     )
-    state = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}  # the only kind Horovod takes
+    state = {
+        name: tensor.contiguous() for name, tensor in module.state_dict().items()
+    }  # Horovod accepts no other tensors
     hvd.broadcast_parameters(state, root_rank=0)
     module.load_state_dict(state)
-    seeding.begin_rank_streams()  # as Lockstep's engines do: each rank has dropout masks of its own
+    seeding.begin_rank_streams()  # as Lockstep's engines do: dropout masks differ between ranks
     update = _Horovod(distributed, scaler)
     return Strategy(_Around(module), distributed, update, owns_buffers=True, close=hvd.shutdown)
 
@@ -264,11 +266,11 @@ def _import(name: str, package: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"{package} is not installed, and Lockstep's own shim for it is installed only in processes that Lockstep "
-            "starts: begin with `lockstep train imagenet` or `lockstep run -m lockstep.recipes.imagenet`"
+            f"{package} is not installed, and Lockstep's shim for it is active only in processes that Lockstep "
+            "starts: use `lockstep train imagenet` or `lockstep run -m lockstep.recipes.imagenet`"
         ) from error
 
 
 def weighted(loss: Tensor, share: BatchShare) -> Tensor:
-    """A loss as others than Lockstep's engines must have it. See [Note: who weights]."""
+    """The loss for engines other than Lockstep's. See [Note: who weights]."""
     return loss if share.weight == 1 else loss * share.weight

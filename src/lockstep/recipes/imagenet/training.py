@@ -1,4 +1,4 @@
-"""What every rank of the ImageNet program does."""
+"""The program of each rank of the ImageNet program."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _MISTAKES = (InputError, CheckpointError, DataError, SetupError)
 
 @dataclass
 class Job:
-    """Everything ready to train, or to evaluate.
+    """Everything needed to train or evaluate.
 
     Attributes:
-        config: what the answer depends on.
+        config: the configuration.
         strategy: the network, and how it is trained.
-        trainer: the loop.
-        evaluate: what the loop calls after each epoch.
+        trainer: the training loop.
+        evaluate: called by the loop after each epoch.
         broken: images that could not be read.
-        notes: lines for a person to know before the training begins.
+        notes: lines to print before training.
     """
 
     config: ImagenetConfig
@@ -66,14 +66,14 @@ class Job:
 
 
 def run(options: argparse.Namespace, url: str | None = None) -> int:
-    """Train, show how it goes, and leave a run folder behind. Collective: every rank calls it.
+    """Train, show progress, and write a run folder. Collective: every rank calls it.
 
     Args:
-        options: as parsed.
-        url: where the ranks meet; None for the launcher's place.
+        options: parsed options.
+        url: rendezvous address; None for the launcher's.
 
     Returns:
-        0; or 2 where the options cannot be used, which rank 0 has then said on stderr.
+        0; or 2 if the options cannot be used, after rank 0 has printed the error on stderr.
     """
     try:
         strategy = choose_strategy(options)
@@ -115,7 +115,7 @@ def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, f
         trainer.callbacks = (times, *views, *says_why)
         if not trainer.fit(job.config.epochs, options.max_steps):
             for view in views:
-                view.stop(f"stopped after step {trainer.step:,}, as asked; resume with --resume {folder}")
+                view.stop(f"stopped after step {trainer.step:,} by --max-steps; resume with --resume {folder}")
             return
         summary = times.summary()
         for each in (*says_why, *views):
@@ -123,12 +123,12 @@ def _train(options: argparse.Namespace, strategy: str, job: Job, world: World, f
 
 
 def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
-    """Data, network, strategy and loop, from the start or from a checkpoint. Collective: every rank calls it.
+    """Create data, network, strategy and loop, from the start or from a checkpoint. Collective: every rank calls it.
 
     Raises:
-        InputError: the options contradict each other or the checkpoint that is resumed.
-        CheckpointError: it cannot be read, or is none of this program.
-        DataError: the images cannot be listed, or are not those of the checkpoint.
+        InputError: the options contradict each other or the checkpoint to resume from.
+        CheckpointError: it cannot be read, or another program wrote it.
+        DataError: the images cannot be listed, or have other classes than the checkpoint.
         SetupError: a package is missing.
     """
     state = None if options.resume is None else checkpoint.load(options.resume)
@@ -163,10 +163,10 @@ def make_job(options: argparse.Namespace, strategy: str, world: World) -> Job:
 
 
 def _begin_at(trainer: Trainer, epoch: int, is_resumed: bool) -> list[str]:
-    """Begin with a later epoch: with its order of images, and its learning rate. Local.
+    """Start with a later epoch: with its order of images, and its learning rate. Local.
 
     Returns:
-        What a person should know: a checkpoint says where to resume, as it does in the reference example.
+        Notes to print: a resumed run takes its epoch from the checkpoint, as in the reference example.
     """
     if is_resumed:
         begins_as_asked = trainer.epoch == epoch
@@ -179,16 +179,16 @@ def _begin_at(trainer: Trainer, epoch: int, is_resumed: bool) -> list[str]:
 
 
 class _Task:
-    """What is computed of a batch, to train and to evaluate.
+    """The computation on a batch, in training and evaluation.
 
     Args:
-        options: as parsed.
-        config: what the answer depends on.
+        options: parsed options.
+        config: the configuration.
         strategy: the network, and how it is trained.
         world: the ranks.
-        val_loader: of the validation images.
-        num_classes: of the images.
-        broken: takes note of images that could not be read.
+        val_loader: loader of the validation images.
+        num_classes: number of classes.
+        broken: notes images that cannot be read.
     """
 
     def __init__(
@@ -208,25 +208,25 @@ class _Task:
         self.autocast = _autocast(config, world.device)
 
     def forward(self, model: Parallel | nn.Module, images: Tensor) -> Tensor:
-        """Logits `(n, classes)` of images `(n, height, width, 3)`, in the dtype in which losses are computed."""
+        """Logits `(n, classes)` of images `(n, height, width, 3)`, in the dtype of losses."""
         inputs = normalize(images.to(self.device), self.dtype, channels_last=self.channels_last)
         with self.autocast():
             logits: Tensor = model(inputs)
         return logits.to(self.dtype)
 
     def loss(self, model: Parallel, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """The mean loss over the images of a batch; 0-dim."""
+        """The mean loss over the images of a batch, a scalar tensor."""
         images, labels, indices = batch
         labels = labels.to(self.device)
         if not self.skips:
             return cross_entropy(self.forward(model, images), labels)
         self.broken.note("train", indices, labels)
-        # A sample without an image is one without a gradient: the mean stays one over the samples of the batch.
+        # A broken image gets no gradient, but still counts in the mean.
         losses = cross_entropy(self.forward(model, images), labels.clamp_min(0), reduction="none")
         return losses.where(labels >= 0, torch.zeros_like(losses)).mean()
 
     def evaluate(self, module: nn.Module) -> Mapping[str, float]:
-        """What a network is worth, over all validation images. Collective."""
+        """Evaluate a network over all validation images. Collective."""
         self.strategy.align_buffers()
         note = functools.partial(self.broken.note, "val") if self.skips else None
         values = evaluate(module, self.val_loader, self.forward, self.num_classes, note)
@@ -241,7 +241,7 @@ def _assemble(
     train_set: Images,
     val_set: Images,
 ) -> Job:
-    """The loop around a strategy."""
+    """The training loop for a strategy."""
     broken = BrokenImages({"train": train_set, "val": val_set}, world.device, options.skip_broken)
     train_loader = make_loader(options, config, train_set, world, evaluation=False)
     val_loader = make_loader(options, config, val_set, world, evaluation=True)
@@ -266,7 +266,7 @@ def _network(
     options: argparse.Namespace, config: ImagenetConfig, num_classes: int, world: World, *, is_resumed: bool
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     pretrained = config.pretrained and not is_resumed  # a checkpoint replaces every weight
-    if pretrained:  # rank 0 downloads, for all that share its cache
+    if pretrained:  # rank 0 downloads, for all ranks that share its cache
         on_rank_zero(lambda: str(create_model(config.arch, num_classes, pretrained=True, size=config.size) is not None))
     seeding.begin_common_stream(config.seed, world.rank)
     module = create_model(config.arch, num_classes, pretrained=pretrained, size=config.size)
@@ -294,29 +294,31 @@ def _autocast(config: ImagenetConfig, device: torch.device) -> Callable[[], Abst
 
 
 def _place(options: argparse.Namespace, strategy: str, url: str | None) -> dict[str, Any]:
-    """Arguments of `lockstep.init` for a process that its options, or `spawn`, tell where it is.
+    """Arguments of `lockstep.init` for a process whose place is given by its options or by `spawn`.
 
     Raises:
-        InputError: options that do not say enough.
+        InputError: the rank is out of range.
     """
     if url is not None:
         return {"init_method": url} if not url.startswith("env://") else {}
     if strategy in ("single", "dp") or options.world_size <= 1:
         return {}
     if not 0 <= options.rank < options.world_size:
-        raise InputError(f"--rank is {options.rank}, of --world-size {options.world_size} processes; they count from 0")
+        raise InputError(
+            f"--rank is {options.rank} of --world-size {options.world_size} processes; ranks are counted from 0"
+        )
     place = {"rank": options.rank, "world_size": options.world_size}
     return {**place, "init_method": meeting_url(options, options.world_size)}
 
 
 def _device(options: argparse.Namespace) -> tuple[str, str | None, list[str]]:
-    """Backend and device for `lockstep.init`, and what to say where they are not those that were asked for."""
+    """Backend and device for `lockstep.init`, and notes to print if they are not the requested ones."""
     gpu, notes = options.gpu, []
     if gpu is not None and options.multiprocessing_distributed:
-        gpu, notes = None, [f"--gpu {gpu}: each process of --multiprocessing-distributed has a GPU of its own"]
+        gpu, notes = None, [f"--gpu {gpu} is ignored: each process of --multiprocessing-distributed has its own GPU"]
     if torch.cuda.is_available() and not options.no_accel:
         return options.backend, None if gpu is None else f"cuda:{gpu}", notes
-    why = "--no-accel" if options.no_accel else "there is no GPU here"
+    why = "--no-accel" if options.no_accel else "there is no GPU"
     if options.backend == "nccl":
         return "auto", "cpu", [*notes, f"{why}: training on the CPU, without nccl"]
     if gpu is not None:
@@ -325,27 +327,29 @@ def _device(options: argparse.Namespace) -> tuple[str, str | None, list[str]]:
 
 
 def _check(options: argparse.Namespace, config: ImagenetConfig, strategy: str, state: Mapping[str, Any] | None) -> None:
-    """Find what cannot be asked for together.
+    """Check for incompatible options.
 
     Raises:
         InputError: names the options.
     """
     if strategy in ("single", "dp") and dist.get_world_size() > 1:
         raise InputError(
-            f"--strategy {strategy} trains in one process, and here are {dist.get_world_size()}: start one, or choose "
+            f"--strategy {strategy} trains in one process, but there are {dist.get_world_size()}: start one, or choose "
             "another strategy"
         )
     if strategy == "dp" and (config.sync_bn or options.compile):
         option = "--sync-bn" if config.sync_bn else "--compile"
-        raise InputError(f"{option} is not for --strategy dp, whose replicas are threads: choose ddp")
+        raise InputError(f"{option} is not supported by --strategy dp, whose replicas are threads: use ddp")
     if strategy != "apex" and options.opt_level != "O0":
-        raise InputError(f"--opt-level {options.opt_level} is Apex's: give --strategy apex, or --precision instead")
+        raise InputError(
+            f"--opt-level {options.opt_level} is an option of Apex: use --strategy apex, or --precision instead"
+        )
     if options.shard_optimizer and strategy not in ("ddp", "spawn", "slurm"):
-        raise InputError(f"--shard-optimizer is not for --strategy {strategy}: choose ddp, spawn or slurm")
+        raise InputError(f"--shard-optimizer is not supported by --strategy {strategy}: use ddp, spawn or slurm")
     if state is not None and not options.evaluate:
         check_epochs_left(state, options.resume, config.epochs)
         if options.max_steps is not None and state["step"] >= options.max_steps:
-            raise InputError(f"{options.resume} has done {state['step']} steps already; --max-steps counts those, too")
+            raise InputError(f"{options.resume} has done {state['step']} steps already, which --max-steps includes")
 
 
 def _batch_norm_note(config: ImagenetConfig, module: nn.Module, num_parts: int) -> list[str]:
@@ -353,8 +357,8 @@ def _batch_norm_note(config: ImagenetConfig, module: nn.Module, num_parts: int) 
     if not normalizes or config.sync_bn or num_parts == 1:
         return []
     return [
-        f"batch normalization sees {config.batch_size} images in {num_parts} parts, so losses depend on how many parts "
-        "there are; --sync-bn makes it one"
+        f"batch normalization sees {config.batch_size} images in {num_parts} parts, so losses depend on the number of "
+        "parts; --sync-bn normalizes over all"
     ]
 
 

@@ -1,7 +1,7 @@
-"""Which verbs work on which backend and device: measured by running every one of them.
+"""Finds out which operations of torch.distributed work on which backend and device, by running them.
 
 General layout:
 
-* `verbs`: a small program for each verb; `probe`: one rank that runs them.
-* `measure`: starts ranks for each backend and device; `table`: lays out what they found.
+* `verbs`: a small program per operation; `probe`: a rank that runs them.
+* `measure`: starts ranks for each backend and device; `table`: formats the results.
 """

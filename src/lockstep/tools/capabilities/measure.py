@@ -1,6 +1,6 @@
-"""Starts ranks for each backend and device there is, and collects which verbs work among them.
+"""Starts ranks for each available backend and device, and collects which operations work.
 
-A verb that crashes its ranks, or hangs, costs them and not the measurement: the verbs after it get new ones.
+If an operation hangs or crashes its ranks, the remaining ones are run on new ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.launch.environment import visible_gpus
 __all__ = ["Column", "find_columns", "measure"]
 
 WORLD_SIZE = 2
-# Without a sign of life from any rank: importing torch on a busy machine, or the slowest verb.
+# Time without progress on any rank; covers importing torch on a busy machine, and the slowest operation.
 _SILENCE_S = 90.0
 _LOOK_EVERY_S = 0.05
 _PROBE = "lockstep.tools.capabilities.probe"
@@ -36,11 +36,11 @@ class Column:
     """A backend on a device.
 
     Attributes:
-        backend: the name that the table has for it.
-        name: as `init_process_group` takes it.
+        backend: its name in the table.
+        name: its name for `init_process_group`.
         device: "cpu" or "cuda".
         absent: why it cannot be measured here; empty if it can.
-        troubles: verb -> why it does not work; empty text if it does. Filled in by `measure`.
+        troubles: verb -> why it does not work; empty if it does. Filled in by `measure`.
     """
 
     backend: str
@@ -51,12 +51,12 @@ class Column:
 
 
 def find_columns() -> list[Column]:
-    """Every backend on every device, in the order of the table; those that are missing say why."""
+    """Every backend on every device, in the order of the table; `absent` says why one is missing."""
     gpus = visible_gpus(env.snapshot())
     no_gpus = "" if gpus >= WORLD_SIZE else f"needs {WORLD_SIZE} GPUs; there are {gpus} here"
     no_mpi = ""
     if shutil.which("mpirun") is None:
-        no_mpi = "there is no mpirun here"
+        no_mpi = "mpirun is not installed"
     elif importlib.util.find_spec("mpi4py") is None:
         no_mpi = "mpi4py is not installed"
     return [
@@ -72,10 +72,10 @@ def find_columns() -> list[Column]:
 
 
 def measure(column: Column, verbs: Sequence[str]) -> None:
-    """Run verbs on the ranks of a column and fill in its `troubles`.
+    """Run operations on the ranks of a column and fill in its `troubles`.
 
     Args:
-        column: one that is not absent.
+        column: must not be absent.
         verbs: names in `verbs.VERBS`.
     """
     remaining = list(verbs)
@@ -87,16 +87,16 @@ def measure(column: Column, verbs: Sequence[str]) -> None:
         for verb in done:
             column.troubles[verb] = next((state for state in entries[verb] if state), "")
         remaining = [verb for verb in remaining if verb not in done]
-        reason = ended or "the ranks ended without a word"
-        if not entries:  # they did not get as far as a group
+        reason = ended or "the ranks exited without an error message"
+        if not entries:  # no rank created a group
             column.troubles.update(dict.fromkeys(remaining, reason))
             return
-        if remaining:  # the verb in which they ended, or hung
+        if remaining:  # the operation in which they exited or hung
             column.troubles[remaining.pop(0)] = reason
 
 
 def _read(folder: Path) -> dict[str, list[str | None]]:
-    """Verb -> for each rank that has begun it, why it failed ("" if it did not), or None if it has not ended."""
+    """Verb -> for each rank that began it: why it failed ("" if it did not), or None if it did not return."""
     entries: dict[str, list[str | None]] = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         of_rank: dict[str, str | None] = {}
@@ -109,7 +109,7 @@ def _read(folder: Path) -> dict[str, list[str | None]]:
 
 
 def _run(column: Column, verbs: Sequence[str], folder: Path) -> str:
-    """Run the ranks to their end; returns how they ended, if not well."""
+    """Run the ranks until they exit; returns how they failed, or ""."""
     errors = folder / "stderr"
     with errors.open("w") as stderr, contextlib.ExitStack() as stack:
         ranks = []
@@ -130,7 +130,7 @@ def _run(column: Column, verbs: Sequence[str], folder: Path) -> str:
     failed = next((code for code in codes if code), 0)
     if failed == 0:
         return ""
-    how = f"was killed by {signal.Signals(-failed).name}" if failed < 0 else f"ended with code {failed}"
+    how = f"was killed by {signal.Signals(-failed).name}" if failed < 0 else f"exited with code {failed}"
     last = next((line for line in reversed(errors.read_text().splitlines()) if line.strip()), "")
     return f"a rank {how}: {last}"
 
@@ -160,6 +160,6 @@ def _start(command: list[str], variables: dict[str, str], stderr: int) -> subpro
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all that it started."""
+    """Kill the process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""One rank of a measurement: runs verbs one after the other, and writes down how each went. A program of its own.
+"""The program of one rank: runs operations one after the other, and records the outcome of each.
 
     python -m lockstep.tools.capabilities.probe FOLDER BACKEND DEVICE VERB [VERB ...]
 
-RANK and WORLD_SIZE say who it is; under mpirun MPI does. Every verb has a group of its own, so that one which spoils
-its group spoils nothing else. FOLDER gets `rank<r>.jsonl`: a line when a verb begins, a line when it is done.
+The rank is given by RANK and WORLD_SIZE, or by MPI under mpirun. Every operation gets a new group, in case one breaks
+it. Writes `rank<r>.jsonl` to FOLDER: a line when an operation begins, and one when it is done.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lockstep.tools.capabilities.verbs import VERBS
 
 __all__ = ["VERB_DEADLINE_S", "main"]
 
-# For a collective. What takes longer among processes of one host has hung.
+# Timeout of a collective; among processes of one host, anything slower has hung.
 VERB_DEADLINE_S = 10.0
 
 
 def _join(folder: Path, backend: str, number: int) -> None:
-    """Make the default group."""
+    """Create the default group."""
     limit = timedelta(seconds=VERB_DEADLINE_S)
     if backend == MPI_BACKEND_NAME:
         dist.init_process_group(backend, timeout=limit)
@@ -40,7 +40,7 @@ def _join(folder: Path, backend: str, number: int) -> None:
 
 
 def _try(verb: str, device: torch.device) -> str:
-    """Why the verb does not work here; empty if it does."""
+    """Why the operation does not work here; empty if it does."""
     try:
         return "" if VERBS[verb](device) else "the result is wrong"
     except Exception as error:
@@ -53,10 +53,10 @@ def _note(file: TextIO, **entry: object) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure.
+    """Run the operations.
 
     Args:
-        arguments: folder, backend, device, verbs.
+        arguments: folder, backend, device, names of operations.
     """
     folder, backend, kind = Path(arguments[0]), arguments[1], arguments[2]
     for number, verb in enumerate(arguments[3:]):

@@ -1,4 +1,4 @@
-"""The table of verbs, backends and devices, in the form that PyTorch's documentation gave it."""
+"""Formats the table of operations, backends and devices, laid out as in PyTorch's documentation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 def _mark(column: Column, verb: str) -> str:
     if column.absent:
-        # What a backend is not made for is a no; what this machine lacks is not known.
+        # nccl never supports the CPU; anything else is unknown because this machine lacks it.
         return FAILS if column.backend == "nccl" and column.device == "cpu" else UNKNOWN
     return FAILS if column.troubles[verb] else WORKS
 
 
 def as_text(columns: Sequence[Column], verbs: Sequence[str]) -> str:
-    """The table as text for a terminal, with the reasons below it."""
+    """The table as text for a terminal, with reasons below it."""
     width = max(len(word) for word in ("Backend", *verbs))
     names = [column.backend if index % 2 == 0 else "" for index, column in enumerate(columns)]
     lines = [
@@ -35,7 +35,7 @@ def as_text(columns: Sequence[Column], verbs: Sequence[str]) -> str:
 
 
 def as_markdown(columns: Sequence[Column], verbs: Sequence[str]) -> str:
-    """The table in Markdown, for a page."""
+    """The table in Markdown."""
     head = [f"{column.backend}, {_DEVICES[column.device]}" for column in columns]
     lines = ["| | " + " | ".join(head) + " |", "|---|" + ":-:|" * len(columns)]
     lines += [f"| {verb} | " + " | ".join(_mark(column, verb) for column in columns) + " |" for verb in verbs]
@@ -43,7 +43,7 @@ def as_markdown(columns: Sequence[Column], verbs: Sequence[str]) -> str:
 
 
 def as_json(columns: Sequence[Column], verbs: Sequence[str]) -> str:
-    """The table as JSON: a list of columns; `works` is true, false, or null where it could not be measured."""
+    """The table as JSON: a list of columns; `works` is true, false, or null if it could not be measured."""
     entries = [
         {
             "backend": column.backend,
@@ -63,7 +63,7 @@ def _as_entry(column: Column, verb: str) -> dict[str, object]:
 
 
 def _legend(columns: Sequence[Column]) -> list[str]:
-    lines = [f"{WORKS} ran with the right result, {FAILS} does not work, {UNKNOWN} could not be tried here"]
+    lines = [f"{WORKS} works, with the right result; {FAILS} does not work; {UNKNOWN} cannot be tested here"]
     for column in columns:
         where = f"{column.backend}, {_DEVICES[column.device]}"
         if column.absent:

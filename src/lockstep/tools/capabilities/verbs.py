@@ -1,7 +1,7 @@
-"""One small program for each verb of torch.distributed: does it run on this group, and is its result right?
+"""A small program per operation of torch.distributed, which checks whether it works on this group.
 
-Every program is called on all ranks with a fresh default group, makes its tensors on the device in question, and
-returns whether what came back is what must. An exception means that the group does not have the verb.
+Every program is called on all ranks, with a new default group; it creates tensors on the given device, and
+returns whether the result is right. An exception means that the group does not support the operation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Verb = Callable[[torch.device], bool]
 
 
 def _own(device: torch.device) -> torch.Tensor:
-    """This rank's number, three times."""
+    """This rank's number, shape (3,)."""
     return torch.full((3,), float(dist.get_rank()), device=device)
 
 
@@ -27,7 +27,7 @@ def _blank(device: torch.device) -> torch.Tensor:
 
 
 def _blanks(device: torch.device) -> list[torch.Tensor]:
-    """One for each rank."""
+    """One blank tensor per rank."""
     return [_blank(device) for _ in range(dist.get_world_size())]
 
 
@@ -39,7 +39,7 @@ def _holds(tensors: Sequence[torch.Tensor], values: Sequence[float]) -> bool:
     return all(bool((tensor == value).all()) for tensor, value in zip(tensors, values, strict=True))
 
 
-# ---- point to point: rank 0 to the last rank; one rank alone has nobody ------------------------------------------
+# ---- point to point: from rank 0 to the last rank ----------------------------------------------------------------
 
 
 def _pass_on(
@@ -77,7 +77,7 @@ def _tags(device: torch.device) -> bool:
         dist.recv(tensor, peer, tag=2)
         second = tensor.clone()
         dist.recv(tensor, peer, tag=1)
-        tensor += 1 - second  # 1 + 1 - 2, if the tags were kept apart
+        tensor += 1 - second  # 1 + 1 - 2, if tags are respected
 
     return _pass_on(device, send, receive)
 
@@ -172,7 +172,7 @@ def _barrier(device: torch.device) -> bool:
     return True
 
 
-# ---- their later forms -------------------------------------------------------------------------------------------
+# ---- newer forms of collectives ----------------------------------------------------------------------------------
 
 
 def _all_gather_into_tensor(device: torch.device) -> bool:
@@ -194,7 +194,7 @@ def _all_to_all_single(device: torch.device) -> bool:
 
 
 def _all_to_all_uneven(device: torch.device) -> bool:
-    """Rank r sends r + 1 numbers to everybody."""
+    """Rank r sends r + 1 numbers to every rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = [peer + 1 for peer in range(size)]
     output = torch.full((sum(sizes),), -1.0, device=device)
@@ -204,7 +204,7 @@ def _all_to_all_uneven(device: torch.device) -> bool:
 
 
 def _all_gather_uneven(device: torch.device) -> bool:
-    """Rank r brings r + 1 numbers."""
+    """Rank r contributes r + 1 numbers."""
     outputs = [torch.full((peer + 1,), -1.0, device=device) for peer in range(dist.get_world_size())]
     rank = dist.get_rank()
     dist.all_gather(outputs, torch.full((rank + 1,), float(rank), device=device))
@@ -257,7 +257,7 @@ def _monitored_barrier(device: torch.device) -> bool:
     return True
 
 
-# The rows of the table that PyTorch's documentation has had since 1.0.
+# The rows of the table in PyTorch's documentation, since 1.0.
 CLASSIC: dict[str, Verb] = {
     "send": _send,
     "recv": _send,

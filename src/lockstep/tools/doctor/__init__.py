@@ -1,11 +1,11 @@
-"""What this machine has for training, what it lacks for what people do next, and the command that brings it.
+"""Checks what this machine has for training and what it lacks, with the command that installs or fixes it.
 
 General layout:
 
-* `check_result`: one line of the report.
-* `versions`: Python, torch, and the packages that only some need.
-* `limits`: cores, memory and descriptors, and what a container's control groups leave of them.
-* `sharing`: the memory that ranks share, and that loader workers need; `two_ranks`: two ranks that really meet.
+* `check_result`: a line of the report.
+* `versions`: Python, torch, and optional packages.
+* `limits`: cores, memory and file descriptors, within the limits of a container's control groups.
+* `sharing`: shared memory for ranks and loader workers, and a job of two ranks; `two_ranks`: their function.
 * `cluster`: GPUs, the host's name, MPI, Slurm.
 """
 
@@ -28,6 +28,6 @@ _LOOKS: tuple[Callable[[], Iterable[CheckResult]], ...] = (
 
 
 def examine() -> Iterator[CheckResult]:
-    """Look at everything, one after the other. Local; imports torch, and starts two processes for a moment."""
+    """Run all checks, one after the other. Local; imports torch, and starts two processes for a moment."""
     for look in _LOOKS:
         yield from look()

@@ -1,4 +1,4 @@
-"""One line of the report."""
+"""A line of the report."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["CheckResult"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was looked at, and what to do about it.
+    """What was checked, what was found, and what to do about it.
 
     Attributes:
-        subject: what was looked at.
-        text: what there is.
-        remedy: what is wrong and what to do, as a sentence; empty if all is well.
-        command: the same as a command for a shell; empty where only a person can decide.
-        is_needed: training cannot work without it.
+        subject: what was checked.
+        text: what was found.
+        remedy: what is wrong and what to do, as a sentence; empty if nothing is wrong.
+        command: the same as a shell command; empty if there is none.
+        is_needed: whether training fails without it.
     """
 
     subject: str
@@ -28,13 +28,13 @@ class CheckResult:
 
     @property
     def status(self) -> str:
-        """ "ok", "look" (training works, something is in its way) or "missing" (training would fail)."""
+        """ "ok", "look" (training works, but something may be wrong) or "missing" (training would fail)."""
         if not self.remedy:
             return "ok"
         return "missing" if self.is_needed else "look"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: `status`, `subject`, `text`, `remedy` and `command`."""
+        """A dict for JSON: `status`, `subject`, `text`, `remedy` and `command`."""
         values = {"status": self.status, **asdict(self)}
         del values["is_needed"]
         return values

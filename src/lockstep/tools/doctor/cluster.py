@@ -15,20 +15,22 @@ from lockstep.tools.doctor.versions import has_torch
 __all__ = ["RUNS_ON_GPUS", "look"]
 
 RUNS_ON_GPUS = (
-    "`make gpu` has run on one NVIDIA H200, with nccl between two ranks that shared it: of 74 checks 73 passed and 1 "
-    "failed, by a fault of its own. Several GPUs have never run: docs/gpu.md"
+    "`make gpu` was run on one NVIDIA H200, with nccl between two ranks that shared it: of 74 checks 73 passed and 1 "
+    "failed, because of a fault in the check itself. Several GPUs have never been tested: docs/gpu.md"
 )
-"""What is known of Lockstep on GPUs; benchmarks/results/gpu.json has every check."""
+"""What has been tested on GPUs; benchmarks/results/gpu.json has every check."""
 
 
 def look() -> Iterator[CheckResult]:
-    """What training on GPUs and on several hosts needs; absence is no fault."""
+    """Checks of what training on GPUs and on several hosts needs; none of it is an error if absent."""
     yield _gpus()
     yield CheckResult("runs on GPUs", RUNS_ON_GPUS)
     yield _name()
     yield _mpi()
     slurm = shutil.which("srun")
-    yield CheckResult("Slurm", slurm if slurm else "not there; `lockstep run --slurm` works on a cluster's login node")
+    yield CheckResult(
+        "Slurm", slurm if slurm else "not installed; `lockstep run --slurm` works on a cluster's login node"
+    )
 
 
 def _gpus() -> CheckResult:
@@ -36,7 +38,7 @@ def _gpus() -> CheckResult:
     if gpus == 0:
         return CheckResult("GPUs", "none; `lockstep rehearse` runs scripts for GPUs on the CPU")
     if not has_torch():
-        return CheckResult("GPUs", f"{gpus}; without torch no more can be said")
+        return CheckResult("GPUs", f"{gpus}; details need torch")
     import torch
 
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -45,7 +47,7 @@ def _gpus() -> CheckResult:
         return CheckResult(
             "GPUs",
             f"{gpus}, of which torch ({reason}) can use {usable}",
-            "install a CUDA build of PyTorch that fits the driver, which nvidia-smi shows",
+            "install a CUDA build of PyTorch that fits the driver shown by nvidia-smi",
             "pip install --force-reinstall torch",
         )
     return CheckResult("GPUs", f"{gpus}: {', '.join(sorted({torch.cuda.get_device_name(gpu) for gpu in range(gpus)}))}")
@@ -59,7 +61,7 @@ def _name() -> CheckResult:
         return CheckResult(
             "host name",
             f"{name}, which does not resolve",
-            "the ranks of other hosts, Gloo and MPI look it up",
+            "ranks on other hosts, Gloo and MPI look it up",
             f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts",
         )
     return CheckResult("host name", f"{name}, {address}")

@@ -1,4 +1,4 @@
-"""Cores, memory and descriptors, and what a container's control groups leave of them."""
+"""Cores, memory and file descriptors, within the limits of a container's control groups."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["look"]
 _FEW_FILES = 1024
 _FEW_PROCESSES = 512
 _MIB_OF_RANK = 700
-"""What a rank takes before it has a model: the interpreter, torch and its threads, rounded up."""
+"""Memory of a rank without a model: the interpreter, torch and its threads, rounded up."""
 
 _UNLIMITED = 1 << 60
 
 
 def look() -> Iterator[CheckResult]:
-    """Cores, memory, open files, processes."""
+    """Check cores, memory, open files and processes."""
     yield _cores()
     yield _memory()
     yield _open_files()
@@ -35,8 +35,8 @@ def _cores() -> CheckResult:
         ranks = max(1, int(allowed))
         return CheckResult(
             "cores",
-            f"{text}; the container may use {allowed:g}",
-            "a rank for each core, which is what --nproc auto starts, would wait for each other's turn",
+            f"{text}; the container is limited to {allowed:g}",
+            "--nproc auto starts a rank per core, and these would wait for each other's turn",
             f"lockstep run --nproc {ranks} train.py",
         )
     if threads and threads.isdigit() and int(threads) > cores:
@@ -48,13 +48,13 @@ def _cores() -> CheckResult:
 def _memory() -> CheckResult:
     free = available_mib()
     if free is None:
-        return CheckResult("memory", "this system does not say how much is free")
+        return CheckResult("memory", "cannot be determined on this system")
     ranks, fit = visible_cores(), free // _MIB_OF_RANK
-    text = f"{free} MiB free, room for {fit} ranks before their models"
+    text = f"{free} MiB free, enough for {fit} ranks without their models"
     if fit < 1:
-        return CheckResult("memory", text, "one rank may already be killed: free some, or give the container more")
+        return CheckResult("memory", text, "even one rank may be killed: free some, or give the container more")
     if fit < ranks:
-        remedy = f"--nproc auto starts {ranks}, for which it does not suffice"
+        remedy = f"not enough for --nproc auto, which starts {ranks}"
         return CheckResult("memory", text, remedy, f"lockstep run --nproc {fit} train.py")
     return CheckResult("memory", text)
 
@@ -62,7 +62,7 @@ def _memory() -> CheckResult:
 def _open_files() -> CheckResult:
     limit = _soft_and_hard("RLIMIT_NOFILE")
     if limit is None:
-        return CheckResult("open files", "this system does not say how many")
+        return CheckResult("open files", "cannot be determined on this system")
     soft, hard = limit
     if soft < _FEW_FILES:
         reason, command = _way_to_more("-n", "nofile", hard if hard > soft else None, 65536)
@@ -75,24 +75,27 @@ def _processes() -> CheckResult:
     of_container = min((int(value) for value in settings_of("pids", "pids.max") if value.isdigit()), default=_UNLIMITED)
     smallest, wanted = min(soft, of_container), 8 * _FEW_PROCESSES
     if smallest < _FEW_PROCESSES:
-        remedy = "threads count too, and a rank has several for each core"
+        remedy = "threads count too, and a rank has several per core"
         if of_container <= soft:
             command = f"docker run --pids-limit={wanted} IMAGE"
-            return CheckResult("processes", f"at most {smallest}", f"{remedy}; the container's limit", command)
+            return CheckResult("processes", f"at most {smallest}", f"{remedy}; this is the container's limit", command)
         reason, command = _way_to_more("-u", "nproc", hard if hard > soft else None, wanted)
         return CheckResult("processes", f"at most {smallest}", remedy + reason, command)
     return CheckResult("processes", "no limit" if smallest >= _UNLIMITED else f"at most {smallest}")
 
 
 def _way_to_more(option: str, name: str, hard: int | None, wanted: int) -> tuple[str, str]:
-    """Why it takes more than `ulimit`, and the command; a hard limit of None leaves no room."""
+    """Why `ulimit` is not enough (empty if it is), and the command; a hard limit of None cannot be raised."""
     if hard is not None:
         return "", f"ulimit {option} {min(hard, wanted)}"
-    return "; the hard limit is no higher, so root must raise it", f"sudo prlimit --pid $$ --{name}={wanted}:{wanted}"
+    return (
+        "; the hard limit is no higher, so only root can raise it",
+        f"sudo prlimit --pid $$ --{name}={wanted}:{wanted}",
+    )
 
 
 def _soft_and_hard(name: str) -> tuple[int, int] | None:
-    """A limit of this process; what is unlimited counts as a very large number. None on Windows."""
+    """Soft and hard limit of this process; unlimited is a very large number. None on Windows."""
     try:
         resource = importlib.import_module("resource")
     except ImportError:

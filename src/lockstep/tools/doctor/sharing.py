@@ -1,4 +1,4 @@
-"""The memory that ranks share, and that loader workers need; and two ranks that really meet."""
+"""Checks the shared memory of ranks and loader workers, temporary files and the launcher, and starts two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER_FOLDER = "mkdir -p ~/tmp; export TMPDIR=~/tmp"
 
 
 def look() -> Iterator[CheckResult]:
-    """Shared memory, the launcher, two ranks; without torch what can be said without it."""
+    """Check shared memory, temporary files, the launcher, two ranks; without torch, those that do not need it."""
     is_usable = has_torch()
     if is_usable:
         yield _segments()
@@ -43,7 +43,9 @@ def look() -> Iterator[CheckResult]:
 def _segments() -> CheckResult:
     missing = support.lack()
     if missing is not None:
-        return CheckResult("shared memory", f"none: {missing}", "ranks talk over gloo: the same answers, but slower")
+        return CheckResult(
+            "shared memory", f"none: {missing}", "ranks communicate over gloo: the same results, but slower"
+        )
     from lockstep.shm.segment import Segment
 
     try:
@@ -54,7 +56,7 @@ def _segments() -> CheckResult:
         return CheckResult("shared memory", str(error), "see the message", is_needed=True)
     folder = support.segment_folder()
     if folder is None:
-        return CheckResult("shared memory", "works, in files without a name (memfd), which no file system limits")
+        return CheckResult("shared memory", "works, in anonymous files (memfd), which no file system limits")
     free = _free_mib(folder)
     text = f"works, in files in {folder}, {free} MiB free"
     if free is not None and free < _LITTLE_FOR_SEGMENTS_MIB:
@@ -66,12 +68,12 @@ def _segments() -> CheckResult:
 def _loader_workers() -> CheckResult:
     free = _free_mib(_WORKERS_FOLDER)
     if free is None:
-        return CheckResult("loader workers", f"{_WORKERS_FOLDER} cannot be looked at")
-    use = f"{_WORKERS_FOLDER}, through which workers of torch's DataLoader hand over batches,"
+        return CheckResult("loader workers", f"{_WORKERS_FOLDER} cannot be read")
+    use = f"{_WORKERS_FOLDER}, through which workers of torch's DataLoader pass batches,"
     if not os.access(_WORKERS_FOLDER, os.W_OK):
-        remedy = "no worker can start: let it be written, or use num_workers=0"
+        remedy = "no worker can start: make it writable, or use num_workers=0"
         command = f"mount -o remount,rw {_WORKERS_FOLDER}"
-        return CheckResult("loader workers", f"{use} cannot be written", remedy, command, is_needed=True)
+        return CheckResult("loader workers", f"{use} is not writable", remedy, command, is_needed=True)
     text = f"{use} has {free} MiB free"
     if free < _LITTLE_FOR_WORKERS_MIB:
         return CheckResult(
@@ -89,11 +91,11 @@ def _temporary_folder() -> CheckResult:
         with tempfile.TemporaryDirectory() as folder:
             free = shutil.disk_usage(folder).free // _MIB
     except OSError as error:
-        remedy = "the launcher needs a folder of its own there: set TMPDIR to one that can be written"
+        remedy = "the launcher needs a folder there: set TMPDIR to a writable one"
         return CheckResult("temporary files", str(error), remedy, _OTHER_FOLDER, is_needed=True)
     text = f"{tempfile.gettempdir()}, {free} MiB free"
     if free < _LITTLE_FOR_FOLDER_MIB:
-        remedy = "almost full: free some, or set TMPDIR"
+        remedy = "almost full: free some space, or set TMPDIR"
         return CheckResult("temporary files", text, remedy, _OTHER_FOLDER, is_needed=True)
     return CheckResult("temporary files", text)
 
@@ -114,12 +116,12 @@ def _two_ranks() -> CheckResult:
     try:
         sums = spawn(add_ones, nproc=2, timeout=_MEET_TIMEOUT_S)
     except Exception as error:
-        text = f"two ranks did not meet: {type(error).__name__}: {str(error).splitlines()[0]}"
+        text = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
         return CheckResult("two ranks", text, "see the message", "lockstep doctor --capabilities", is_needed=True)
     if sums != [2.0, 2.0]:
         text = f"added 1 and 1 to {sums}"
-        return CheckResult("two ranks", text, "a fault of Lockstep: please report it", is_needed=True)
-    return CheckResult("two ranks", f"started, met and added in {time.monotonic() - begun_s:.1f} s")
+        return CheckResult("two ranks", text, "a bug in Lockstep: please report it", is_needed=True)
+    return CheckResult("two ranks", f"started, connected and added in {time.monotonic() - begun_s:.1f} s")
 
 
 def _free_mib(folder: str) -> int | None:

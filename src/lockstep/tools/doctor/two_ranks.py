@@ -1,4 +1,4 @@
-"""What the two ranks of `lockstep doctor` do."""
+"""The function of the two ranks of `lockstep doctor`."""
 
 from __future__ import annotations
 

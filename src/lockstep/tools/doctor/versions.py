@@ -1,4 +1,4 @@
-"""Python, torch, and the packages that only some need."""
+"""Checks Python, torch, and optional packages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["has_torch", "look", "look_at_extras"]
 
 _NEWEST_PYTHON_TESTED = (3, 13)
 
-# What the loader of shared libraries says where memory, or the room for addresses, has run out.
+# What the loader of shared libraries says when memory or address space has run out.
 _OUT_OF_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 
-# Extra of this package -> who needs its modules, those modules, and those that only some of them need, with the reason.
+# Extra of this package -> what needs its modules, those modules, and those that are optional, with their purpose.
 _EXTRAS = {
     "train": ("`lockstep train`", ("sklearn", "rich", "matplotlib", "tensorboard"), {}),
     "imagenet": (
@@ -29,11 +29,11 @@ _EXTRAS = {
     ),
     "notebook": ("`lockstep.spawn` in a notebook", ("cloudpickle",), {}),
 }
-_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}  # where a package and its module differ in name
+_PACKAGES = {"sklearn": "scikit-learn", "PIL": "pillow"}  # packages whose name differs from their module's
 
 
 def look() -> Iterator[CheckResult]:
-    """Python and torch."""
+    """Check Python and torch."""
     yield _python()
     yield _torch()
 
@@ -71,11 +71,11 @@ def _torch() -> CheckResult:
 
 
 def _remedy_for(error: str, install: str) -> tuple[str, str]:
-    """What to do, and the command, where torch does not load."""
+    """What to do if torch does not load, and the command."""
     if any(phrase in error for phrase in _OUT_OF_MEMORY):
-        return "it is there, and this process may not use enough memory to load it", "ulimit -v unlimited"
+        return "it is installed, but this process may not use enough memory to load it", "ulimit -v unlimited"
     if importlib.util.find_spec("torch") is not None:
-        return "it is there, and does not load: install it anew", install.replace(
+        return "it is installed, but does not load: reinstall it", install.replace(
             "install", "install --force-reinstall"
         )
     return f"install PyTorch {'.'.join(map(str, OLDEST))} or newer", install
@@ -91,18 +91,20 @@ def has_torch() -> bool:
 
 
 def _absent_packages(modules: Iterable[str]) -> list[str]:
-    """The packages to install for those of these modules that are not there."""
+    """The packages to install for those of these modules that are missing."""
     return [_PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None]
 
 
 def look_at_extras() -> Iterator[CheckResult]:
-    """Packages whose absence is no fault."""
+    """Check optional packages; none is an error if absent."""
     for extra, (who, modules, optional) in _EXTRAS.items():
         absent = _absent_packages(modules)
-        texts = [f"{who} needs {', '.join(absent)}: pip install {' '.join(absent)}"] if absent else ["there"]
+        texts = [f"{who} needs {', '.join(absent)}: pip install {' '.join(absent)}"] if absent else ["installed"]
         texts += [
             f"{why} need {name}: pip install {name}" for name, why in optional.items() if _absent_packages([name])
         ]
         yield CheckResult(f"[{extra}]", "; ".join(texts))
     is_there = find_py_spy() is not None
-    yield CheckResult("py-spy", "there" if is_there else "not there; for --stacks-on-timeout: pip install py-spy")
+    yield CheckResult(
+        "py-spy", "installed" if is_there else "not installed; for --stacks-on-timeout: pip install py-spy"
+    )

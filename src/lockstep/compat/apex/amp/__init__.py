@@ -3,11 +3,11 @@
 General layout, from the bottom up:
 
 * `properties`: opt levels and their options; `scaler`: loss scales.
-* `_amp_state`: what Amp knows in this process; scripts read it under this name.
-* `casts`: functions that cast their inputs; `forward`: models that cast theirs.
-* `optimizers`: master weights and unscaled gradients; `handle`: `scale_loss`.
-* `frontend`: `initialize`, and the state that a checkpoint holds.
-* `legacy`: the interface that Amp had before `initialize`; `amp`: Apex's module of decorators.
+* `_amp_state`: Amp's state in this process; scripts read it under this name.
+* `casts`: functions that cast their inputs; `forward`: models that cast their inputs.
+* `optimizers`: master weights, unscaling and skipped steps; `handle`: `scale_loss`.
+* `frontend`: `initialize`, and state for checkpoints.
+* `legacy`: the interface before `initialize`; `amp`: Apex's module of decorators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Amp knows in this process; the name under which scripts look into it (`amp._amp_state.loss_scalers`)."""
+"""Amp's state in this process, under the name by which scripts read it (`amp._amp_state.loss_scalers`)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["AmpError", "AmpState", "AmpValueError", "Casts", "Options", "master_
 
 
 class AmpError(LockstepError):
-    """Amp was asked for something that does not go together. A RuntimeError, as Apex raises."""
+    """Wrong use of Amp, such as incompatible options. A RuntimeError, as in Apex."""
 
 
 class AmpValueError(AmpError, InputError):
-    """A value that no opt level could use."""
+    """A value that is invalid at every opt level."""
 
 
 class Options(Protocol):
-    """What the state needs of `properties.Properties`, which stands above it: a value for each name."""
+    """The part of `properties.Properties`, in a higher layer, that the state uses: a value for each name."""
 
     options: dict[str, Any]
 
@@ -33,14 +33,14 @@ class Options(Protocol):
 
 
 class Casts(Protocol):
-    """What the state needs of `casts.AmpHandle`, which stands above it."""
+    """The part of `casts.AmpHandle`, in a higher layer, that the state uses."""
 
     dtype: torch.dtype
     verbose: bool
     allow_banned: bool
 
     def is_active(self) -> bool:
-        """Whether casts are in force, here and now."""
+        """Whether casts are active now."""
 
     def _clear_cache(self) -> None: ...
 
@@ -50,15 +50,15 @@ class Casts(Protocol):
 
 
 class AmpState:
-    """All that `initialize` sets up, for one process.
+    """Everything that `initialize` sets up in a process.
 
     Attributes:
-        opt_properties: the options in force; None before `initialize`.
-        loss_scalers: one for each loss that `initialize` was told of.
-        handle: the casts of opt level O1, while they are in place.
-        hard_override: warn where Amp would otherwise refuse a combination of options.
-        allow_incoming_model_not_fp32: accept models that have 16-bit parameters already.
-        verbosity: 0 says nothing, 1 says what was chosen and when a step is skipped, 2 every cast as well.
+        opt_properties: the current options; None before `initialize`.
+        loss_scalers: one per loss (`num_losses` of `initialize`).
+        handle: the casts of opt level O1, while they are installed.
+        hard_override: warn instead of raising when options are incompatible.
+        allow_incoming_model_not_fp32: accept models that already have 16-bit parameters.
+        verbosity: 0 prints nothing, 1 the options and skipped steps, 2 also every cast.
     """
 
     def __init__(self) -> None:
@@ -74,14 +74,14 @@ _amp_state = AmpState()
 
 
 def warn_or_raise(message: str) -> None:
-    """Refuse, or only warn if the user has set `_amp_state.hard_override`."""
+    """Raise an AmpError, or only warn if the user has set `_amp_state.hard_override`."""
     if not _amp_state.hard_override:
-        raise AmpError(f"{message} (amp._amp_state.hard_override = True makes a warning of it)")
+        raise AmpError(f"{message} (amp._amp_state.hard_override = True turns this into a warning)")
     say(f"Warning: {message}")
 
 
 def say(message: str, only_first_rank: bool = False) -> None:
-    """Print, unless `verbosity` is 0. On stdout, where Apex's users look for it."""
+    """Print to stdout, as Apex does, unless `verbosity` is 0."""
     if _amp_state.verbosity <= 0:
         return
     if only_first_rank and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
@@ -90,7 +90,7 @@ def say(message: str, only_first_rank: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The parameters that an optimizer updates: float32 masters where there are some, else the model's own.
+    """The parameters that an optimizer updates: float32 masters if there are any, otherwise the model's.
 
     Clip these: `clip_grad_norm_(amp.master_params(optimizer), max_norm)`. Local.
     """

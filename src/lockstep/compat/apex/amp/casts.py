@@ -1,11 +1,11 @@
-"""What opt level O1 does to torch functions, and the casts that users give to functions of their own.
+"""The casts of opt level O1 in torch functions, and in functions that users decorate or register.
 
-[Note: autocast] Apex replaced some two hundred functions of torch by wrappers; torch has had the same since 1.6, as
-autocast. CUDA's list of functions holds for models on the CPU, too (`lockstep.torch_private.cuda_casts`). It is
-switched on for the whole process here, not for a `with` block, since scripts compute losses outside of their models.
-Two things follow. Its cache of casted parameters stays off: it is only ever emptied at the end of a `with` block, so it
-would serve parameters of earlier steps. And it is off during backward passes (`scale_loss`), where functions must run
-in the dtype that their forward pass had.
+[Note: autocast] Apex replaced some two hundred functions of torch by wrappers; since 1.6 torch has autocast, which does
+the same. CUDA's list of functions is used on the CPU too (`lockstep.torch_private.cuda_casts`). Autocast is
+enabled for the whole process, not for a `with` block, since scripts compute losses outside of their models.
+Two things follow. Its cache of cast parameters is disabled, since it is only cleared at the end of a `with` block and
+would return parameters of earlier steps. And it is off during backward passes (`scale_loss`), where functions must run
+in the dtype of their forward pass.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = [
 ]
 
 _Function = Callable[..., Any]
-# Given the tensors among a function's arguments, the dtype that all of them should have.
+# Chooses the dtype of a function's tensor arguments.
 _Choice = Callable[[Casts, list[Tensor]], torch.dtype]
 
 
 class AmpHandle:
-    """The casts of opt level O1, in place from construction until `_deactivate`.
+    """The casts of opt level O1, active from construction until `_deactivate`.
 
     Args:
         dtype: the 16-bit dtype that functions cast to.
-        device_types: types of device whose functions cast.
+        device_types: device types on which functions cast.
         verbose: print the casts of decorated and registered functions.
         allow_banned: let `binary_cross_entropy` take 16-bit inputs.
     """
@@ -78,7 +78,7 @@ class AmpHandle:
             torch.set_autocast_enabled(kind, True)
         self._cuda_casts = CudaCasts(everywhere=True) if "cpu" in self._device_types else None
         self._replace(nn.functional, "binary_cross_entropy", _guard_binary_cross_entropy)
-        # What goes to the host is looked at there, often by NumPy: in float32, as with Apex.
+        # Tensors moved to the host are often read by NumPy: in float32, as in Apex.
         self._replace(Tensor, "cpu", functools.partial(_casting, _float))
         for name in _FLOAT32_IN_PLACE:
             self._replace(Tensor, name, _guard_in_place)
@@ -87,11 +87,11 @@ class AmpHandle:
         _amp_state.handle = self
 
     def is_active(self) -> bool:
-        """Whether casts are in force, here and now."""
+        """Whether casts are active now."""
         return self._is_active
 
     def _clear_cache(self) -> None:
-        """There is no cache; see [Note: autocast]."""
+        """Does nothing, as there is no cache; see [Note: autocast]."""
 
     def _replace(self, module: Any, name: str, wrap: Callable[[_Function], _Function]) -> None:
         original = getattr(module, name)
@@ -99,7 +99,7 @@ class AmpHandle:
         replace_attribute(module, name, wrap(original))
 
     def _deactivate(self) -> None:
-        """Put everything back as it was."""
+        """Remove the casts."""
         if not self._is_installed:
             return
         self._is_installed = self._is_active = False
@@ -132,13 +132,13 @@ class AmpHandle:
 
 
 def usual_device_types() -> tuple[str, ...]:
-    """Where casts apply if no model says where it is: CUDA, or the CPU on machines without."""
+    """Default device types of casts: CUDA, or the CPU on machines without CUDA."""
     return ("cuda",) if torch.cuda.is_available() else ("cpu",)
 
 
 @contextmanager
 def casts_off() -> Iterator[None]:
-    """No casts inside, whether or not O1 is in force."""
+    """A context without casts, whether or not O1 is active."""
     if _amp_state.handle is None:
         yield
         return
@@ -155,16 +155,16 @@ def disable_casts() -> Any:
 
 
 def _is_castable(value: object) -> bool:
-    # As autocast: float64 was asked for by somebody, and stays.
+    # As in autocast, float64 is left alone.
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _is_torchs(function: _Function) -> bool:
-    """Whether autocast may have a view of its own on the dtype that a function runs in."""
+    """Whether a function is torch's, so that autocast may choose the dtype in which it runs."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return False  # `apply`, which is torch's by its module, a builtin from torch 2.14 on
-    module = getattr(function, "__module__", None) or "torch"  # builtins name none
+        return False  # `apply`, which by its module is torch's; a builtin since torch 2.14
+    module = getattr(function, "__module__", None) or "torch"  # builtins have none
     return module.partition(".")[0] == "torch"
 
 
@@ -183,7 +183,7 @@ def _casting(choice: _Choice, function: _Function) -> _Function:
                 if tensor.dtype != dtype:
                     print(f"{tensor.dtype} -> {dtype} ({getattr(function, '__name__', function)})")
         args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_castable(leaf) else leaf, (args, kwargs))
-        if not is_torchs:  # a function of the user's, inside of which the usual casts hold
+        if not is_torchs:  # a user's function, inside which the usual casts apply
             return function(*args, **kwargs)
         with handle._disable_casts():
             return function(*args, **kwargs)
@@ -204,17 +204,17 @@ def _widest(handle: Casts, tensors: list[Tensor]) -> torch.dtype:
 
 
 def half_function(fn: _Function) -> _Function:
-    """Decorator: under O1, floating tensors among the arguments come in 16 bits."""
+    """Decorator: under O1, cast floating-point arguments to 16 bits."""
     return _casting(_half, fn)
 
 
 def float_function(fn: _Function) -> _Function:
-    """Decorator: under O1, floating tensors among the arguments come in float32."""
+    """Decorator: under O1, cast floating-point arguments to float32."""
     return _casting(_float, fn)
 
 
 def promote_function(fn: _Function) -> _Function:
-    """Decorator: under O1, floating tensors among the arguments come in the widest of their dtypes."""
+    """Decorator: under O1, cast floating-point arguments to the widest of their dtypes."""
     return _casting(_widest, fn)
 
 
@@ -229,26 +229,26 @@ def _register(module: Any, name: str, choice: _Choice) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """From the next `initialize` at O1 on, `module.name` gets its tensors in 16 bits."""
+    """Have `module.name` called with 16-bit tensors, from the next `initialize` at O1 on."""
     _register(module, name, _half)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """From the next `initialize` at O1 on, `module.name` gets its tensors in float32."""
+    """Have `module.name` called with float32 tensors, from the next `initialize` at O1 on."""
     _register(module, name, _float)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """From the next `initialize` at O1 on, `module.name` gets its tensors in the widest of their dtypes."""
+    """Have `module.name` called with tensors in the widest of their dtypes, from the next `initialize` at O1 on."""
     _register(module, name, _widest)
 
 
-# ---- what must not run in 16 bits ----------------------------------------------------------------
+# ---- functions that must not run in 16 bits ------------------------------------------------------
 
 _BANNED = (
     "binary_cross_entropy (and torch.nn.BCELoss) does not work on 16-bit inputs: the logarithm of a probability that "
-    "16 bits round to 0 or 1 is infinite. Leave out the sigmoid before it and use "
-    "binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss), which is safe. Or have the sigmoid computed in "
+    "16 bits round to 0 or 1 is infinite. Remove the sigmoid before it and use "
+    "binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss), which is safe. Or compute the sigmoid in "
     "float32, with amp.register_float_function(torch, 'sigmoid') before amp.initialize. If you are sure of "
     "your inputs, use amp.init(allow_banned=True)"
 )
@@ -263,7 +263,7 @@ def _guard_binary_cross_entropy(original: _Function) -> _Function:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if _is_castable(leaf)]
         if any(tensor.element_size() < 4 for tensor in tensors) and not handle.allow_banned:
             raise NotImplementedError(_BANNED)
-        # Autocast refuses this function on CUDA whatever its inputs are.
+        # On CUDA, autocast refuses this function for any inputs.
         with handle._disable_casts():
             args, kwargs = tree_map(lambda leaf: leaf.float() if _is_castable(leaf) else leaf, (args, kwargs))
             return original(*args, **kwargs)
@@ -284,8 +284,8 @@ def _guard_in_place(original: _Function) -> _Function:
         if handle is not None and handle.is_active() and self.is_floating_point() and self.element_size() < 4:
             name = original.__name__
             raise NotImplementedError(
-                f"Tensor.{name} on a tensor of {self.dtype}: at opt level O1 this function runs in float32, and what "
-                f"it is to write to has 16 bits. Write x = x.{name.strip('_').removeprefix('i')}(...), whose result "
+                f"Tensor.{name} on a tensor of {self.dtype}: at opt level O1 this function runs in float32, and the "
+                f"tensor has 16 bits. Write x = x.{name.strip('_').removeprefix('i')}(...), whose result "
                 "is float32, or call it inside `with amp.disable_casts():`"
             )
         return original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A model that is cast: what goes in, what comes out, and what a checkpoint holds."""
+"""Casts the inputs and outputs of a 16-bit model, and its state_dict."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["CastForward", "keep_state_dict_wide"]
 
 
 class CastForward:
-    """Stands in for `module.forward`, and casts floating tensors on the way in and out.
+    """Replaces `module.forward`, and casts floating-point inputs and outputs.
 
-    An object and no closure, so that a copy of the module gets one that runs the copy, and that modules
+    An object rather than a closure, so that a copy of the module gets one that runs the copy, and modules
     can be pickled.
 
     Args:
         module: the module whose forward pass runs.
-        inputs: dtype of floating inputs; None leaves them alone.
-        outputs: dtype of floating outputs; None leaves them alone.
+        inputs: dtype of floating-point inputs; None leaves them alone.
+        outputs: dtype of floating-point outputs; None leaves them alone.
     """
 
     def __init__(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
         self._module = module
-        # What a script has put in the place of forward before.
+        # The forward that a script may have set on the module.
         self._replaced = vars(module).get("forward")
         self._inputs = inputs
         self._outputs = outputs
 
     def install(self) -> None:
-        """Take the place of the module's `forward`, and of those of replicas that `DataParallel` makes of it."""
+        """Replace the `forward` of the module, and of its replicas in `DataParallel`."""
         vars(self._module).update({"forward": self, REPLICATE: self._replicate})
 
     def _replicate(self) -> nn.Module:
@@ -61,7 +61,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def keep_state_dict_wide(model: nn.Module) -> None:
-    """Let `state_dict` give 16-bit parameters and buffers as float32, so that a checkpoint fits every opt level."""
+    """Make `state_dict` return 16-bit parameters and buffers as float32, so that checkpoints fit every opt level."""
     for module in model.modules():
         module.register_state_dict_post_hook(_widen)  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""`initialize`: models and optimizers at an opt level; and the state of the loss scalers."""
+"""`initialize`, which prepares models and optimizers for an opt level; and the state of the loss scalers."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def initialize(
         opt_level: "O0" to "O3".
         cast_model_type: dtype of the model, `torch.bfloat16` for instance; False leaves parameters alone.
         patch_torch_functions: with O1 also `torch.bfloat16`, which functions then cast to.
-        keep_batchnorm_fp32: or "True", "False".
+        keep_batchnorm_fp32: a bool, "True" or "False".
         master_weights: see `optimizers.py`.
-        loss_scale: a number, a string that holds one, or "dynamic".
-        cast_model_outputs: dtype of the models' outputs; default float32 where the model is cast.
-        num_losses: how many losses have a scale of their own; see `loss_id` of `scale_loss`.
+        loss_scale: a number, a string with a number, or "dynamic".
+        cast_model_outputs: dtype of the models' outputs; by default float32 if the model is cast.
+        num_losses: number of losses with separate scales; see `loss_id` of `scale_loss`.
         verbosity: 0 prints nothing.
-        min_loss_scale: a dynamic scale does not go below.
-        max_loss_scale: a dynamic scale does not go beyond.
+        min_loss_scale: lower bound of a dynamic scale.
+        max_loss_scale: upper bound of a dynamic scale.
 
     Returns:
-        Models, or (models, optimizers), each in the shape they came in: the same objects, changed in place.
+        Models, or (models, optimizers), each as a list if given as one: the same objects, changed in place.
 
     Raises:
-        AmpError: no such level; options that do not go together; a model in 16 bits or inside an engine already; an
-            optimizer that was here before.
-        AmpValueError: an option's value.
-        InputTypeError: something that is no module or no optimizer.
+        AmpError: the level is unknown; options are incompatible; a model has 16 bits or is wrapped already; an
+            optimizer was given before.
+        AmpValueError: the value of an option is invalid.
+        InputTypeError: `models` or `optimizers` have the wrong type.
     """
     _amp_state.verbosity = verbosity
     if not enabled:
@@ -94,7 +94,7 @@ def initialize(
         _cast_model(model, properties, cast_model_outputs)
     for optimizer in each_optimizer:
         if properties.cast_model_type and not properties.master_weights:
-            optimizer.load_state_dict(optimizer.state_dict())  # recasts what there is to the parameters' dtype
+            optimizer.load_state_dict(optimizer.state_dict())  # casts its state to the parameters' dtype
         process_optimizer(optimizer, bool(properties.master_weights))
     _amp_state.opt_properties = properties
     _amp_state.loss_scalers = [
@@ -124,8 +124,8 @@ def _listed_optimizers(optimizers: Any) -> list[Any]:
     for optimizer in listed:
         if isinstance(optimizer, FP16_Optimizer):
             raise AmpError(
-                "an optimizer is an FP16_Optimizer already. Give amp.initialize the plain one; master weights and loss "
-                "scaling are what it adds, depending on opt_level"
+                "an optimizer is an FP16_Optimizer already. Pass the plain one to amp.initialize, which adds master "
+                "weights and loss scaling according to opt_level"
             )
         if not isinstance(optimizer, (torch.optim.Optimizer, LARC)):
             raise InputTypeError(
@@ -135,10 +135,10 @@ def _listed_optimizers(optimizers: Any) -> list[Any]:
 
 
 def _check_model(model: nn.Module) -> None:
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):  # ours is taken for torch's
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):  # true for Lockstep's, too
         raise AmpError(
-            f"the model is wrapped in {type(model).__name__} already. Wrap it after amp.initialize: the engine must "
-            "see the parameters as they will be"
+            f"the model is wrapped in {type(model).__name__} already. Wrap it after amp.initialize: the wrapper must "
+            "see the final parameters"
         )
     if _amp_state.allow_incoming_model_not_fp32:
         return
@@ -146,7 +146,7 @@ def _check_model(model: nn.Module) -> None:
         for name, tensor in named:
             if tensor.dtype in HALF_DTYPES:
                 warn_or_raise(
-                    f"{kind} {name} of the model is {tensor.dtype}, expected float32: leave out the call of half() "
+                    f"{kind} {name} of the model is {tensor.dtype}, expected float32: do not call half() "
                     "before amp.initialize, at every opt level"
                 )
 
@@ -177,10 +177,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Take up the state of an earlier run; after `initialize`. Warns if there are more losses, or fewer.
+    """Load the state of an earlier run, after `initialize`. Warns if the number of losses differs.
 
     Raises:
-        AmpError: an entry that is none of a loss scaler.
+        AmpError: an entry is not that of a loss scaler.
     """
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     if unexpected:

@@ -1,4 +1,4 @@
-"""`scale_loss`: one backward pass with a scaled loss and unscaled gradients."""
+"""`scale_loss`: a backward pass with a scaled loss, whose gradients are unscaled."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    If a gradient is not finite the scale is halved and the next `optimizer.step()` is skipped. With master weights,
-    unscaled gradients are those of the masters (`amp.master_params`); those of the model stay scaled.
+    If a gradient is not finite, the scale is halved and the next `optimizer.step()` is skipped. With master weights,
+    the masters (`amp.master_params`) have the unscaled gradients; those of the model stay scaled.
     Local; with an engine, its backward pass is collective, and an overflow on one rank is averaged into all.
 
     Args:
-        loss: a tensor; 16-bit ones are made float32 first.
-        optimizers: the optimizer, or a list of those, whose parameters the loss reaches.
-        loss_id: which of the `num_losses` scalers.
+        loss: a tensor; converted to float32 first if it has 16 bits.
+        optimizers: the optimizer, or list of optimizers, of parameters that the loss depends on.
+        loss_id: index of the loss scaler, below `num_losses`.
         model: ignored, as in Apex.
-        delay_unscale: leave gradients scaled; a later block without a delay unscales all. For gradients that
-            accumulate over several passes, in particular if only the last of them averages over ranks.
-        delay_overflow_check: do not look whether gradients are finite.
+        delay_unscale: leave gradients scaled, to be unscaled by a later block without it. For gradients that
+            accumulate over several passes, in particular if only the last averages over ranks.
+        delay_overflow_check: do not check that gradients are finite.
 
     Raises:
-        AmpError: `initialize` was not called, or an optimizer did not go through it.
+        AmpError: `initialize` was not called, or not with this optimizer.
         AmpValueError: there is no such `loss_id`.
     """
     del model
@@ -61,7 +61,7 @@ def scale_loss(
         return
     if not 0 <= loss_id < len(_amp_state.loss_scalers):
         raise AmpValueError(
-            f"loss_id={loss_id}: amp.initialize was told num_losses={len(_amp_state.loss_scalers)}, so that loss_id "
+            f"loss_id={loss_id}: amp.initialize was called with num_losses={len(_amp_state.loss_scalers)}, so loss_id "
             f"is at most {len(_amp_state.loss_scalers) - 1}"
         )
     scaler = _amp_state.loss_scalers[loss_id]
@@ -109,19 +109,19 @@ def scaled(
 
 
 def _stashes_of(optimizers: Sequence[Any]) -> list[Any]:
-    """What `amp.initialize` has left at each of them."""
+    """The `_amp_stash` of each optimizer."""
     for optimizer in optimizers:
         if not hasattr(optimizer, "_amp_stash"):
             raise AmpError(
-                f"amp.scale_loss: this {type(optimizer).__name__} did not go through amp.initialize. Give it there, "
-                "and use what comes back"
+                f"amp.scale_loss: this {type(optimizer).__name__} was not passed to amp.initialize. Pass it there, "
+                "and use what that returns"
             )
     return [optimizer._amp_stash for optimizer in optimizers]
 
 
 @contextmanager
 def _undone_by_an_error(prepared: Sequence[Any]) -> Iterator[None]:
-    """An error inside, such as a lack of memory, gives back the gradients that `prepare` has taken away."""
+    """Restore the gradients that `prepare` has removed if an error, such as out of memory, occurs inside."""
     try:
         yield
     except BaseException:

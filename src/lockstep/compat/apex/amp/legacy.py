@@ -1,4 +1,4 @@
-"""The interface that Amp had before `initialize`: `amp.init()` and its handle."""
+"""Amp's interface before `initialize`: `amp.init()` and its handle."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["LegacyHandle", "NoOpHandle", "OptimWrapper", "init"]
 
 
 class OptimWrapper:
-    """An optimizer with a loss scale for each of several losses, which come in the same order in every step.
+    """An optimizer with separate scales for several losses, which have the same order in every step.
 
     Args:
-        optimizer: the optimizer; anything that is not defined here is its own.
-        handle: what `amp.init` returned.
-        num_loss: how many losses there are in a step.
+        optimizer: the optimizer; other attributes are taken from it.
+        handle: the handle from `amp.init`.
+        num_loss: number of losses per step.
     """
 
     def __init__(self, optimizer: Any, handle: LegacyHandle | NoOpHandle, num_loss: int) -> None:
@@ -37,14 +37,14 @@ class OptimWrapper:
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """As `amp.scale_loss`, with the scale of the next loss of this step."""
+        """As `amp.scale_loss`, with the scale of this step's next loss."""
         if not self._handle.is_active():
             yield loss
             return
         if self._next_loss == len(self._loss_scaler):
             raise AmpError(
-                f"more than num_loss={len(self._loss_scaler)} losses before step(): give wrap_optimizer the number of "
-                "losses of a step"
+                f"more than num_loss={len(self._loss_scaler)} losses before step(): pass wrap_optimizer the number of "
+                "losses per step"
             )
         index = self._next_loss
         with scaled(loss, [self._optimizer], self._loss_scaler[index], index) as scaled_loss:
@@ -61,14 +61,14 @@ class OptimWrapper:
 
 
 class LegacyHandle(AmpHandle):
-    """Casts as with O1, and a loss scale of its own."""
+    """Casts as at O1, with its own loss scale."""
 
     def __init__(self, loss_scale: float | str, verbose: bool, allow_banned: bool) -> None:
         super().__init__(torch.float16, verbose=verbose, allow_banned=allow_banned)
         self._default_scaler = LossScaler(loss_scale)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer, with a `scale_loss` of its own."""
+        """Wrap the optimizer; the result has its own `scale_loss`."""
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextmanager
@@ -86,7 +86,7 @@ class LegacyHandle(AmpHandle):
 
 
 class NoOpHandle:
-    """What `init(enabled=False)` gives: everything as if Amp were not there."""
+    """Returned by `init(enabled=False)`: does nothing."""
 
     has_cache = False
     verbose = False
@@ -100,19 +100,19 @@ class NoOpHandle:
         yield
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer, with a `scale_loss` that does nothing."""
+        """Wrap the optimizer; the result's `scale_loss` does nothing."""
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """The loss as it is."""
+        """The unchanged loss."""
         yield loss
 
     def _clear_cache(self) -> None:
-        """There is no cache."""
+        """Does nothing, as there is no cache."""
 
     def _deactivate(self) -> None:
-        """There is nothing to put back."""
+        """Does nothing."""
 
 
 def init(
@@ -122,10 +122,10 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> LegacyHandle | NoOpHandle:
-    """Cast what goes into torch functions from now on, as O1 does; the interface before `initialize`. Local.
+    """Cast inputs of torch functions from now on, as O1 does; the interface before `initialize`. Local.
 
     Args:
-        enabled: False gives a handle that does nothing.
+        enabled: False returns a handle that does nothing.
         loss_scale: a number, or "dynamic".
         enable_caching: ignored; see [Note: autocast] in `casts.py`.
         verbose: print the casts of decorated and registered functions.

@@ -1,19 +1,19 @@
-"""What Amp adds to an optimizer: float32 master weights, gradients that are unscaled, steps that are skipped.
+"""Amp's part of an optimizer: float32 master weights, unscaling of gradients, skipped steps.
 
-[Note: one backward pass] Gradients of one loss are unscaled with that loss's scale, so they must not mix with what is
-in `.grad` already. `prepare` takes the latter away before a backward pass, `finish` divides what came and adds the
-rest again. What was taken away is copied: an engine may keep gradients in buffers that it writes anew in every pass.
+[Note: one backward pass] Gradients of a loss are unscaled with that loss's scale, so they must not mix with those
+already in `.grad`. `prepare` removes the latter before a backward pass; `finish` divides the new ones and adds the
+old again. These are copied, as an engine may keep gradients in buffers that it overwrites in every pass.
 
-[Note: masters] With master weights the optimizer's groups hold float32 copies of the 16-bit parameters. They are made
-before the first backward pass, not in `initialize`, so that a checkpoint loaded into the model in between counts. The
-state of the optimizer moves over to them; what `load_state_dict` brought before is kept until then, since loading it
-onto 16-bit parameters has rounded it to 16 bits.
+[Note: masters] With master weights the optimizer's groups have float32 copies of the 16-bit parameters. These are
+created before the first backward pass, not in `initialize`, so that a model checkpoint can be loaded in between. The
+optimizer's state is transferred to them; a state loaded by `load_state_dict` before is kept until then, since loading
+it for 16-bit parameters rounds it to 16 bits.
 
-[Note: unreduced gradients] An engine adds new gradients to what is in `.grad`, and reduces the sum over ranks. What was
-unscaled is out of its sight: held back, or in the masters. So gradients of a pass that was not to be reduced must stay
-scaled until the pass that is (`delay_unscale`); else they would never be reduced, and the ranks drift apart. Whether a
-pass was to be reduced is asked when its block ends, inside of the `no_sync()` that scripts put around it. Of Horovod's
-optimizer it is known how many gradients it has not reduced: what is held then must not be there when it has.
+[Note: unreduced gradients] An engine adds new gradients to `.grad`, and reduces the sum over ranks. Unscaled gradients
+are not in `.grad`, but held back or in the masters. So gradients of a pass without reduction must stay scaled until the
+pass with one (`delay_unscale`); otherwise they would never be reduced, and ranks would diverge. Whether a pass reduces
+is determined at the end of its block, inside the `no_sync()` that scripts put around it. Horovod's optimizer knows the
+number of gradients that it has not reduced: gradients held back then are an error once it has.
 """
 
 from __future__ import annotations
@@ -39,29 +39,28 @@ __all__ = ["OptimizerState", "process_optimizer"]
 
 _UNREDUCED = (
     "gradients of an earlier backward pass, {where}, were unscaled already: this pass would reduce its own gradients "
-    "over ranks and leave those out. Pass delay_unscale=True to scale_loss in all passes but the last before a step"
+    "over ranks, but not those. Pass delay_unscale=True to scale_loss in all passes but the last before a step"
 )
 _NOT_SYNCHRONIZED = (
-    "the master weights hold gradients of this rank alone: Horovod's optimizer had not reduced those of the model when "
-    "the block of scale_loss ended, and later is too late. Call optimizer.synchronize() inside `with "
+    "the master weights have gradients of this rank only: Horovod's optimizer had not reduced those of the model when "
+    "the block of scale_loss ended. Call optimizer.synchronize() inside `with "
     "amp.scale_loss(...)`, after backward(), and step() inside `with optimizer.skip_synchronize()`"
 )
 _NO_CLOSURE = (
-    "Amp cannot run an optimizer with a closure here: call backward inside `with amp.scale_loss(...)`, then step() "
-    "without arguments"
+    "Amp does not support closures: call backward inside `with amp.scale_loss(...)`, then step() without arguments"
 )
 
 
 class OptimizerState:
-    """Amp's part of one optimizer, as its attribute `_amp_stash`.
+    """Amp's state of an optimizer, as its attribute `_amp_stash`.
 
     Args:
         optimizer: anything with `param_groups`, `state` and torch's methods.
         has_masters: whether to keep master weights; see [Note: masters].
 
     Attributes:
-        params_have_scaled_gradients: the last backward pass asked for a delay of unscaling.
-        skipped_by: loss number and scaler whose overflow makes the next step be skipped.
+        params_have_scaled_gradients: whether the last backward pass delayed unscaling.
+        skipped_by: number and scaler of the loss whose overflow makes the next step be skipped.
         all_fp16_params: the model's 16-bit parameters; empty without masters.
         all_fp32_from_fp16_params: their masters, in the same order.
     """
@@ -77,20 +76,20 @@ class OptimizerState:
         self.loaded_state: dict[Any, Any] | None = None
         self._held: dict[Tensor, Tensor] = {}
         # See [Note: unreduced gradients].
-        self._is_unreduced = False  # what the last backward pass brought is this rank's own, and unscaled
-        self._holds_unreduced = False  # the same, with Horovod's optimizer, of what there was before this pass
-        self._are_masters_unreduced = False  # the same, with Horovod's optimizer, of what the masters have
+        self._is_unreduced = False  # whether gradients of the last backward pass are local and unscaled
+        self._holds_unreduced = False  # the same for earlier gradients, with Horovod's optimizer
+        self._are_masters_unreduced = False  # the same for the masters' gradients, with Horovod's optimizer
         self._has_looked_for_engines = False
 
     def changes_steps(self) -> bool:
-        """Whether the optimizer trains something else without it: it keeps masters, or losses are scaled. Local."""
+        """Whether it affects training, by masters or scaled losses. Local."""
         scalers = _amp_state.loss_scalers
         return self.has_masters or any(each.dynamic or each.loss_scale() != 1.0 for each in scalers)
 
     # ---- masters -------------------------------------------------------------------------------
 
     def init_masters(self) -> None:
-        """Put masters in the place of 16-bit parameters, once; does nothing without master weights."""
+        """Replace 16-bit parameters by masters, once; does nothing without master weights."""
         if self.lazy_init_called or not self.has_masters:
             return
         self.lazy_init_called = True
@@ -100,11 +99,11 @@ class OptimizerState:
         if self.loaded_state is not None:
             saved["state"] = self.loaded_state
             self.loaded_state = None
-        # Loading casts state to the dtype of the parameter that it belongs to.
+        # Loading casts state to the dtype of its parameter.
         type(self._optimizer).load_state_dict(self._optimizer, saved)
 
     def with_masters(self, parameters: list[Tensor]) -> list[Tensor]:
-        """The parameters, with new masters for 16-bit ones that are trained."""
+        """The parameters, with new masters in place of trained 16-bit ones."""
         return [self._master_of(each) if each.requires_grad and _is_half(each) else each for each in parameters]
 
     def _master_of(self, parameter: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class OptimizerState:
         return master
 
     def _own_params(self) -> Iterator[Tensor]:
-        """Parameters whose `.grad` backward passes write and the optimizer reads."""
+        """Parameters other than masters, whose `.grad` backward passes write and the optimizer reads."""
         masters = {id(master) for master in self.all_fp32_from_fp16_params}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -126,29 +125,29 @@ class OptimizerState:
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """With masters, the parameters that need none."""
+        """With masters, the parameters that do not need any."""
         return list(self._own_params()) if self.has_masters else []
 
     # ---- one backward pass ---------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Clear the way for the gradients of one loss; see [Note: one backward pass].
+        """Remove earlier gradients before those of a loss; see [Note: one backward pass].
 
         Raises:
-            AmpError: gradients of an earlier pass, which was not to be reduced, would never be.
+            AmpError: gradients of an earlier pass without reduction would never be reduced.
         """
         self.init_masters()
         self._check_reduced()
         self._holds_unreduced = self.num_unreduced() > 0
         for parameter in self.all_fp16_params:
-            parameter.grad = None  # its master has what there was
+            parameter.grad = None  # its master has the earlier gradient
         for parameter in self._own_params():
             if parameter.grad is not None:
                 self._held[parameter] = parameter.grad.clone()
                 parameter.grad = None
 
     def undo(self) -> None:
-        """Instead of `finish`, for a pass that an error has ended: put back what `prepare` took away."""
+        """Instead of `finish`, after an error in the pass: restore what `prepare` removed."""
         for parameter in self.all_fp16_params:
             parameter.grad = None
         for parameter in self._own_params():
@@ -156,7 +155,7 @@ class OptimizerState:
         self._held.clear()
 
     def num_unreduced(self) -> int:
-        """Gradients that Horovod's optimizer has seen and not reduced yet; 0 for every other optimizer. Local."""
+        """Number of gradients that Horovod's optimizer has yet to reduce; 0 for every other optimizer. Local."""
         found: int = getattr(self._optimizer, "num_unreduced", 0)
         return found
 
@@ -185,10 +184,10 @@ class OptimizerState:
             raise AmpError(_UNREDUCED.format(where="which Horovod's optimizer did not reduce"))
 
     def check_masters(self) -> None:
-        """Before a step: the masters must have what Horovod's optimizer has reduced. See [Note: unreduced gradients].
+        """Before a step: check that masters have the reduced gradients. See [Note: unreduced gradients].
 
         Raises:
-            AmpError: it reduces in this step, or has reduced since the masters got theirs.
+            AmpError: it reduces in this step, or has reduced after the masters got theirs.
         """
         is_open = self.num_unreduced() > 0
         if is_open and self.has_masters and self._optimizer.synchronizes_at_step():
@@ -197,10 +196,10 @@ class OptimizerState:
             raise AmpError(_NOT_SYNCHRONIZED)
 
     def finish(self, scaler: LossScaler) -> None:
-        """Unscale the gradients that a backward pass has brought, and add those there were before.
+        """Unscale the gradients of a backward pass, and add the earlier ones.
 
         Raises:
-            AmpError: those there were before would never be reduced over ranks.
+            AmpError: the earlier ones would never be reduced over ranks.
         """
         self.init_masters()
         self._check_synchronized()
@@ -216,7 +215,7 @@ class OptimizerState:
         own = [parameter for parameter in self._own_params() if parameter.grad is not None]
         for parameter, wide in zip(own, scaler.unscale([_dense(each) for each in own]), strict=True):
             self._put_gradient(parameter, wide)
-        for parameter, held in self._held.items():  # those that this loss did not reach
+        for parameter, held in self._held.items():  # those without a gradient of this loss
             parameter.grad = held
         self._held.clear()
 
@@ -234,7 +233,7 @@ class OptimizerState:
             parameter.grad = parameter.grad + held
 
     def skip(self) -> None:
-        """Instead of a step: say so, and forget the gradients that nothing else would clear."""
+        """Instead of a step: print that it is skipped, and clear gradients that nothing else would."""
         assert self.skipped_by is not None
         loss_id, scaler = self.skipped_by
         say(
@@ -244,14 +243,14 @@ class OptimizerState:
         self.clear_master_gradients()
 
     def clear_master_gradients(self) -> None:
-        """`model.zero_grad()` does not know of masters."""
+        """Clear gradients of masters, which `model.zero_grad()` does not."""
         self._are_masters_unreduced = False
         for master in self.all_fp32_from_fp16_params:
             master.grad = None
 
     @torch.no_grad()
     def publish_masters(self) -> None:
-        """Round the masters into the model."""
+        """Copy the masters, rounded, to the model."""
         for model, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
             model.copy_(master)
 
@@ -261,14 +260,14 @@ def _is_half(tensor: Tensor) -> bool:
 
 
 def _has_values(gradient: Tensor | None) -> bool:
-    """Whether there is a gradient, and not zeros of a `zero_grad(set_to_none=False)`."""
+    """Whether there is a gradient, other than the zeros of `zero_grad(set_to_none=False)`."""
     if gradient is None:
         return False
     return bool((values_of(gradient.coalesce()) if gradient.is_sparse else gradient).any())
 
 
 def _dense(parameter: Tensor) -> Tensor:
-    """The gradient, or what there is in a sparse one."""
+    """The gradient, or the values of a sparse one."""
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter.grad
@@ -277,14 +276,14 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def process_optimizer(optimizer: Any, has_masters: bool) -> None:
-    """Give an optimizer its `_amp_stash`, and methods that know of it. The optimizer stays the same object.
+    """Give an optimizer its `_amp_stash`, and methods that use it. It stays the same object.
 
     Raises:
-        AmpError: it has been here before.
+        AmpError: it has a stash already.
     """
     if hasattr(optimizer, "_amp_stash"):
         raise AmpError(
-            "this optimizer has been given to amp.initialize before; give each one once, all models and optimizers in "
+            "this optimizer was passed to amp.initialize before; pass each once, and all models and optimizers in "
             "the same call"
         )
     stash = OptimizerState(optimizer, has_masters)
@@ -293,7 +292,7 @@ def process_optimizer(optimizer: Any, has_masters: bool) -> None:
     optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = stash.init_masters
     optimizer._prepare_amp_backward = stash.prepare
     optimizer._post_amp_backward = stash.finish
-    # Bound methods, since learning rate schedulers take them apart.
+    # Bound methods, because learning rate schedulers read their attributes.
     optimizer.step = types.MethodType(_make_step(optimizer.step), optimizer)
     if has_masters:
         optimizer.zero_grad = types.MethodType(_zero_grad, optimizer)
@@ -309,7 +308,7 @@ def _make_step(plain_step: Any) -> Any:
             raise AmpError(_NO_CLOSURE)
         if stash.skipped_by is not None:
             stash.skip()
-            # So that schedulers do not take this for a step that was forgotten.
+            # So that schedulers do not warn about a forgotten step.
             mark_as_stepped(getattr(self, "optim", self))
             return None
         stash.init_masters()
@@ -321,7 +320,7 @@ def _make_step(plain_step: Any) -> Any:
             stash.clear_master_gradients()
         return result
 
-    # Also what schedulers that were there before have noted on it.
+    # Including attributes set by schedulers that were created before.
     vars(step).update(getattr(plain_step, "__dict__", {}))
     return step
 

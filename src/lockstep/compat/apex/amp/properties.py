@@ -1,4 +1,4 @@
-"""Opt levels, and the options behind them."""
+"""Opt levels and their options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HALF_DTYPES", "Properties", "choose"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-# level: what it is; cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+# level: description; cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
 _LEVELS: dict[str, tuple[str, dict[str, Any]]] = {
     "O0": ("plain float32", {"cast_model_type": torch.float32, "master_weights": False, "loss_scale": 1.0}),
     "O1": (
@@ -29,7 +29,7 @@ _LEVELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "O3": (
-        "16-bit model and nothing else",
+        "16-bit model only",
         {
             "cast_model_type": torch.float16,
             "keep_batchnorm_fp32": False,
@@ -41,14 +41,14 @@ _LEVELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Properties:
-    """Options of Amp; each is checked against the opt level as it is set.
+    """Options of Amp; each is checked against the opt level when it is set.
 
     Attributes:
-        options: name to value.
+        options: values by name.
         enabled: whether Amp does anything.
         opt_level: "O0" to "O3".
         cast_model_type: dtype of the model's parameters; None or False leaves them alone.
-        patch_torch_functions: whether torch functions cast their inputs, or the 16-bit dtype they cast to.
+        patch_torch_functions: whether torch functions cast their inputs, or the 16-bit dtype that they cast to.
         keep_batchnorm_fp32: whether batch normalization stays float32 in a 16-bit model.
         master_weights: whether the optimizer updates float32 copies of 16-bit parameters.
         loss_scale: a number, or "dynamic".
@@ -87,8 +87,8 @@ class Properties:
             raise AmpValueError(f"cast_model_type must be a floating torch.dtype, None or False, got {value!r}")
         if self.opt_level == "O1" and value is not torch.float32:
             warn_or_raise(
-                "O1 casts what goes into torch functions and leaves parameters float32, so cast_model_type="
-                f"{value} does not go with it. Use O2 or O3 to cast the model; to have functions cast to bfloat16, "
+                "O1 casts inputs of torch functions and leaves parameters float32, so cast_model_type="
+                f"{value} is incompatible. Use O2 or O3 to cast the model; to have functions cast to bfloat16, "
                 "pass patch_torch_functions=torch.bfloat16"
             )
         return value
@@ -97,7 +97,7 @@ class Properties:
         if not isinstance(value, bool) and value not in HALF_DTYPES:
             raise AmpValueError(f"patch_torch_functions must be a bool, torch.float16 or torch.bfloat16, got {value!r}")
         if value and self.opt_level != "O1":
-            warn_or_raise(f"patch_torch_functions is what opt_level='O1' does; {self.opt_level} goes without")
+            warn_or_raise(f"patch_torch_functions is for opt_level='O1', not {self.opt_level}")
         return value
 
     def _check_keep_batchnorm_fp32(self, value: Any) -> Any:
@@ -113,7 +113,7 @@ class Properties:
 
     def _check_master_weights(self, value: Any) -> Any:
         if self.opt_level == "O1" and value is not None:
-            warn_or_raise("with O1 the model's own parameters are float32: master_weights makes no sense there")
+            warn_or_raise("with O1 the model's parameters are float32, so there are no master weights")
         return value
 
     def _check_loss_scale(self, value: Any) -> float | str:
@@ -123,16 +123,16 @@ class Properties:
             return float(value)
         except (TypeError, ValueError) as error:
             raise AmpValueError(
-                f"loss_scale must be a number, a string that holds one, or 'dynamic', got {value!r}"
+                f"loss_scale must be a number, a string with a number, or 'dynamic', got {value!r}"
             ) from error
 
 
 def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
-    """The options of a level, with those overridden that are not None.
+    """The options of a level, with overrides that are not None.
 
     Raises:
-        AmpError: there is no such level, or an override does not go with it.
-        AmpValueError: an override has a value that no level could use.
+        AmpError: the level is unknown, or incompatible with an override.
+        AmpValueError: the value of an override is invalid.
     """
     if opt_level not in _LEVELS:
         raise AmpError(

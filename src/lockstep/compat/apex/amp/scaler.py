@@ -1,4 +1,4 @@
-"""Loss scales, with Apex's schedule: 2**16 at first, halved at an overflow, doubled after 2000 steps without."""
+"""Loss scales, with Apex's schedule: initially 2**16, halved at an overflow, doubled after 2000 steps without."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LossScaler:
     """The scale of one loss, and whether its last gradients overflowed.
 
     Args:
-        loss_scale: a fixed scale, or "dynamic". With a fixed one no step is ever skipped.
-        init_scale: first scale, if dynamic.
-        scale_factor: by which it shrinks at an overflow and grows after a window without.
-        scale_window: steps without an overflow before it grows.
-        min_loss_scale: it does not shrink below; None for no limit.
-        max_loss_scale: the largest scale that it grows to.
+        loss_scale: a fixed scale, with which no step is skipped, or "dynamic".
+        init_scale: initial scale, if dynamic.
+        scale_factor: factor by which it shrinks at an overflow and grows after a window without.
+        scale_window: number of steps without overflow before it grows.
+        min_loss_scale: the smallest scale; None for no limit.
+        max_loss_scale: the largest scale.
 
     Attributes:
         dynamic: whether the scale changes.
@@ -44,7 +44,7 @@ class LossScaler:
         self._max_loss_scale = max_loss_scale
         self._unskipped = 0
         self._has_overflow = False  # Apex's name, which scripts read
-        # One flag per device, so that devices are waited for once, in `update_scale`.
+        # A flag per device, so that `update_scale` synchronizes once.
         self._overflow_flags: dict[torch.device, Tensor] = {}
 
     def loss_scale(self) -> float:
@@ -52,18 +52,18 @@ class LossScaler:
         return self._loss_scale
 
     def clear_overflow_state(self) -> None:
-        """Forget what earlier gradients were like."""
+        """Clear the overflow flags."""
         self._overflow_flags.clear()
         self._has_overflow = False
 
     def unscale(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Divide gradients by the scale and note whether one of them is not finite.
+        """Divide gradients by the scale, and note whether any is not finite.
 
         Args:
             gradients: any shapes and devices, dense.
 
         Returns:
-            The same tensors, divided in place, where they have 32 bits or more; new float32 ones for 16-bit ones.
+            The same tensors, divided in place, if they have 32 bits or more; new float32 tensors for 16-bit ones.
         """
         wide = [each.float() if each.element_size() < 4 else each for each in gradients]
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -76,7 +76,7 @@ class LossScaler:
         return wide
 
     def update_scale(self) -> bool:
-        """Move the scale on, after the gradients of one loss. Returns whether to skip the step."""
+        """Update the scale after the gradients of a loss. Returns whether to skip the step."""
         overflowed = self.dynamic and any(bool(flag.item()) for flag in self._overflow_flags.values())
         self._has_overflow = overflowed
         if overflowed:

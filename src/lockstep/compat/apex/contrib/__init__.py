@@ -1,4 +1,4 @@
-"""`apex.contrib`: `optimizers.FP16_Optimizer`, which scripts of 2019 import from there, and nothing else.
+"""`apex.contrib`: only `optimizers.FP16_Optimizer`, which scripts of 2019 import from there.
 
 General layout:
 

@@ -1,4 +1,4 @@
-"""`apex.fp16_utils`: 16-bit models and float32 masters by hand. See the table in `lockstep.compat.apex`.
+"""`apex.fp16_utils`: manual 16-bit models and float32 masters. See the table in `lockstep.compat.apex`.
 
 General layout:
 

@@ -1,4 +1,4 @@
-"""`FP16_Optimizer`: an optimizer with float32 masters for 16-bit parameters and a loss scale."""
+"""`FP16_Optimizer`: an optimizer with float32 masters of 16-bit parameters, and a loss scale."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def fp32_to_fp16(val: Any) -> Any:
-    """`val`, a tensor or lists and tuples of tensors, with float32 ones made float16."""
+    """Convert float32 tensors in `val`, a tensor or lists and tuples of tensors, to float16."""
     return tree_map(lambda leaf: leaf.half() if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf, val)
 
 
 def fp16_to_fp32(val: Any) -> Any:
-    """`val`, a tensor or lists and tuples of tensors, with 16-bit ones made float32."""
+    """Convert 16-bit tensors in `val`, a tensor or lists and tuples of tensors, to float32."""
     return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF_DTYPES else leaf, val)
 
 
@@ -45,18 +45,18 @@ class FP16_Module(nn.Module):  # noqa: N801 Apex's name
         self.module = module.half()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module, with casts around it."""
+        """Run the module, with casts of its inputs and outputs."""
         return fp16_to_fp32(self.module(*fp32_to_fp16(inputs), **kwargs))
 
 
 class FP16_Optimizer:  # noqa: N801 Apex's name
-    """Wraps an optimizer whose parameters are partly or wholly 16-bit.
+    """Wraps an optimizer some or all of whose parameters have 16 bits.
 
     The optimizer updates float32 masters of those; `step` copies them into the model. `loss.backward()` becomes
     `optimizer.backward(loss)`.
 
     Args:
-        init_optimizer: any optimizer of torch; its groups get the masters.
+        init_optimizer: any torch optimizer; its groups get the masters.
         static_loss_scale: the loss scale, unless it is dynamic.
         dynamic_loss_scale: adapt the loss scale, and skip steps whose gradients overflow.
         dynamic_loss_args: arguments for `DynamicLossScaler`.
@@ -68,7 +68,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
         loss_scale: the current scale, for reading and writing.
 
     Raises:
-        InputTypeError: a parameter is not floating.
+        InputTypeError: a parameter is not floating-point.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         for group in init_optimizer.param_groups:
             self._take_over(group)
-        # State that there was is cast to the masters' dtype.
+        # Cast existing state to the masters' dtype.
         init_optimizer.load_state_dict(init_optimizer.state_dict())
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler: LossScaler = (
@@ -95,7 +95,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
-        self._is_unscaled = False  # gradients of parameters that need no master
+        self._is_unscaled = False  # whether gradients of parameters without masters are unscaled
 
     def _take_over(self, group: dict[str, Any]) -> None:
         halves, masters, others = [], [], []
@@ -103,7 +103,9 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
             if not parameter.requires_grad:
                 continue
             if not parameter.is_floating_point():
-                raise InputTypeError(f"FP16_Optimizer: parameters must be floating tensors, got {parameter.dtype}")
+                raise InputTypeError(
+                    f"FP16_Optimizer: parameters must be floating-point tensors, got {parameter.dtype}"
+                )
             if parameter.dtype not in _HALF_DTYPES:
                 others.append(parameter)
                 continue
@@ -121,7 +123,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
         raise LockstepError("FP16_Optimizer cannot be pickled: save its state_dict()")
 
     def __setstate__(self, state: Any) -> NoReturn:
-        raise LockstepError("FP16_Optimizer cannot be unpickled: give a new one to load_state_dict()")
+        raise LockstepError("FP16_Optimizer cannot be unpickled: create a new one and call load_state_dict()")
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:  # noqa: N803 Apex's name
         """Clear the gradients of masters, of 16-bit parameters and of the others."""
@@ -132,13 +134,13 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
                     parameter.grad = None if set_grads_to_None else torch.zeros_like(parameter.grad)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """The backward pass of the scaled loss, and unscaled gradients for the masters.
+        """Run the backward pass of the scaled loss, and give the masters unscaled gradients.
 
-        Gradients that are there already are added to, in the model and so in the masters.
+        Adds to existing gradients, in the model and so in the masters.
 
         Args:
-            loss: 16-bit ones are made float32 first.
-            update_master_grads: False leaves that out; after the last of several losses call
+            loss: the loss; converted to float32 first if it has 16 bits.
+            update_master_grads: False leaves out the masters; after the last of several losses call
                 `update_master_grads()`.
             retain_graph: keep the graph for another backward pass.
         """
@@ -173,26 +175,26 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
             foreach_mul_(gradients, factor)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | int:
-        """Clip the gradients of masters and of parameters that need none. Returns their norm, -1 after an overflow."""
+        """Clip gradients of masters and of parameters without masters. Returns their norm, or -1 after an overflow."""
         if self.overflow:
             return -1
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return self.clip_grad_norm(parameters, max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Gradients of each group, unscaled; None after an overflow, which leaves them without meaning."""
+        """Unscaled gradients of each group; None after an overflow, when they are meaningless."""
         if self.overflow:
             return None
         return [[parameter.grad for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters and copy them into the model; after an overflow, do nothing but shrink the loss scale.
+        """Update the masters and copy them to the model; after an overflow, only shrink the loss scale.
 
         Args:
-            closure: computes the loss and calls `backward` of this object; not with a dynamic scale.
+            closure: computes the loss and calls this object's `backward`; not with a dynamic scale.
 
         Raises:
-            InputTypeError: a closure with a dynamic scale.
+            InputTypeError: a closure was passed with a dynamic scale.
         """
         if closure is not None and self.dynamic_loss_scale:
             raise InputTypeError(
@@ -211,7 +213,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         def published() -> Any:
-            # An optimizer that asks again has moved the masters in between.
+            # An optimizer that calls the closure again has changed the masters in between.
             if self.first_closure_call_this_step:
                 self.first_closure_call_this_step = False
             else:
@@ -227,7 +229,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
             master_params_to_model_params(halves, masters)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer, the masters and the loss scale: tensors and plain values only."""
+        """State of the optimizer, the masters and the loss scale: only tensors and plain values."""
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -239,7 +241,7 @@ class FP16_Optimizer:  # noqa: N801 Apex's name
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state; of Apex too, whose loss scaler is an object. Load the model's before or after."""
+        """Load a state, also one of Apex, whose loss scaler is an object. The model is loaded separately."""
         saved = state_dict["loss_scaler"]
         vars(self.loss_scaler).update(saved if isinstance(saved, dict) else vars(saved))
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]

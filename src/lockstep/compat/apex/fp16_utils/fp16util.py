@@ -1,4 +1,4 @@
-"""Models in 16 bits, and the float32 master copies of their parameters, by hand."""
+"""Conversion of models to 16 bits, and float32 master copies of their parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class tofp16(nn.Module):  # noqa: N801 Apex's name
-    """A module that makes its input float16."""
+    """A module that casts its input to float16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` in float16."""
@@ -36,7 +36,7 @@ class tofp16(nn.Module):  # noqa: N801 Apex's name
 
 
 class FP16Model(nn.Module):
-    """A model in float16, but for batch normalization, that takes inputs of any floating dtype.
+    """A model in float16, except for batch normalization, that takes inputs of any floating-point dtype.
 
     Args:
         network: the module to convert, in place.
@@ -47,12 +47,12 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Any) -> Any:
-        """The network, on float16 inputs."""
+        """Run the network on float16 inputs."""
         return self.network(*(each.half() for each in inputs))
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 Apex's name
-    """Make batch normalization in a 16-bit model float32 again, where it has parameters. Returns the module."""
+    """Convert batch normalization with parameters in a 16-bit model back to float32. Returns the module."""
     for layer in module.modules():
         if isinstance(layer, BatchNorm) and layer.affine:
             layer.float()
@@ -60,12 +60,12 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 Apex's name
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """The model in float16, but for batch normalization, after a cast of its input."""
+    """The model in float16, except for batch normalization, with a cast of its input."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's own floating parameters, their gradients and its buffers; not those of submodules."""
+    """Cast a module's floating-point parameters, gradients and buffers; not those of submodules."""
     for parameter in module.parameters(recurse=False):
         if parameter.dtype.is_floating_point:
             parameter.data = parameter.data.to(dtype)
@@ -77,7 +77,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a model, but for batch normalization that has parameters. Returns the model."""
+    """Cast a model, except for batch normalization with parameters. Returns the model."""
     for module in network.modules():
         if isinstance(module, BatchNorm) and module.affine:
             continue
@@ -88,17 +88,17 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters of a model that are trained, and float32 masters for them.
+    """The trained parameters of a model, and float32 masters of them.
 
     Args:
-        model: with parameters of any floating dtypes.
-        flat_master: one flat master for all; then all must have one dtype.
+        model: a model with parameters of any floating-point dtypes.
+        flat_master: create one flat master for all parameters, which must have the same dtype.
 
     Returns:
-        Parameters and masters, in the same order; with `flat_master` one master, with a gradient of zeros.
+        Parameters and masters, in the same order; with `flat_master`, one master with a zero gradient.
 
     Raises:
-        InputTypeError: `flat_master`, and parameters of several dtypes.
+        InputTypeError: `flat_master` with parameters of several dtypes.
     """
     parameters: list[Tensor] = [each for each in model.parameters() if each.requires_grad]
     if not flat_master:
@@ -106,7 +106,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     dtypes = {each.dtype for each in parameters}
     if len(dtypes) > 1:
         raise InputTypeError(
-            f"prep_param_lists(flat_master=True) needs parameters of one dtype, got {sorted(map(str, dtypes))}. "
+            f"prep_param_lists(flat_master=True) needs parameters of the same dtype, got {sorted(map(str, dtypes))}. "
             "Use flat_master=False, or FP16_Optimizer"
         )
     master = nn.Parameter(_flat([each.detach() for each in parameters]).float())
@@ -122,9 +122,9 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy gradients of the model to its masters; arguments as `prep_param_lists` returned them."""
+    """Copy gradients of the model to its masters; arguments as returned by `prep_param_lists`."""
     if flat_master:
-        # One gradient for all: what has none counts as zero.
+        # One gradient for all; a missing one counts as zero.
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model_params]
         wide = _flat(gradients).to(master_params[0].dtype)
         master_params[0].grad = wide if master_params[0].grad is None else master_params[0].grad.copy_(wide)
@@ -142,7 +142,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy masters to the model's parameters; arguments as `prep_param_lists` returned them."""
+    """Copy masters to the model's parameters; arguments as returned by `prep_param_lists`."""
     if flat_master:
         pieces = torch.split(master_params[0], [each.numel() for each in model_params])
         for model, piece in zip(model_params, pieces, strict=True):
@@ -153,10 +153,10 @@ def master_params_to_model_params(
 
 
 def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, under its name of before torch 0.4.1."""
+    """`torch.nn.utils.clip_grad_norm_`, under its name before torch 0.4.1."""
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def to_python_float(t: Any) -> float:
-    """The one number in a tensor, or the first in a list."""
+    """The number in a tensor, or the first in a list."""
     return float(t.item() if hasattr(t, "item") else t[0])

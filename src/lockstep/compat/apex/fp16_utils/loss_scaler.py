@@ -1,4 +1,4 @@
-"""Loss scales of `FP16_Optimizer`. Those of `amp` are in `amp/scaler.py`, and have another schedule."""
+"""Loss scales of `FP16_Optimizer`. Those of `amp`, with another schedule, are in `amp/scaler.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DynamicLossScaler", "LossScaler"]
 
 
 class LossScaler:
-    """A loss scale that stays.
+    """A fixed loss scale.
 
     Args:
         scale: the factor of the loss.
@@ -25,11 +25,11 @@ class LossScaler:
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Never: with a fixed scale every step is taken."""
+        """Always False: with a fixed scale no step is skipped."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
     @property
     def loss_scale(self) -> float:
@@ -41,17 +41,17 @@ class LossScaler:
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """The backward pass of the scaled loss."""
+        """Run the backward pass of the scaled loss."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that shrinks at each overflow, to 1 at least, and grows after a window without any.
+    """A loss scale that shrinks at each overflow, but not below 1, and grows after a window without any.
 
     Args:
-        init_scale: the first scale.
-        scale_factor: by which it shrinks and grows.
-        scale_window: steps without an overflow before it grows.
+        init_scale: the initial scale.
+        scale_factor: factor by which it shrinks and grows.
+        scale_window: number of steps without overflow before it grows.
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
@@ -66,7 +66,7 @@ class DynamicLossScaler(LossScaler):
         return any(not bool(torch.isfinite(each.grad).all()) for each in params if each.grad is not None)
 
     def update_scale(self, overflow: bool) -> None:
-        """Move the scale on by one step."""
+        """Update the scale after a step."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
             self.last_overflow_iter = self.cur_iter

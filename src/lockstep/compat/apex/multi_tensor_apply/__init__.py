@@ -1,4 +1,4 @@
-"""`apex.multi_tensor_apply`: there to be imported, as in an Apex built without its CUDA extensions."""
+"""`apex.multi_tensor_apply`: can be imported, as in an Apex built without CUDA extensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What called the kernels of `amp_C`, which do not exist here."""
+"""Apex's caller of the kernels of `amp_C`, which do not exist here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["MultiTensorApply"]
 
 
 class MultiTensorApply:
-    """Never available: scripts ask `available` before they use it.
+    """Never available; scripts check `available` before they use it.
 
     Args:
-        chunk_size: numbers that a block of a kernel took on.
+        chunk_size: number of elements per kernel block.
     """
 
     available = False
@@ -29,5 +29,5 @@ class MultiTensorApply:
         """
         raise LockstepError(
             "apex.multi_tensor_apply calls kernels of amp_C, which lockstep.compat.apex does not have "
-            "(multi_tensor_applier.available is False): use torch._foreach_mul_ and its like"
+            "(multi_tensor_applier.available is False): use torch._foreach_mul_ etc."
         )

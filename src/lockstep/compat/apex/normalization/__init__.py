@@ -1,4 +1,4 @@
-"""`apex.normalization`: torch's own under Apex's names. See the table in `lockstep.compat.apex`."""
+"""`apex.normalization`: torch's layers under Apex's names. See the table in `lockstep.compat.apex`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Apex's fused normalization: torch's own, which is fused.
+"""Apex's fused normalization: torch's layers, which are fused too.
 
-[Note: dtypes that mix] Apex's kernels normalize in float32, round to the dtype of the weights, and scale in that. torch
-rounds to the dtype of the inputs, and once, after the scaling. Hugging Face's T5 takes `FusedRMSNorm` in the place of
-its own layer where it finds one, and computes as Apex does; it hands float32 to 16-bit weights, and counts on 16 bits
-to come out. So root mean squares are Apex's, bit for bit, wherever there are 16 bits; means where dtypes mix. Means
-with float32 weights, as under opt level O1, take torch's one kernel: there is nothing to round between.
+[Note: dtypes that mix] Apex's kernels normalize in float32, round to the dtype of the weights, and scale in that dtype.
+torch rounds once, after scaling, to the dtype of the inputs. Hugging Face's T5 uses `FusedRMSNorm`, if it exists,
+instead of its own layer, which computes as Apex does; it passes float32 to 16-bit weights and relies on a 16-bit
+output. So RMSNorm equals Apex's bit for bit wherever there are 16 bits, and LayerNorm if dtypes differ. LayerNorm
+with float32 weights, as at opt level O1, uses torch's kernel: there is no intermediate rounding.
 
-As Apex's, the layers can be compiled by `torch.jit.script`, which knows no `super()`.
+As in Apex, the layers can be compiled by `torch.jit.script`, which does not support `super()`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`. Where inputs and weights differ in dtype, the output has that of the weights.
+    """`torch.nn.LayerNorm`. If inputs and weights have different dtypes, the output has that of the weights.
 
     Args:
         normalized_shape: the last dimensions of the input.
         eps: added to the variance.
         elementwise_affine: whether to learn a scale and a shift.
-        memory_efficient: taken for Apex's sake, which then keeps the output for the backward pass in the place of the
-            input: the values are the same, and so is the memory here. To save it, use `torch.utils.checkpoint`.
+        memory_efficient: ignored. In Apex, the output is kept for the backward pass instead of the input; values are
+            the same. To save memory, use `torch.utils.checkpoint`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`, rounded as in Apex; arguments, and dtype of the output, as for `FusedLayerNorm`."""
+    """`torch.nn.RMSNorm`, rounded as in Apex; arguments and dtype of the output as for `FusedLayerNorm`."""
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
@@ -76,8 +76,8 @@ class FusedRMSNorm(nn.RMSNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """`FusedLayerNorm`, whose output has the dtype of its parameters here."""
+    """`FusedLayerNorm`, whose output always has the dtype of its parameters."""
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """`FusedRMSNorm`, whose output has the dtype of its parameters here."""
+    """`FusedRMSNorm`, whose output always has the dtype of its parameters."""

@@ -1,10 +1,10 @@
-"""`apex.optimizers`: torch's own under Apex's names, LAMB and NovoGrad. See the table in `lockstep.compat.apex`.
+"""`apex.optimizers`: torch's optimizers under Apex's names, LAMB and NovoGrad. See the table in `lockstep.compat.apex`.
 
-General layout, a module for each optimizer, as in Apex:
+General layout, with a module per optimizer, as in Apex:
 
-* `fused_adagrad`, `fused_adam`, `fused_sgd`: torch's own, with Apex's arguments.
-* `fused_lamb`, `fused_novograd`: written here; `fused_mixed_precision_lamb`: refused when it is made.
-* `base`: what they have in common.
+* `fused_adagrad`, `fused_adam`, `fused_sgd`: torch's, with Apex's arguments.
+* `fused_lamb`, `fused_novograd`: implemented here; `fused_mixed_precision_lamb`: refused when constructed.
+* `base`: shared by all.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class FusedAdagrad(ZeroGrad, torch.optim.Adagrad):
         adagrad_w_mode: must be False.
 
     Raises:
-        InputError: `adagrad_w_mode`.
+        InputError: `adagrad_w_mode` is True.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class FusedAdagrad(ZeroGrad, torch.optim.Adagrad):
         super().__init__(params, lr, weight_decay=weight_decay, eps=eps)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of Apex's own checkpoints, which count no steps."""
+        """Also accepts Apex's checkpoints, which do not count steps."""
         complete_groups(self, state)
         for own in filter(None, state["state"].values()):
-            own.setdefault("step", 0.0)  # only the decay of the learning rate, which Apex does not have, reads it
+            own.setdefault("step", 0.0)  # only used by learning rate decay, which Apex does not have
         super().__setstate__(state)  # type: ignore[no-untyped-call]

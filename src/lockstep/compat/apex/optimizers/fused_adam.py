@@ -14,7 +14,7 @@ from lockstep.errors import InputError
 
 __all__ = ["FusedAdam"]
 
-# The Adam of older torch only adds the weight decay to the gradient; that of AdamW is taken off here.
+# Adam in older torch only adds weight decay to the gradient; AdamW's decay is applied here.
 _DECOUPLED = "decoupled_weight_decay"
 _ADAM_DECOUPLES = _DECOUPLED in inspect.signature(torch.optim.Adam).parameters
 _WIDE = ("exp_avg", "exp_avg_sq", "master")  # what is float32 where the parameter has 16 bits
@@ -26,11 +26,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     Args:
         params: parameters or groups.
         lr: learning rate.
-        bias_correction: correct the running means for their start at zero, as torch does.
+        bias_correction: correct the running means for their initialization at zero, as torch does.
         betas: decay of the two running means.
         eps: added to the square root in the denominator.
-        adam_w_mode: decoupled weight decay.
-        weight_decay: see above.
+        adam_w_mode: whether weight decay is decoupled.
+        weight_decay: factor of weight decay.
         amsgrad: must be False, as in Apex.
         set_grad_none: `zero_grad` sets gradients to None instead of zero.
         capturable: for CUDA graphs; `torch.amp.GradScaler` takes gradients of 16 bits, too.
@@ -38,7 +38,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         max_grad_norm: clip each group's gradients to this norm, as Apex did until 2019; 0 for no limit.
 
     Raises:
-        InputError: an argument that is not supported.
+        InputError: an argument is not supported.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         max_grad_norm: float = 0.0,
     ) -> None:
         if amsgrad:
-            raise InputError("FusedAdam has no AMSGrad variant, here as in Apex: use torch.optim.AdamW(amsgrad=True)")
+            raise InputError("FusedAdam has no AMSGrad variant, as in Apex: use torch.optim.AdamW(amsgrad=True)")
         if master_weights and not capturable:
-            raise InputError("FusedAdam(master_weights=True) needs capturable=True, here as in Apex")
+            raise InputError("FusedAdam(master_weights=True) needs capturable=True, as in Apex")
         self.set_grad_none = set_grad_none
         self.adam_w_mode = adam_w_mode
         self.bias_correction = bias_correction
@@ -70,11 +70,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable, **decoupled)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of Apex's own checkpoints, which count steps once for a group, and of torch's AdamW."""
+        """Also accepts checkpoints of Apex, which count steps per group, and of torch's AdamW."""
         defaults = complete_groups(self, state)
         for group in state["param_groups"]:
             if _ADAM_DECOUPLES:
-                # Which of the two this is, the optimizer says, and not the checkpoint, as with Apex.
+                # As in Apex, the optimizer decides between the two, not the checkpoint.
                 group[_DECOUPLED] = defaults[_DECOUPLED]
             step = group.pop("step", 0)
             for own in (state["state"].get(parameter) for parameter in group["params"]):
@@ -83,17 +83,17 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with what belongs to 16-bit parameters in float32."""
+        """As in torch, with the state of 16-bit parameters in float32."""
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(numbers, self._parameters(), strict=True):
             saved = state_dict["state"].get(number)
-            if saved and is_narrow(parameter):  # torch has rounded them to the dtype of the parameter
+            if saved and is_narrow(parameter):  # torch has rounded them to the parameter's dtype
                 for name in saved.keys() & set(_WIDE):
                     self.state[parameter][name] = saved[name].to(parameter.device, torch.float32, copy=True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, or none where a GradScaler has found infinite gradients."""
+        """Update the parameters, unless a GradScaler has found infinite gradients."""
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.item():
             return None
@@ -124,7 +124,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
 
     @torch.no_grad()
     def _step_decoupled(self) -> None:
-        """A step of AdamW by torch's Adam, which is told of no decay."""
+        """A step of AdamW: apply the decay, then run torch's Adam without decay."""
         decays = [group["weight_decay"] for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
@@ -138,7 +138,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
 
     @torch.no_grad()
     def _move(self, parameter: Tensor, group: dict[str, Any], scale: Tensor | None) -> None:
-        """A step as Apex's kernel has it: torch's always corrects, and computes in 16 bits where parameters do."""
+        """A step as in Apex's kernel; torch always corrects the bias, and computes in 16 bits for 16-bit parameters."""
         assert parameter.grad is not None
         state, (beta1, beta2), decay = self.state[parameter], group["betas"], group["weight_decay"]
         wide = torch.float32 if is_narrow(parameter) else parameter.dtype
@@ -160,7 +160,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         first: Any = 1.0
         second: Any = 1.0
         if self.bias_correction:
-            # A graph that is captured must read the step each time.
+            # A captured graph must read the step each time.
             step = state["step"].double() if group["capturable"] else float(state["step"])
             first, second = 1 - beta1**step, 1 - beta2**step
         update = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])

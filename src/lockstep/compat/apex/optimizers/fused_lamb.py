@@ -19,25 +19,25 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
     """LAMB (You et al. 2020, arXiv:1904.00962), which torch does not have.
 
     Gradients are first divided by `max(1, norm of all gradients / max_grad_norm)`. Then each parameter moves by `lr`
-    times its Adam update (decay included), times the ratio of the norms of parameter and update. 16-bit parameters are
-    moved in float32, and rounded once, as in Apex; so are their running means.
+    times its Adam update (including decay), times the ratio of the norms of parameter and update. 16-bit parameters are
+    updated in float32, and rounded once, as in Apex; so are their running means.
 
     Args:
         params: parameters or groups.
         lr: learning rate.
-        bias_correction: correct the running means for their start at zero.
+        bias_correction: correct the running means for their initialization at zero.
         betas: decay of the two running means.
         eps: added to the square root in the denominator.
         weight_decay: added to the update, times the parameter.
         amsgrad: must be False, as in Apex.
-        adam_w_mode: decay is part of the update; False: of the gradient.
-        grad_averaging: new gradients enter the first mean with 1 - beta; False: with 1.
+        adam_w_mode: whether decay is part of the update; False: of the gradient.
+        grad_averaging: whether new gradients enter the first mean with factor 1 - beta; False: with 1.
         set_grad_none: `zero_grad` sets gradients to None instead of zero.
         max_grad_norm: see above; 0 for no limit.
-        use_nvlamb: use the ratio of norms for parameters without decay too.
+        use_nvlamb: whether to use the ratio of norms also for parameters without decay.
 
     Raises:
-        InputError: `amsgrad`.
+        InputError: `amsgrad` is True.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
         use_nvlamb: bool = False,
     ) -> None:
         if amsgrad:
-            raise InputError("FusedLAMB has no AMSGrad variant, here as in Apex")
+            raise InputError("FusedLAMB has no AMSGrad variant, as in Apex")
         self.set_grad_none = set_grad_none
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
@@ -73,7 +73,7 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step."""
+        """Update the parameters."""
         loss = loss_of(closure)
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
@@ -111,7 +111,7 @@ class FusedLAMB(ZeroGrad, torch.optim.Optimizer):
         if decay != 0 or self.use_nvlamb:
             size, step = norm_of(weight), norm_of(update)
             update = update * torch.where((size != 0) & (step != 0), size / step, 1.0)
-        # Where nothing is 16-bit these are the tensors themselves.
+        # Without 16-bit tensors, these are the tensors themselves.
         state["exp_avg"].copy_(first_mean)
         state["exp_avg_sq"].copy_(second_mean)
         parameter.copy_(weight.add_(update, alpha=-group["lr"]))

@@ -1,4 +1,4 @@
-"""`apex.optimizers.FusedMixedPrecisionLamb`: a name that can be imported together with others, and nothing else."""
+"""`apex.optimizers.FusedMixedPrecisionLamb`: can be imported, but not used."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _ORDERS = {0: float("inf"), 2: 2.0}
 class FusedNovoGrad(ZeroGrad, torch.optim.Optimizer):
     """NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286), which torch does not have.
 
-    As Adam, but what a gradient is divided by is one number for a whole parameter: the running mean of the gradient's
+    As Adam, but a gradient is divided by one number per parameter: the running mean of the gradient's
     norm.
 
     Args:
@@ -30,15 +30,15 @@ class FusedNovoGrad(ZeroGrad, torch.optim.Optimizer):
         eps: added to the norm.
         weight_decay: added to the update, times the parameter.
         amsgrad: must be False, as in Apex.
-        reg_inside_moment: take the mean over what has been divided by the norm and has its decay added, as the paper
-            does; False: divide the mean, and add the decay then.
-        grad_averaging: new gradients enter the mean with 1 - beta; False: with 1.
+        reg_inside_moment: average gradients after dividing by the norm and adding decay, as in the paper; False:
+            average first, then divide and add decay.
+        grad_averaging: whether new gradients enter the mean with factor 1 - beta; False: with 1.
         norm_type: 2, or 0 for the largest magnitude.
-        init_zero: the mean of the norm starts at zero; False: at the norm of the first gradient.
+        init_zero: whether the mean of the norm starts at zero; False: at the norm of the first gradient.
         set_grad_none: `zero_grad` sets gradients to None instead of zero.
 
     Raises:
-        InputError: `amsgrad`, or another norm.
+        InputError: `amsgrad` is True, or the norm is not supported.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class FusedNovoGrad(ZeroGrad, torch.optim.Optimizer):
         set_grad_none: bool = True,
     ) -> None:
         if amsgrad:
-            raise InputError("FusedNovoGrad has no AMSGrad variant, here as in Apex")
+            raise InputError("FusedNovoGrad has no AMSGrad variant, as in Apex")
         if norm_type not in _ORDERS:
-            raise InputError(f"FusedNovoGrad takes norm_type 2 or 0 (the largest magnitude), got {norm_type}")
+            raise InputError(f"norm_type of FusedNovoGrad must be 2 or 0 (the largest magnitude), got {norm_type}")
         self.reg_inside_moment = reg_inside_moment
         self.set_grad_none = set_grad_none
         defaults = {
@@ -76,14 +76,14 @@ class FusedNovoGrad(ZeroGrad, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step.
+        """Update the parameters.
 
         Raises:
-            InputError: other parameters have gradients than in the first step.
+            InputError: the parameters with gradients differ in number from the first step.
         """
         loss = loss_of(closure)
         for group in self.param_groups:
-            # Steps and norms are kept in the group, as in Apex, so that old checkpoints load.
+            # Steps and norms are stored in the group, as in Apex, so that old checkpoints load.
             group["step"] = group.get("step", 0) + 1
             means = group.setdefault("exp_avg_sq", [None, None])
             moving = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -116,7 +116,7 @@ class FusedNovoGrad(ZeroGrad, torch.optim.Optimizer):
 
 
 def _blend(before: Tensor | None, parameters: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
-    """The running means of the norms of gradients, the current ones included: float32, one for each parameter."""
+    """The running means of the norms of gradients, including the current ones: float32, one per parameter."""
     order: int = group["norm_type"]
     beta: float = group["betas"][1]
     found = [norm_of(parameter.grad, _ORDERS[order]) for parameter in parameters if parameter.grad is not None]
@@ -125,8 +125,8 @@ def _blend(before: Tensor | None, parameters: Sequence[Tensor], group: dict[str,
         before = torch.zeros_like(norms) if group["init_zero"] else norms
     if before.numel() != norms.numel():
         raise InputError(
-            f"FusedNovoGrad: {norms.numel()} parameters of a group have gradients, where {before.numel()} had in the "
-            "first step; here as in Apex, the same must have them in every step"
+            f"FusedNovoGrad: {norms.numel()} parameters of a group have gradients, but {before.numel()} had in the "
+            "first step; as in Apex, it must be the same parameters in every step"
         )
     before = before.to(norms)
     if order == 0:

@@ -23,11 +23,11 @@ class FusedSGD(ZeroGrad, torch.optim.SGD):
         weight_decay: see torch.
         nesterov: as for `torch.optim.SGD`.
         wd_after_momentum: must be False.
-        materialize_master_grads: no effect: the gradients of master weights are always there.
+        materialize_master_grads: no effect; gradients of master weights are always materialized.
         set_grad_none: `zero_grad` sets gradients to None instead of zero.
 
     Raises:
-        InputError: `wd_after_momentum`.
+        InputError: `wd_after_momentum` is True.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class FusedSGD(ZeroGrad, torch.optim.SGD):
     ) -> None:
         del materialize_master_grads
         if wd_after_momentum:
-            raise InputError("FusedSGD(wd_after_momentum=True) is not supported: torch's SGD decays before momentum")
+            raise InputError(
+                "FusedSGD(wd_after_momentum=True) is not supported: torch's SGD applies decay before momentum"
+            )
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)

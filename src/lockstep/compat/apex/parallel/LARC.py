@@ -1,4 +1,4 @@
-"""Layer-wise adaptive rates (You, Gitman and Ginsburg 2017, arXiv:1708.03888), around any optimizer."""  # noqa: N999
+"""Layer-wise adaptive rates (You, Gitman and Ginsburg 2017, arXiv:1708.03888), for any optimizer."""  # noqa: N999
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["LARC"]
 class LARC:
     """Scales each parameter's gradient by the ratio of the norms of parameter and gradient.
 
-    The rate that a parameter would get is `trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)`. Weight
-    decay moves from the wrapped optimizer into the gradient. All else is the wrapped optimizer's.
+    The rate of a parameter is `trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)`. Weight
+    decay moves from the wrapped optimizer into the gradient. Everything else is the wrapped optimizer's.
 
     Args:
         optimizer: a torch optimizer.
         trust_coefficient: see above.
-        clip: the rate is at most the optimizer's own; False: it multiplies the optimizer's own.
+        clip: whether the rate is limited to the optimizer's; False: it multiplies the optimizer's.
         eps: see above.
     """
 
@@ -31,7 +31,7 @@ class LARC:
         self.eps = eps
 
     def step(self, closure: Any = None) -> Any:
-        """Scale the gradients, then one step of the wrapped optimizer, without its weight decay."""
+        """Scale the gradients, then step the wrapped optimizer without its weight decay."""
         groups = self.optim.param_groups
         decays = [group.get("weight_decay", 0.0) for group in groups]
         try:
@@ -55,11 +55,11 @@ class LARC:
         if self.clip:
             adaptive = (adaptive / rate).clamp(max=1.0)
         scaled = (parameter.grad + decay * parameter) * adaptive
-        # Where one of them is zero the ratio says nothing, and the gradient stays. No branch: it would wait for a GPU.
+        # If a norm is zero, the gradient is unchanged. Not an `if`, which would wait for a GPU.
         parameter.grad.copy_(torch.where((size != 0) & (slope != 0), scaled, parameter.grad))
 
     def __getattr__(self, name: str) -> Any:
-        # How an object is copied is its own; and while it is being copied `optim` is not there yet.
+        # Special methods, such as for copying, are its own; and during a copy, `optim` is not set yet.
         if name == "optim" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optim, name)
@@ -77,5 +77,5 @@ class LARC:
         self.optim.param_groups = value
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state of the wrapped optimizer. A method of the class, by which Amp calls it."""
+        """Load a state of the wrapped optimizer. Amp calls it through the class."""
         self.optim.load_state_dict(state_dict)

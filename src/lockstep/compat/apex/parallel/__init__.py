@@ -1,10 +1,10 @@
-"""`apex.parallel`: engine, batch normalization over ranks, LARC. See the table in `lockstep.compat.apex`.
+"""`apex.parallel`: DDP, batch normalization over ranks, LARC. See the table in `lockstep.compat.apex`.
 
 General layout:
 
 * `distributed`: `DistributedDataParallel` and `Reducer`; `sync_batchnorm`, `optimized_sync_batchnorm`: `SyncBatchNorm`.
-* `LARC`: layer-wise learning rates around an optimizer.
-* `multiproc`: starts a process for each GPU.
+* `LARC`: layer-wise learning rates for an optimizer.
+* `multiproc`: starts a process per GPU.
 """
 
 from __future__ import annotations

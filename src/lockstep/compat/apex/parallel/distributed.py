@@ -1,4 +1,4 @@
-"""Apex's `DistributedDataParallel` and `Reducer` over the one engine, and its collectives on flattened tensors."""
+"""Apex's `DistributedDataParallel` and `Reducer`, on Lockstep's engine, and its collectives on flattened tensors."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ _logger = get_logger(__name__)
 
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
-# More than any model has.
+# Larger than any model.
 _ALL_MIB = float(1 << 30)
 
 
 class DistributedDataParallel(lockstep.DistributedDataParallel):
     """`lockstep.DistributedDataParallel` with Apex's arguments.
 
-    As in Apex, buffers stay each rank's own, and a parameter may go without a gradient. Collective; wrap the model
+    As in Apex, each rank has its own buffers, and parameters may be unused. Collective; wrap the model
     after `amp.initialize`.
 
     Args:
         module: the model, already on its device.
-        message_size: numbers that go out together.
-        delay_allreduce: let gradients go out together.
+        message_size: number of elements per bucket.
+        delay_allreduce: reduce all gradients together, after the backward pass.
         shared_param: refused, as in Apex.
         allreduce_trigger_params: no effect.
         retain_allreduce_buffers: refused.
-        allreduce_always_fp32: sum 16-bit gradients in float32, on the way too. (The lockstep group adds in float32
+        allreduce_always_fp32: send and sum 16-bit gradients in float32. (The lockstep group sums in float32
             anyway, and rounds once.)
         num_allreduce_streams: no effect.
         allreduce_communicators: refused.
-        gradient_average: divide by the number of ranks; False: sums, divided by `gradient_predivide_factor`.
-        gradient_predivide_factor: divide by this before the sum, and by the rest of the number of ranks after it.
+        gradient_average: divide by the number of ranks; False: sum, and divide by `gradient_predivide_factor`.
+        gradient_predivide_factor: divide by this before the sum, and by the number of ranks / this after it.
         gradient_average_split_factor: older name of `gradient_predivide_factor`.
         prof: no effect.
-        device_ids: no argument of Apex's, which scripts give nevertheless; no effect.
+        device_ids: not an argument of Apex, but used by scripts; no effect.
         output_device: the same.
 
     Raises:
-        InputError: an argument that is refused; the message says what to use.
+        InputError: an argument is refused; says what to use.
     """
 
     _compares_rows = False
@@ -90,22 +90,22 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         del prof
         if shared_param is not None:
             raise InputError(
-                "shared_param is no longer an option, here as in Apex. Leave it out: parameters that several layers "
+                "shared_param is no longer supported, as in Apex. Leave it out: parameters that several layers "
                 "share are averaged once"
             )
         if retain_allreduce_buffers or allreduce_communicators is not None:
             raise InputError(
-                "retain_allreduce_buffers and allreduce_communicators are not supported: buffers and streams are the "
-                "engine's own. For another group of ranks use lockstep.DistributedDataParallel(process_group=...)"
+                "retain_allreduce_buffers and allreduce_communicators are not supported: the engine manages buffers "
+                "and streams. For another group of ranks use lockstep.DistributedDataParallel(process_group=...)"
             )
         if num_allreduce_streams != 1 or allreduce_trigger_params is not None:
             warn_once(
                 _logger,
-                "num_allreduce_streams and allreduce_trigger_params have no effect: gradients go out as soon as "
+                "num_allreduce_streams and allreduce_trigger_params have no effect: gradients are sent as soon as "
                 "their bucket is full (message_size)",
             )
         if device_ids is not None or output_device is not None:
-            warn_once(_logger, "apex's DistributedDataParallel has no device_ids: ignored")
+            warn_once(_logger, "device_ids is ignored: apex's DistributedDataParallel has no such argument")
         bucket_mib = message_size * _FLOAT32_BYTES / _MIB
         super().__init__(
             module,
@@ -122,7 +122,7 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
             self.register_comm_hook(None, self._reduce)
 
     def _reduce(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum a bucket, divided before and after as was asked for."""
+        """Sum a bucket, with divisions before and after according to the options."""
         buffer = bucket.buffer()
         sums = buffer.float() if self.allreduce_always_fp32 and buffer.element_size() < _FLOAT32_BYTES else buffer
         if self.gradient_predivide_factor != 1.0:
@@ -137,20 +137,20 @@ class DistributedDataParallel(lockstep.DistributedDataParallel):
         return future
 
     def disable_allreduce(self) -> None:
-        """Accumulate gradients without reducing them, in backward passes from now on. Local, on all ranks alike."""
+        """Accumulate gradients without reducing them, in later backward passes. Local; call it on all ranks."""
         self._backward.pause(True)
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients again, and what has accumulated with them, in backward passes from now on. Local."""
-        # Not decided in the forward pass, as by `no_sync`: scripts switch between the two passes.
+        """Reduce gradients, including accumulated ones, in later backward passes. Local; call it on all ranks."""
+        # Unlike `no_sync`, not decided in the forward pass: scripts call it between the two passes.
         self._backward.pause(False)
 
 
 def accumulates(parameters: Iterable[Tensor]) -> bool:
-    """Whether an engine over some of these parameters has been told not to reduce. Local.
+    """Whether reduction is off in an engine of some of these parameters. Local.
 
-    Told by `disable_allreduce()`, or by the `no_sync()` that the caller is in. Of torch's engines those count that
-    `look_for_torchs_engines` has found.
+    It is turned off by `disable_allreduce()`, or by an enclosing `no_sync()`. Of torch's engines, it considers those
+    that `look_for_torchs_engines` has found.
     """
     paused = [each for each in (*engines(), *_torchs_engines) if _is_paused(each)]
     wanted = {id(parameter) for parameter in parameters} if paused else set()
@@ -159,7 +159,7 @@ def accumulates(parameters: Iterable[Tensor]) -> bool:
 
 def _is_paused(engine: Any) -> bool:
     is_told = isinstance(engine, DistributedDataParallel) and engine._backward.is_paused
-    reduces = getattr(engine, "require_backward_grad_sync", True)  # one that torch has refused has none
+    reduces = getattr(engine, "require_backward_grad_sync", True)  # missing if torch's constructor has raised
     return (is_told or not reduces) and engine.process_group.size() > 1
 
 
@@ -167,13 +167,13 @@ _torchs_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def look_for_torchs_engines() -> None:
-    """Find all `torch.nn.parallel.DistributedDataParallel` among the objects of this process. Local."""
-    # Not isinstance, which holds for ours as well, and asks objects that import or compute something when asked.
+    """Find all instances of `torch.nn.parallel.DistributedDataParallel` in this process. Local."""
+    # Not isinstance, which is true for Lockstep's too, and triggers lazy objects.
     _torchs_engines.update(each for each in gc.get_objects() if TorchEngine in type(each).__mro__)
 
 
 class Reducer:
-    """Averages gradients when it is told to.
+    """Averages gradients on request.
 
     Collective: every rank constructs it with the same model or list. A model's parameters become those of rank 0.
 
@@ -209,7 +209,7 @@ class Reducer:
 
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype and device, one after the other. Local.
+    """Concatenate flattened tensors of the same dtype and device. Local.
 
     >>> flatten([torch.tensor([[1, 2]]), torch.tensor(3)]).tolist()
     [1, 2, 3]
@@ -218,7 +218,7 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flattened tensor, in the shapes of the tensors of a bucket. Local; they share its memory."""
+    """Views of a flattened tensor, in the shapes of a bucket's tensors. Local."""
     parts = torch.split(coalesced, [each.numel() for each in bucket])
     return [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)]
 
@@ -227,13 +227,13 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
 def apply_flat_dist_call(
     bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Run a collective on tensors of one dtype and device as one tensor, in place. Collective.
+    """Run a collective on tensors of the same dtype and device as one tensor, in place. Collective.
 
     Args:
         bucket: the tensors.
-        call: such as `torch.distributed.broadcast`; the result of `torch.distributed.all_reduce` is divided by the
-            number of ranks.
-        extra_args: its arguments after the tensor.
+        call: a function such as `torch.distributed.broadcast`; the result of `torch.distributed.all_reduce` is divided
+            by the number of ranks.
+        extra_args: further arguments of the call.
     """
     flat = flatten(bucket)
     call(flat, *(extra_args or ()))
@@ -246,7 +246,7 @@ def apply_flat_dist_call(
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """As `apply_flat_dist_call`, for tensors of any dtypes and devices: once for each. Collective."""
+    """As `apply_flat_dist_call`, for tensors of any dtypes and devices: one call for each. Collective."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,7 +1,7 @@
-"""`python -m apex.parallel.multiproc main.py …`: one process for each GPU of this host, or core if there is none.
+"""`python -m apex.parallel.multiproc main.py …`: one process per GPU of this host, or per core if there is none.
 
-Each gets `--rank R` and `--world-size N` as Apex's did, in the place of those that are given; and the variables
-of `lockstep run`, whose guarantees hold: output of all ranks with the rank before each line, no process left behind.
+Each gets `--rank R` and `--world-size N` as in Apex, which replace given ones, and the variables
+of `lockstep run`, whose guarantees hold: output of all ranks, prefixed with the rank, and no process left behind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks and wait for them.
 
     Args:
-        arguments: a script and its arguments; None for those of this process.
+        arguments: a script and its arguments; by default those of this process.
 
     Returns:
         The exit code of the job.
 
     Raises:
-        LaunchError: no script is named, or it does not exist.
+        LaunchError: the script is missing, or does not exist.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:

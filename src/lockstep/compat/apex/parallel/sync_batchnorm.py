@@ -1,4 +1,4 @@
-"""Apex's `SyncBatchNorm`: Lockstep's, with channels last and a ReLU if asked for."""
+"""Apex's `SyncBatchNorm`: Lockstep's, with options for channels last and a ReLU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SyncBatchNorm(lockstep.SyncBatchNorm):
         affine: see `lockstep.SyncBatchNorm`.
         track_running_stats: see `lockstep.SyncBatchNorm`.
         process_group: the ranks that share a batch; default all ranks.
-        channel_last: the channels are the last dimension of the input, not the second.
-        fuse_relu: apply a ReLU to the output.
+        channel_last: whether channels are the last dimension of the input rather than the second.
+        fuse_relu: whether to apply a ReLU to the output.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ def convert_syncbn_model(
     """Replace every BatchNorm layer by a `SyncBatchNorm` with the same parameters and buffers.
 
     Args:
-        module: a model, changed in place, or one BatchNorm layer.
+        module: a model, changed in place, or a BatchNorm layer.
         process_group: the ranks that share a batch; default all ranks.
-        channel_last: as the new layers are to have it.
+        channel_last: see `SyncBatchNorm`.
 
     Returns:
-        The module; a new one if it is a BatchNorm layer itself.
+        The module; a new one if it is itself a BatchNorm layer.
 
     Raises:
         ModelError: see `lockstep.convert_sync_batchnorm`.
@@ -81,13 +81,13 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     """Groups of neighbouring ranks that share batches. Collective: every rank calls it.
 
     Args:
-        group_size: ranks in a group; must divide the number of ranks. 0 means all of them.
+        group_size: number of ranks per group; must divide the number of ranks. 0 means all ranks.
 
     Returns:
-        The group that this rank belongs to; None, which means all ranks, for 0.
+        This rank's group; None, which means all ranks, for 0.
 
     Raises:
-        InputError: the number of ranks is no multiple of `group_size`.
+        InputError: the number of ranks is not a multiple of `group_size`.
     """
     if group_size == 0:
         return None
@@ -95,9 +95,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         raise NotInitialized("create_syncbn_process_group needs a process group: call init_process_group first")
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if not 0 < group_size <= world_size or world_size % group_size:
-        raise InputError(
-            f"create_syncbn_process_group({group_size}): there are {world_size} ranks; give a number that divides them"
-        )
+        raise InputError(f"create_syncbn_process_group({group_size}): there are {world_size} ranks; expected a divisor")
     own = None
     for first in range(0, world_size, group_size):
         group = dist.new_group(list(range(first, first + group_size)))

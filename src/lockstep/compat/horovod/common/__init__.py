@@ -1,1 +1,1 @@
-"""What the shims of `lockstep.compat.horovod` have in common."""
+"""Shared by the shims of `lockstep.compat.horovod`."""

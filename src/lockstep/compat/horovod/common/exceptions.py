@@ -1,4 +1,4 @@
-"""The exceptions that Horovod's users catch."""
+"""Horovod's exceptions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "NotInitializedError
 
 
 class HorovodInternalError(LockstepError):
-    """A collective failed: ranks asked for different things, or one of them is gone. Elastic mode recovers from it."""
+    """A collective failed: ranks called different operations, or a rank was lost. Elastic mode recovers from it."""
 
 
 class HostsUpdatedInterrupt(LockstepError):
-    """The set of hosts changed. Elastic mode starts over, without going back to the last commit.
+    """The set of hosts changed. Elastic mode restarts, without going back to the last commit.
 
     Args:
-        skip_sync: whether the state need not be synchronized, because hosts were only removed.
+        skip_sync: whether to skip synchronizing the state, because hosts were only removed.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -27,8 +27,8 @@ class HostsUpdatedInterrupt(LockstepError):
 
 
 class NotInitializedError(NotInitialized, ValueError):
-    """Use before `hvd.init()`. Horovod raises ValueError."""
+    """Use before `hvd.init()`. A ValueError, as in Horovod."""
 
 
 class UnsupportedError(LockstepError, NotImplementedError):
-    """Something that Horovod itself does not have. It raises NotImplementedError."""
+    """Use of something that Horovod does not support. A NotImplementedError, as in Horovod."""

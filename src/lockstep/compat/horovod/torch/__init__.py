@@ -1,16 +1,16 @@
 """`import lockstep.compat.horovod.torch as hvd`: Horovod's API for PyTorch, on Lockstep's engine.
 
-The table of names is in `lockstep.compat.horovod`. How it works: a channel for each process set matches by name what
-ranks ask for, and runs it on c10d groups ([Note: rounds] in `channel.py`); the optimizer hands gradients to the DDP
+The table of names is in `lockstep.compat.horovod`. How it works: a channel per process set matches the requests of
+ranks by name, and runs them on c10d groups ([Note: rounds] in `channel.py`); the optimizer puts gradients into the DDP
 engine's buckets ([Note: held back] in `gradients.py`).
 
 General layout, from the bottom up:
 
-* `compression`: what travels instead of a tensor; `adasum`: Adasum's sum; `meta`: describes a request to other ranks.
-* `request`: one operation that this rank has asked for; `timeline`: writes when requests were agreed on and run.
-* `execution`: runs agreed requests on c10d groups; `channel`: finds out what all ranks of a process set ask for.
-* `runtime`: what `hvd.init()` opened in this process; `process_sets`: subsets of the ranks.
-* `context`: `hvd.init()` and who this rank is.
+* `compression`: compressed gradients; `adasum`: Adasum; `meta`: describes a request to other ranks.
+* `request`: an operation requested by this rank; `timeline`: traces the negotiation and execution of requests.
+* `execution`: runs agreed requests on c10d groups; `channel`: negotiates the requests of a process set.
+* `runtime`: the state of `hvd.init()` in this process; `process_sets`: subsets of the ranks.
+* `context`: `hvd.init()`, and queries such as `hvd.rank()`.
 * `mpi_ops`: the operations; `functions`: broadcasts of models, optimizers and objects.
 * `counting`: counts backward passes until a gradient is complete; `wrapping`: changes the class of an optimizer.
 * `gradients`: holds gradients back and reduces them together.
@@ -29,7 +29,7 @@ from lockstep.compat.horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from lockstep.compat.horovod.torch.mpi_ops import *  # noqa: F403 - as Horovod's own, all of it
+from lockstep.compat.horovod.torch.mpi_ops import *  # noqa: F403 - everything, as in Horovod
 from lockstep.compat.horovod.torch.optimizer import DistributedOptimizer
 from lockstep.compat.horovod.torch.sync_batch_norm import SyncBatchNorm
 

@@ -1,14 +1,14 @@
-"""Adasum: a sum of gradients that keeps its length where they agree (Maleki et al., "Scaling Distributed Training with
+"""Adasum: an adaptive sum of gradients, between sum and mean (Maleki et al., "Scaling Distributed Training with
 Adaptive Summation", 2020).
 
 Two gradients a and b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: the sum if they are orthogonal, the mean if
-they are equal. More ranks are combined in pairs, then pairs of pairs, which is why their number must be a power of
+they are equal. More ranks are combined in pairs, then pairs of pairs, so their number must be a power of
 two.
 
-[Note: Adasum of GPUs] Horovod with NCCL adds tensors on GPUs up within each host, combines the sums of the hosts by
+[Note: Adasum of GPUs] Horovod with NCCL sums tensors on GPUs within each host, combines the sums of the hosts by
 Adasum, and divides the result by the number of ranks of a host; on one host that is the mean. Scripts count on it:
-they multiply their learning rate by `hvd.local_size()` if `hvd.nccl_built()`, and by 1 otherwise. It is the hosts then
-whose number must be a power of two.
+they multiply their learning rate by `hvd.local_size()` if `hvd.nccl_built()`, and by 1 otherwise. Then the number of
+hosts must be a power of two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def combine(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The adaptive sum of two tensors of one shape; dot products in float64 of a float32 product or better. Local.
+    """The adaptive sum of two tensors of the same shape; products in float32 or better are summed in float64. Local.
 
     >>> combine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).tolist()
     [1.0, 1.0]
@@ -42,7 +42,7 @@ def combine(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def combines_hosts(device_type: str) -> bool:
-    """Whether it is hosts and not ranks that are combined. Local; see [Note: Adasum of GPUs]."""
+    """Whether hosts rather than ranks are combined. Local; see [Note: Adasum of GPUs]."""
     return device_type != "cpu" and dist.is_nccl_available() and torch.cuda.is_available()
 
 
@@ -51,9 +51,9 @@ def reduce_adasum(tensor: torch.Tensor, ranks: tuple[int, ...], rank: int, group
 
     Args:
         tensor: any shape, contiguous, a floating-point dtype; the same on all ranks.
-        ranks: global ranks of the group, as many as a power of two.
-        rank: of this process in the group.
-        group: its ranks take part.
+        ranks: global ranks of the group; their number must be a power of two.
+        rank: rank of this process in the group.
+        group: the group.
     """
     distance = 1
     while distance < len(ranks):
@@ -66,7 +66,7 @@ def reduce_adasum(tensor: torch.Tensor, ranks: tuple[int, ...], rank: int, group
         for work in works:
             assert work is not None
             work.wait()
-        # Both sides compute the same from the same in the same order.
+        # Both peers compute the same from the same inputs in the same order.
         tensor.copy_(combine(tensor, theirs) if rank < peer else combine(theirs, tensor))
         distance *= 2
 
@@ -78,12 +78,12 @@ def reduce_adasum_of_hosts(
 
     Args:
         tensor: any shape, a floating-point dtype; the same on all ranks.
-        hosts: the ranks of each host in the group, equally many; as many hosts as a power of two.
-        rank: of this process in the group.
-        group: its ranks take part.
+        hosts: ranks of each host in the group, equally many; the number of hosts must be a power of two.
+        rank: rank of this process in the group.
+        group: the group.
     """
-    # All sums travel at once: for up to a few hosts no more goes over the network than if each rank exchanged its
-    # tensor with a peer of every level, and NCCL needs no other group.
+    # All sums are sent at once: for a few hosts, this is no more traffic than if each rank exchanged its
+    # tensor with a peer at every level, and it needs no further NCCL group.
     sums = tensor.new_zeros((len(hosts), *tensor.shape))
     (own,) = (index for index, ranks in enumerate(hosts) if rank in ranks)
     sums[own].copy_(tensor)

@@ -1,17 +1,17 @@
-"""The channel of a process set: its ranks find out what all of them have requested, and run that.
+"""The channel of a process set: negotiates which operations all ranks have requested, and runs these.
 
-[Note: rounds] Ranks may make requests in different orders, and from several threads; c10d groups need one order. So the
-ranks of a set take part in rounds. In a round they first compare, by an all_gather of 8 bytes, a digest of what each
-has requested since the last round. Mostly all digests are equal, and the ranks run all requests at once. Otherwise
-they exchange descriptions of their requests and keep them in a table, the same on all ranks; they run what all have
-requested, in the order of the table, and the rest stays in it. A thread that waits for a request takes part in the
-rounds; if none waits, a thread of the channel does, a millisecond after the first request. If a rank has requested
-nothing but the gradients of an optimizer, it averages them without a comparison: if another rank does something else,
-the flight record of the group finds that on all ranks before anything is changed, and then they compare. A rank without
-requests takes part in no round: nothing could run without it. As long as it has entries in the table, it takes part in
+[Note: rounds] Ranks may make requests in different orders, and from several threads; c10d groups need the same order.
+So the ranks of a set negotiate in rounds. In a round they first compare, by an all_gather of 8 bytes, a digest of what
+each has requested since the last round. Usually all digests are equal, and the ranks run all requests. Otherwise
+they exchange descriptions of their requests and enter them in a table, the same on all ranks; they run what all have
+requested, in the order of the table, and the rest stays in it. A thread that waits for a request takes part in
+rounds; if none waits, a thread of the channel does, a millisecond after the first request. A rank that has requested
+only the gradients of an optimizer averages them without a comparison: if another rank does something else,
+the group's flight recorder detects that on all ranks before anything is changed, and then they compare. A rank without
+requests does not take part in rounds: nothing could run without it. While it has entries in the table, it takes part in
 a round every millisecond.
 
-[Note: own groups] A channel runs everything on groups of its own, made for it, so that the order in which the script
+[Note: own groups] A channel runs everything on its own groups, so that the order in which the script
 uses other groups does not matter.
 """
 
@@ -47,8 +47,8 @@ CYCLE_S = 1e-3
 _PATIENCE_S = 5e-3
 _IDLE_S = 10.0
 _STALL_WARNING_S = 60.0  # as in Horovod
-# Rounds, of a millisecond and more, in which nothing was new while the scripts of all ranks waited. Other threads
-# of a script may still ask for something, so that it is not an error at once.
+# Rounds, of at least a millisecond, without new requests while the scripts of all ranks wait. Other threads
+# of a script may still make a request, so this is not an error at once.
 _MAX_FRUITLESS = 5000
 
 _DUPLICATE = (
@@ -62,23 +62,23 @@ _SHUT_DOWN = (
 
 
 class RequestHolder(Protocol):
-    """Something that holds requests back until somebody waits: an optimizer on the CPU."""
+    """An object that holds requests back until the rank waits: an optimizer on the CPU."""
 
     def offer(self) -> None:
-        """Submit what is complete. Local."""
+        """Submit complete gradients. Local."""
 
 
 class Channel:
-    """One process set on one of its ranks.
+    """A process set on one of its ranks.
 
     Args:
         set_id: number of the process set.
         ranks: global ranks, ascending.
         global_rank: global rank of this process.
-        control: a group of exactly these ranks for CPU tensors, which nobody else uses.
-        accelerator: another for tensors on GPUs, or None.
-        timeline: records what the channel does.
-        timeout_s: seconds until a request that the other ranks do not make is an error.
+        control: a group of exactly these ranks for CPU tensors, for exclusive use.
+        accelerator: another group, for tensors on GPUs, or None.
+        timeline: records the channel's operations.
+        timeout_s: seconds until a request that other ranks have not made is an error.
         hosts: global ranks of each host.
     """
 
@@ -106,9 +106,9 @@ class Channel:
             self._warning_s = math.inf
         self._news = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that is in a round
-        self._fresh: list[Request] = []  # asked for, and not told to the others yet
-        self._own: dict[str, Request] = {}  # asked for, and not done; includes the fresh
-        self._table: dict[str, dict[int, Entry]] = {}  # what ranks have told of and not all have asked for
+        self._fresh: list[Request] = []  # requested, and not yet sent to the others
+        self._own: dict[str, Request] = {}  # requested, and not done; includes the fresh
+        self._table: dict[str, dict[int, Entry]] = {}  # sent by ranks, and not yet requested by all
         self._joined: set[int] = set()
         self._last_joined = -1
         self._counts: dict[str, int] = {}
@@ -119,12 +119,12 @@ class Channel:
         self._broken: BaseException | None = None
         self._closed = False
         self._warned: set[str] = set()
-        self._num_fruitless = 0  # rounds; the same number on all ranks
+        self._num_fruitless = 0  # rounds without progress; the same number on all ranks
 
-    # ---- asking ------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------
 
     def full_name(self, kind: str, name: str | None) -> str:
-        """`allreduce.name`; requests without a name are counted, and belong together by their number."""
+        """`allreduce.name`; requests without a name are matched by their count."""
         if name is not None:
             return f"{kind}.{name}"
         with self._news:
@@ -133,11 +133,11 @@ class Channel:
         return f"{kind}.noname.{number}"
 
     def submit(self, request: Request) -> Request:
-        """Ask for something. Local; it runs when all ranks of the set have, and this one waits or was roused.
+        """Submit a request. Local; it runs when all ranks have submitted it, and this one waits or was roused.
 
         Raises:
-            InputError: a request of that name is under way.
-            HorovodInternalError: the channel is closed, or broken by an earlier failure.
+            InputError: a request of that name is pending.
+            HorovodInternalError: the channel is closed, or has failed before.
         """
         with self._news:
             if self._closed:
@@ -153,7 +153,7 @@ class Channel:
         return request
 
     def rouse(self) -> None:
-        """Take part in rounds also while no thread waits, until nothing is left to do. Local."""
+        """Take part in rounds even while no thread waits, until nothing is left to do. Local."""
         self._roused.set()
         with self._news:
             if self._thread is None and not self._closed:
@@ -165,13 +165,13 @@ class Channel:
         self._holders.add(holder)
 
     def add_symmetric(self, memory: torch.Tensor) -> None:
-        """Some gradients lie in this memory on this rank, and on others maybe not. Local."""
+        """Note that some gradients are in this memory on this rank, but maybe not on others. Local."""
         self._executor.add_symmetric(memory)
 
     # ---- waiting -----------------------------------------------------------------------------------
 
     def wait(self, request: Request) -> None:
-        """Return when a request is done; take part in rounds until then."""
+        """Take part in rounds until a request is done."""
         with self._news:
             self._num_waiting += 1
         try:
@@ -210,13 +210,13 @@ class Channel:
         """The channel's own thread: takes part in rounds for requests that no thread waits for."""
         world = current_world()
         if world is not None and world.device.type == "cuda":
-            torch.cuda.set_device(world.device)  # each thread has a current device of its own, at first the first
+            torch.cuda.set_device(world.device)  # the current device is per thread, and initially the first
         while not self._closed:
             if not self._own:
                 self._roused.clear()
                 if not self._own:
                     self._roused.wait(_IDLE_S)
-            # Most scripts wait soon, and the thread that waits takes part itself; and more requests may come meanwhile.
+            # Most scripts wait soon, in a thread that then takes part itself, and may make more requests before.
             time.sleep(CYCLE_S)
             if self._num_waiting or not self._own or not self._turn.acquire(blocking=False):
                 continue
@@ -229,12 +229,12 @@ class Channel:
     # ---- rounds ------------------------------------------------------------------------------------
 
     def _round(self, is_waiting: bool) -> bool:
-        """Meet the other ranks once. Collective; by the thread that has the turn.
+        """Run a round with the other ranks. Collective; only in the thread that holds `_turn`.
 
-        An error is that of all requests under way, and raised where they are waited for.
+        An error fails all pending requests, and is raised where they are waited for.
 
         Args:
-            is_waiting: whether the script waits meanwhile.
+            is_waiting: whether the script waits.
 
         Returns:
             Whether anything was done.
@@ -250,7 +250,7 @@ class Channel:
         except Exception as error:
             self._break(error)
             return True
-        except BaseException as error:  # Ctrl-C goes to the script, but nothing can be finished any more.
+        except BaseException as error:  # Ctrl-C is re-raised in the script, but the channel cannot continue.
             self._break(error)
             raise
 
@@ -269,23 +269,23 @@ class Channel:
         return progressed
 
     def _all_ask_alike(self, fresh: Sequence[Request]) -> bool:
-        """Whether the digests of what the ranks ask for are equal. Collective."""
+        """Whether the digests of all ranks' requests are equal. Collective."""
         if len(self.ranks) == 1:
             return True
         digest = hashlib.blake2b(b"\n".join(request.meta.signature for request in fresh), digest_size=8).digest()
         own = int.from_bytes(digest, "little", signed=True)
         try:
             numbers = self._gather_numbers(own)
-        except CollectiveMismatch:  # Another rank tried gradients; it asks now.
+        except CollectiveMismatch:  # Another rank tried gradients; it compares now.
             numbers = self._gather_numbers(own)
         return all(number == numbers[0] for number in numbers)
 
     def _share_requests(self, fresh: Sequence[Request], can_help_itself: bool) -> bool:
-        """Keep in the table what every rank asks for. Collective.
+        """Enter the requests of all ranks in the table. Collective.
 
         Args:
-            fresh: what this rank asks for.
-            can_help_itself: this rank asks for something, or can still come to do so.
+            fresh: new requests of this rank.
+            can_help_itself: whether this rank makes requests, or still can.
 
         Returns:
             Whether any rank can help itself.
@@ -297,20 +297,20 @@ class Channel:
         return anybody_can
 
     def _count_fruitless(self, may_go_on: bool) -> None:
-        """Count the rounds in which nothing ran and no rank could ask for more.
+        """Count rounds in which nothing ran and no rank could make more requests.
 
         Raises:
-            HorovodInternalError: there were too many of them, one after another.
+            HorovodInternalError: there were too many in succession.
         """
         self._num_fruitless = 0 if may_go_on else self._num_fruitless + 1
         if self._num_fruitless == _MAX_FRUITLESS:
             raise HorovodInternalError(self._describe_deadlock())
 
     def _try_fused(self, request: Request) -> bool:
-        """Run it without asking first, as nearly every round of training can. Collective. See [Note: rounds].
+        """Run it without comparing first, as in nearly every round of training. Collective. See [Note: rounds].
 
         Returns:
-            False if another rank is in a round for something else; all ranks then know.
+            False, on all ranks, if another rank's round is for something else.
         """
         assert request.run_fused is not None
         start_s = time.perf_counter()
@@ -325,7 +325,7 @@ class Channel:
         return True
 
     def _note(self, rank: int, entry: Entry) -> None:
-        """Keep what a rank has told."""
+        """Enter a rank's request in the table."""
         if entry.meta.kind == "join":
             self._joined.add(rank)
             self._last_joined = self.ranks[rank]
@@ -333,7 +333,7 @@ class Channel:
             self._table.setdefault(entry.meta.name, {})[rank] = entry
 
     def _run_ready(self) -> bool:
-        """Run what all ranks have asked for or need not ask for."""
+        """Run what all ranks have requested, or joined."""
         matches = []
         ready = [name for name, entries in self._table.items() if len(entries.keys() | self._joined) == len(self.ranks)]
         for name in ready:
@@ -352,7 +352,7 @@ class Channel:
         return bool(ready) or has_ended
 
     def _end_join(self) -> None:
-        """All ranks have joined: all continue, and count requests without names from the start."""
+        """When all ranks have joined: continue, and restart counting requests without names."""
         self._joined.clear()
         with self._news:
             self._counts.clear()
@@ -388,7 +388,7 @@ class Channel:
         return [tuple(row) for row in rows.view(len(self.ranks), -1).tolist()]
 
     def _exchange(self, content: bytes, flag: bool) -> tuple[list[bytes], bool]:
-        """What all ranks say, and whether the flag of any of them is set. Collective."""
+        """The contents of all ranks, and whether the flag of any is set. Collective."""
         facts = self._gather_numbers(len(content), int(flag))
         lengths = [length for length, _ in facts]
         longest = max(lengths)
@@ -403,7 +403,7 @@ class Channel:
     # ---- failures ----------------------------------------------------------------------------------
 
     def _check_stalls(self) -> None:
-        """Warn of requests that some ranks have not made for long; give up on them at the deadline."""
+        """Warn about requests that some ranks have not made for long; fail them at the deadline."""
         now_s = time.perf_counter()
         for name in list(self._table):
             request = self._own.get(name)
@@ -413,7 +413,7 @@ class Channel:
             missing = [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in self._table[name]]
             text = (
                 f"{name} ({request.entry.site}) has waited for {waited_s:.0f} s: rank(s) "
-                f"{', '.join(map(str, missing))} have not asked for it, though they have asked for other things"
+                f"{', '.join(map(str, missing))} have not requested it, but have made other requests"
             )
             if waited_s >= self._timeout_s:
                 raise HorovodInternalError(text)
@@ -428,12 +428,12 @@ class Channel:
             for rank, entry in sorted(entries.items())
         ]
         return (
-            "all ranks wait, and each for what another has not asked for; ranks must use the same names and make the "
+            "all ranks wait, each for a request that another has not made; ranks must use the same names and make the "
             f"same unnamed calls. {'; '.join(waiting[:20])}"
         )
 
     def _break(self, error: BaseException) -> None:
-        """A round failed: no request of this channel can run any more."""
+        """Fail all requests of this channel, after a failed round."""
         if isinstance(error, HorovodInternalError):
             wrapped = error
         else:
@@ -455,10 +455,10 @@ class Channel:
             self._news.notify_all()
 
     def close(self, leave: Callable[[dist.ProcessGroup], None]) -> None:
-        """Leave the set. Local; what is under way fails.
+        """Leave the set. Local; pending requests fail.
 
         Args:
-            leave: destroys a group.
+            leave: function that destroys a group.
         """
         with self._news:
             self._closed = True
@@ -466,7 +466,7 @@ class Channel:
         self._roused.set()
         for group in (self.control, self.accelerator):
             if group is not None:
-                with contextlib.suppress(ValueError):  # the script has destroyed it
+                with contextlib.suppress(ValueError):  # the script has already destroyed it
                     leave(group)
         self._fail_all(HorovodInternalError(_SHUT_DOWN))
         thread = self._thread
@@ -475,5 +475,5 @@ class Channel:
 
 
 def _find_own_problem(meta: Meta) -> str | None:
-    """What all ranks agree on, and cannot have."""
+    """Why a request on which all ranks agree is not supported, or None."""
     return find_mismatch({0: Entry(meta, "")}) if meta.kind in ("allgather", "alltoall", "reducescatter") else None

@@ -1,4 +1,4 @@
-"""Compression: which tensor travels in place of a gradient."""
+"""Compression of gradients for communication."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class Compressor:
-    """Interface: turns a tensor into what travels, and back. Scripts may bring their own."""
+    """Interface of compressors, which scripts may subclass."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What travels, and what `decompress` needs to know."""
+        """Returns the compressed tensor, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor again."""
+        """Returns the decompressed tensor."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """The tensor itself."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -38,25 +38,25 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors as float16; others as they are."""
+    """Compresses floating-point tensors to float16; leaves others alone."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor as float16, and its dtype."""
+        """Returns the tensor as float16, and its dtype."""
         is_float = tensor.dtype.is_floating_point
         return tensor.to(torch.float16) if is_float else tensor, tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor in its own dtype."""
+        """Returns the tensor in its original dtype."""
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 
 class Compression:
-    """The compressors there are.
+    """The available compressors.
 
     Attributes:
-        none: the tensor itself.
+        none: no compression.
         fp16: floating-point tensors as float16.
     """
 

@@ -1,4 +1,4 @@
-"""`hvd.init()`, who this rank is, and what is built in."""
+"""`hvd.init()`, and queries of ranks and features."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ _DYNAMIC = "dynamic"
 
 
 def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the other ranks of the job. Collective; once more does nothing.
+    """Join the other ranks of the job. Collective; does nothing if called again.
 
-    Opens `lockstep.init()`'s world, or takes over an open one and torch.distributed's default group.
+    Opens a world by `lockstep.init()`, or uses an open one and torch.distributed's default group.
 
     Args:
-        comm: None, all ranks, or mpi4py's COMM_WORLD.
-        process_sets: to take into use at once; the same on all ranks. "dynamic" is accepted.
+        comm: None, a list of all ranks, or mpi4py's COMM_WORLD.
+        process_sets: process sets to register; the same on all ranks. "dynamic" is accepted.
 
     Raises:
-        InputError: a subset of the ranks as `comm` (see `ProcessSet`), or a set given twice.
-        SetupError: the ranks do not find each other.
+        InputError: `comm` is a subset of the ranks (see `ProcessSet`), or a set is given twice.
+        SetupError: rendezvous failed.
     """
     if runtime.is_open():
         return
@@ -76,7 +76,7 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
         if found is None:
             world.shutdown()
         raise
-    # Destroying the groups before the interpreter ends lets the other ranks see a rank that leaves.
+    # Destroying the groups before the interpreter exits lets other ranks detect that this one leaves.
     atexit.unregister(shutdown)
     atexit.register(shutdown)
     _publish_variables()
@@ -107,13 +107,13 @@ def _check_comm(comm: Any, world_size: int) -> None:
         given = len(ranks) if sorted(ranks) == list(range(world_size)) else -1
     if given != world_size:
         raise InputError(
-            f"hvd.init(comm={comm!r}): a subset of the {world_size} ranks of the job; start the script on those only, "
+            f"hvd.init(comm={comm!r}): a subset of the {world_size} ranks is refused; start the script on those only, "
             "or use hvd.ProcessSet for operations among some of the ranks"
         )
 
 
 def _publish_variables() -> None:
-    """What horovodrun tells its workers, for scripts that read it."""
+    """Set the variables of horovodrun, for scripts that read them."""
     world = runtime.current().world
     for variable, number in (
         (env.HOROVOD_RANK, rank()),
@@ -139,13 +139,13 @@ def is_initialized() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write a Chrome trace from now on. Every rank may call it; the first one writes.
+    """Start to write a Chrome trace. Every rank may call it; rank 0 writes.
 
     Unlike Horovod's, needs no HOROVOD_TIMELINE=DYNAMIC.
 
     Args:
-        file_path: of the file, which is overwritten.
-        mark_cycles: note each round in which ranks meet.
+        file_path: path of the file, which is overwritten.
+        mark_cycles: whether to mark each negotiation round.
 
     Raises:
         NotInitializedError: before `init`.
@@ -155,7 +155,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the trace.
+    """Stop writing the trace.
 
     Raises:
         NotInitializedError: before `init`.
@@ -176,7 +176,7 @@ def local_size() -> int:
 def cross_size() -> int:
     """Number of hosts that have a rank with this rank's local rank."""
     own = local_rank()
-    # Each host is counted by its ranks, as often as it has any.
+    # Each host is counted once per local rank.
     return round(sum(1 / count for count in runtime.current().local_sizes if count > own))
 
 
@@ -201,7 +201,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads; Lockstep's group calls it from one.
+    """Whether MPI may be called from several threads; Lockstep's group uses one.
 
     Raises:
         InputError: the ranks do not use MPI.
@@ -212,17 +212,17 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether the ranks communicate by MPI."""
+    """Whether the ranks communicate through MPI."""
     return runtime.is_open() and MPI_BACKEND_NAME in runtime.current().world.backend
 
 
 def mpi_built() -> bool:
-    """Whether MPI can be used here: mpi4py is installed."""
+    """Whether mpi4py is installed."""
     return is_mpi4py_installed()
 
 
 def gloo_enabled() -> bool:
-    """Whether the ranks meet without MPI, as they do with Horovod's Gloo controller."""
+    """Whether the ranks communicate without MPI, as with Horovod's Gloo controller."""
     return runtime.is_open() and not mpi_enabled()
 
 

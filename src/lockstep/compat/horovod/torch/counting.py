@@ -1,4 +1,4 @@
-"""What both kinds of distributed optimizers do: they count backward passes until a gradient is complete."""
+"""Shared by both distributed optimizers: counts backward passes until a gradient is complete."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _ZERO_GRAD_TOO_EARLY = (
 
 @dataclass
 class Counts:
-    """What the hooks of the parameters count; apart from the optimizer, which must not live as long as they.
+    """The counters of the parameters' hooks, which must not keep the optimizer alive.
 
     Attributes:
-        delays: for each parameter, backward passes until its gradient is complete.
-        num_open: gradients computed and not reduced yet.
-        is_active: whether there is anybody to reduce with.
+        delays: number of backward passes until the gradient is complete, per parameter.
+        num_open: number of gradients computed and not yet reduced.
+        is_active: whether there are other ranks to reduce with.
         holds_back: see [Note: held back] in `gradients.py`.
-        arrive: told of each gradient that is complete and held back, once there are buckets.
+        arrive: called for each complete gradient that is held back, once there are buckets.
     """
 
     delays: list[int]
@@ -40,7 +40,7 @@ class Counts:
     arrive: Callable[[int], None] | None = None
 
     def count(self, index: int) -> int:
-        """Count a backward pass of a parameter; returns how many its gradient still needs."""
+        """Count a backward pass of a parameter; returns how many remain until its gradient is complete."""
         left = self.delays[index] - 1
         if left < 0:
             raise AssertionError(_TOO_MANY_PASSES)
@@ -49,35 +49,35 @@ class Counts:
         return left
 
     def reset(self, passes: int) -> None:
-        """No gradient has been computed since the last step."""
+        """Reset the counters, after a step."""
         self.num_open = 0
         self.delays[:] = [passes] * len(self.delays)
 
 
 class CountingOptimizer:
-    """What a distributed optimizer adds to the class of the optimizer it was made from, whatever ranks combine.
+    """Base of the classes that a distributed optimizer adds to the wrapped optimizer's class.
 
     Attributes:
-        backward_passes_per_step: how often gradients are computed before each step.
+        backward_passes_per_step: number of backward passes before each step.
     """
 
     _counts: Counts
     backward_passes_per_step: int
 
     def _remove_at_end(self, hooks: Sequence[RemovableHandle]) -> None:
-        """Remove hooks when this optimizer is gone: parameters may outlive it, and get another."""
+        """Remove hooks when this optimizer is freed, because parameters may outlive it."""
         weakref.finalize(self, _remove_all, hooks).atexit = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes come before each step from now on. Local."""
+        """Set the number of backward passes before each step. Local."""
         self.backward_passes_per_step = passes
         self._counts.delays[:] = [passes] * len(self._counts.delays)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own.
+        """Calls the wrapped optimizer's `zero_grad`.
 
         Raises:
-            AssertionError: gradients were computed and not reduced yet.
+            AssertionError: gradients were computed and not yet reduced.
         """
         if self._counts.num_open:
             raise AssertionError(_ZERO_GRAD_TOO_EARLY)

@@ -1,4 +1,4 @@
-"""The optimizer for Adasum: what ranks combine is the change that a step of each would make."""
+"""The optimizer for Adasum, which combines the parameter updates of all ranks' local steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["DeltaOptimizer"]
 
 
 class DeltaOptimizer(CountingOptimizer):
-    """What a distributed optimizer with `op=Adasum` adds to the class of the optimizer it was made from.
+    """The part of a distributed optimizer with `op=Adasum`, added to the wrapped optimizer's class.
 
-    Made by `DistributedOptimizer`, not by hand. A step makes the optimizer's own step on this rank's gradients, takes
-    the difference that it made to each parameter, and combines the differences of all ranks by Adasum.
+    Created by `DistributedOptimizer`. A step runs the optimizer's own step on this rank's gradients, computes
+    the change of each parameter, and combines the changes of all ranks by Adasum.
     """
 
     def _prepare(
@@ -46,10 +46,10 @@ class DeltaOptimizer(CountingOptimizer):
         return handle
 
     def synchronize(self) -> None:
-        """Nothing: what is combined comes into being in `step`."""
+        """Does nothing, because updates are combined in `step`."""
 
     def skip_synchronize(self) -> Any:
-        """Not with Adasum.
+        """Not supported with Adasum.
 
         Raises:
             AssertionError: always.
@@ -57,10 +57,10 @@ class DeltaOptimizer(CountingOptimizer):
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make this rank's step, and combine what all ranks' steps changed. Collective.
+        """Run this rank's step, and combine the changes of all ranks. Collective.
 
         Args:
-            closure: computes the loss and the gradients, once, before.
+            closure: computes the loss and the gradients; called once, before the step.
         """
         loss = None
         if closure is not None:

@@ -1,6 +1,6 @@
 """Runs requests that all ranks of a process set have agreed on, over the set's c10d groups.
 
-All ranks hand in the same requests in the same order; every decision here depends only on what all ranks know of them.
+All ranks pass the same requests in the same order; every decision depends only on what all ranks know of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["Executor", "Match", "gather_equal", "scale"]
 
-# Smaller tensors of one reduction travel together; larger ones are reduced where they are, which spares two copies.
+# Smaller tensors of a reduction are fused; larger ones are reduced in place, which saves two copies.
 _FUSE_BYTES = 128 << 10
 _OPS = {
     "Average": ReduceOp.SUM,
@@ -33,11 +33,11 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Match:
-    """A request that every rank of the set has made, or has joined instead of making.
+    """A request that every rank of the set has made, except for ranks that have joined.
 
     Attributes:
-        request: of this rank; None if it has joined.
-        metas: rank in the set -> what it asked for; without those that have joined.
+        request: this rank's request; None if it has joined.
+        metas: rank in the set -> its request; without ranks that have joined.
     """
 
     request: Request | None
@@ -45,12 +45,12 @@ class Match:
 
     @property
     def meta(self) -> Meta:
-        """What they agree on."""
+        """The metadata that all ranks agree on."""
         return next(iter(self.metas.values()))
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place: integers by way of float64, towards zero; 16-bit floats by way of float32. Local.
+    """Multiply in place: integers in float64, rounded towards zero; 16-bit floats in float32. Local.
 
     >>> numbers = torch.tensor([-3, 3])
     >>> scale(numbers, 0.5)
@@ -66,27 +66,27 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def gather_equal(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Copy the ranks' tensors, all of one size, one after the other. Collective."""
+    """Concatenate the ranks' tensors, which have the same size. Collective."""
     engine = engine_of(group)
     if engine is not None:
-        # As torch does, without its logging decorators, which take longer than the operation.
+        # As in torch, without its logging decorators, which take longer than the operation.
         rows = list(output.view(group.size(), -1).unbind(0))
         engine.all_gather([rows], [tensor], is_async=False, timeout_s=None)
     else:
-        # Renamed in torch 2.13; the old name warns there.
+        # Renamed in torch 2.13, where the old name warns.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(output, tensor, group=group)
 
 
 class Executor:
-    """Runs matched requests of one process set.
+    """Runs matched requests of a process set.
 
     Args:
         ranks: global ranks of the set.
         rank: rank of this process in the set.
-        control: its group for CPU tensors.
-        accelerator: its group for tensors on GPUs, or None.
-        hosts: global ranks of each host; for Adasum, which only the set of all ranks has.
+        control: the set's group for CPU tensors.
+        accelerator: the set's group for tensors on GPUs, or None.
+        hosts: global ranks of each host; for Adasum, which is supported by the set of all ranks only.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Executor:
         self._symmetric: list[tuple[int, int]] = []  # addresses
 
     def add_symmetric(self, memory: torch.Tensor) -> None:
-        """Tensors in this memory are reduced as those elsewhere are. Local.
+        """Reduce tensors in this memory like any others. Local.
 
-        The group would reduce them where they lie, for which they must lie there on all ranks.
+        The group would reduce them as symmetric memory, which requires that they are there on all ranks.
         """
         start = memory.data_ptr()
         self._symmetric.append((start, start + memory.numel() * memory.element_size()))
@@ -117,7 +117,7 @@ class Executor:
         return any(start <= address < end for start, end in self._symmetric)
 
     def run(self, matches: Sequence[Match]) -> None:
-        """Run and complete them. Collective; the same matches in the same order on all ranks."""
+        """Run and complete requests. Collective; the same matches in the same order on all ranks."""
         reductions: list[Match] = []
         with torch.no_grad():
             for match in matches:
@@ -158,7 +158,7 @@ class Executor:
                 match.request.complete(match.request.outputs)
 
     def _contribution(self, match: Match) -> list[torch.Tensor]:
-        """The tensors to reduce in place: outputs that hold this rank's scaled inputs, or zeros."""
+        """The tensors to reduce in place: outputs filled with this rank's scaled inputs, or with zeros."""
         request = match.request
         if request is None:
             return [
@@ -178,7 +178,7 @@ class Executor:
         return tensors
 
     def _reduce_alike(self, op: str, tensors: Sequence[torch.Tensor], device_type: str) -> None:
-        """Reduce tensors of one dtype and kind of device in place."""
+        """Reduce tensors of the same dtype and device type in place."""
         group = self._group_for(device_type)
         if op == "Adasum":
             by_host = adasum.combines_hosts(device_type)
@@ -228,7 +228,7 @@ class Executor:
     def _run_one(self, match: Match) -> None:
         request = match.request
         if request is None:
-            return  # A joined rank has nothing to do for a barrier.
+            return  # A joined rank does nothing in a barrier.
         match request.meta.kind:
             case "broadcast":
                 self._broadcast(request)
@@ -266,7 +266,7 @@ class Executor:
         elif _abilities_of(group).take_uneven:
             dist.all_gather(list(torch.split(output, sizes)), tensor, group=group)
         else:
-            # This group gathers equal sizes only.
+            # This group only gathers equal sizes.
             padded = tensor.new_zeros((max(sizes), *rest))
             padded[: tensor.size(0)].copy_(tensor)
             gathered = tensor.new_empty((len(sizes), *padded.shape))
@@ -289,7 +289,7 @@ class Executor:
         group = self._group_for(source.device.type)
         world_size = len(self._ranks)
         rows, extra = divmod(source.size(0), world_size)
-        # The first ranks get one row more, where rows do not divide.
+        # If rows do not divide evenly, the first ranks get one more.
         sizes = [rows + (rank < extra) for rank in range(world_size)]
         tensor = source.detach()
         if meta.prescale != 1.0:
@@ -304,7 +304,7 @@ class Executor:
             if meta.op == "Average" and not averages:
                 self._divide(output)
         else:
-            # gloo has no reduce_scatter, and NCCL none of uneven parts.
+            # gloo has no reduce_scatter, and NCCL's does not support uneven parts.
             whole = tensor.clone()
             self._reduce_each(meta.op, [whole], group)
             output = torch.split(whole, sizes)[self._rank].clone()
@@ -314,13 +314,13 @@ class Executor:
 
 @dataclass(frozen=True)
 class _Abilities:
-    """What a c10d group can do.
+    """The features of a c10d group.
 
     Attributes:
-        average: divide floating-point sums by itself.
-        reduce_scatter: reduce and scatter.
-        take_uneven: gather and scatter tensors whose sizes differ between ranks.
-        run_here: run in the caller's thread, which then need not wait for another.
+        average: averages floating-point tensors.
+        reduce_scatter: has reduce_scatter.
+        take_uneven: gathers and scatters tensors whose sizes differ between ranks.
+        run_here: runs in the caller's thread, which then need not wait for another.
     """
 
     average: bool

@@ -22,19 +22,19 @@ from lockstep.errors import InputError
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
-_EXTRA_STATE = "_extra_state"  # the end of torch's name for what a module's `get_extra_state` returns
+_EXTRA_STATE = "_extra_state"  # suffix of the key of a module's `get_extra_state` in a state_dict
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite the parameters of all ranks by those of one. Collective.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. Entries that are no tensors,
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. Entries that are not tensors,
             such as extra state, are left alone.
-        root_rank: global rank that has them.
+        root_rank: global rank to copy from.
 
     Raises:
-        InputError: something else than parameters; or nothing that could be sent, such as an optimizer's state.
+        InputError: `params` is of another type, or has no tensors to send, such as an optimizer's state.
         HorovodInternalError: ranks have different parameters; names the first.
     """
     if isinstance(params, dict):
@@ -55,7 +55,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def _check_tensors(items: Sequence[tuple[str | None, Any]]) -> None:
-    """Refuse names that all stand for no tensor: nothing would be sent, and each rank continue with its own."""
+    """Raise an error if there are no tensors: nothing would be sent, and each rank would continue with its own."""
     names = [str(name) for name, value in items if name is not None and not isinstance(value, torch.Tensor)]
     strange = [name for name in names if not name.endswith(_EXTRA_STATE)]
     if strange and len(names) == len(items):
@@ -69,18 +69,18 @@ def _check_tensors(items: Sequence[tuple[str | None, Any]]) -> None:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Overwrite the optimizer state and options of all ranks by those of one. Collective.
 
-    Other ranks end up with exactly the root's state, also where theirs had other entries, or none. Horovod first has an
-    optimizer without state make a step with zero gradients, which counts in Adam's bias correction, and decays
-    weights; here an optimizer that has made no step still has made none. As there, its gradients are zeros afterwards.
+    Other ranks end up with exactly the root's state, even if theirs had other entries, or none. Horovod first runs a
+    step with zero gradients in an optimizer without state, which counts in Adam's bias correction, and decays
+    weights; here it does not. As there, its gradients are zero afterwards.
 
     Args:
-        optimizer: a torch optimizer, or what `DistributedOptimizer` made of one.
-        root_rank: global rank that has the state.
-        model: tells which parameters have sparse gradients.
+        optimizer: a torch optimizer, or one wrapped by `DistributedOptimizer`.
+        root_rank: global rank to copy from.
+        model: determines which parameters have sparse gradients.
 
     Raises:
-        InputError: an LBFGS optimizer, whose state is not that of parameters.
-        HorovodInternalError: ranks have different optimizers, or a rank is gone.
+        InputError: an LBFGS optimizer, whose state is not per parameter.
+        HorovodInternalError: ranks have different optimizers, or a rank was lost.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError("cannot broadcast torch.optim.LBFGS state")
@@ -92,7 +92,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         raise HorovodInternalError(
             f"broadcast_optimizer_state: rank {rank()} has {len(parameters)} parameters in "
             f"{len(optimizer.param_groups)} groups, root rank {root_rank} has {len(layout.entries)} in "
-            f"{len(layout.options)}; ranks must make the same optimizer"
+            f"{len(layout.options)}; ranks must create the same optimizer"
         )
     for group, options in zip(optimizer.param_groups, layout.options, strict=True):
         group.update(options)
@@ -114,7 +114,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 @dataclass(frozen=True)
 class _TensorLayout:
-    """A tensor of an optimizer's state without its content."""
+    """Shape and dtype of a tensor in an optimizer's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -123,7 +123,7 @@ class _TensorLayout:
 
 @dataclass(frozen=True)
 class _StateLayout:
-    """An optimizer's options, and what its state looks like for each parameter (None: there is none)."""
+    """An optimizer's options, and the layout of its state for each parameter (None if there is none)."""
 
     options: list[dict[str, Any]]
     entries: list[dict[Any, Any] | None]
@@ -149,7 +149,7 @@ def _describe_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch
 
 
 def _adopt(state: dict[Any, Any], entries: dict[Any, Any], parameter: torch.Tensor) -> dict[Any, Any]:
-    """A parameter's state with the root's entries: tensors to be overwritten, other values as they are."""
+    """A parameter's state with the root's entries: tensors to overwrite, and other values unchanged."""
     adopted = {}
     for key, value in entries.items():
         own = state.get(key)
@@ -181,7 +181,7 @@ def _zero_gradients(optimizer: torch.optim.Optimizer, sparse: set[int]) -> None:
 
 
 def _pickler() -> ModuleType:
-    """cloudpickle where it is installed, which also takes lambdas and classes of `__main__`; else pickle."""
+    """cloudpickle if installed, which also supports lambdas and classes of `__main__`; otherwise pickle."""
     with contextlib.suppress(ImportError):
         return importlib.import_module("cloudpickle")
     return pickle
@@ -197,9 +197,9 @@ def broadcast_object(
     """Send an object of one rank to all, pickled. Collective.
 
     Args:
-        obj: on the root, what to send; elsewhere anything.
-        root_rank: global rank that has the object.
-        name: requests of one name belong together. Unlike Horovod's, it does not depend on the type of `obj`, which
+        obj: the object to send; ignored on other ranks than the root.
+        root_rank: global rank to send from.
+        name: matches the requests of ranks. Unlike in Horovod, it does not depend on the type of `obj`, which
             may differ.
         process_set: the ranks that take part.
 
@@ -207,7 +207,7 @@ def broadcast_object(
         The root's object: itself on the root, a copy elsewhere.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank was lost.
     """
     name = "object" if name is None else name
     is_root = rank() == root_rank
@@ -224,15 +224,15 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Send an object of every rank to all, pickled. Collective.
 
     Args:
-        obj: what to send; of any type on any rank.
-        name: requests of one name belong together.
+        obj: the object to send; types may differ between ranks.
+        name: matches the requests of ranks.
         process_set: the ranks that take part.
 
     Returns:
         The objects of all ranks, in order.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank was lost.
     """
     name = "object" if name is None else name
     content = _dump(obj)

@@ -1,11 +1,11 @@
-"""The gradients of one optimizer on their way to being reduced.
+"""Reduction of an optimizer's gradients.
 
-[Note: held back] Horovod starts to reduce a gradient as soon as it is there. On a CPU that takes from the backward pass
-what it gives to the reduction, and a request for each parameter costs more than reducing a small one. So gradients on
-the CPU of a host that communicates through shared memory are held back, and go as one request: when this rank waits
-for anything, if all are complete, or else in `synchronize`. Dense ones that are averaged as they are lie in the
-buckets of Lockstep's own DDP engine, which moves them once or not at all. GPUs and networks work while the processor
-does: there each gradient is its own request, made as soon as it is complete.
+[Note: held back] Horovod starts to reduce a gradient as soon as it is computed. On a CPU the reduction then takes time
+from the backward pass, and a request per parameter costs more than reducing a small one. So gradients on
+the CPU of a host that communicates through shared memory are held back, and submitted as one request: when this rank
+waits for anything and all are complete, or otherwise in `synchronize`. Dense ones, averaged without compression, are in
+the buckets of Lockstep's DDP engine, which copies them once or not at all. GPUs and networks work in parallel with the
+CPU: there each gradient is its own request, made as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.torch_private.autograd import version_of
 
 __all__ = ["Buckets", "ReductionSettings", "reduce_dense", "reduce_sparse"]
 
-# Those of lockstep.DistributedDataParallel.
+# As in lockstep.DistributedDataParallel.
 _BUCKET_BYTES = 25 << 20
 _FIRST_BUCKET_BYTES = 1 << 20
 
@@ -43,9 +43,9 @@ class ReductionSettings:
     """How an optimizer's gradients are reduced.
 
     Attributes:
-        compression: what is made of a gradient before it travels.
+        compression: compressor of gradients.
         op: Average, Sum or Adasum.
-        predivide_factor: divides before the sum what the average then multiplies by after it.
+        predivide_factor: divides gradients before the sum, and multiplies the average after it.
         process_set: the ranks that take part.
     """
 
@@ -56,7 +56,7 @@ class ReductionSettings:
 
 
 def _write_back(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Make `value` the gradient; the gradient tensor stays the same object, as Horovod's users may hold on to it."""
+    """Copy `value` to the gradient, which stays the same object, because users may keep references to it."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
@@ -71,13 +71,13 @@ def reduce_dense(
     """Submit the gradients of some parameters as one request.
 
     Args:
-        channel: that of the process set.
+        channel: channel of the process set.
         names: name of each parameter.
-        parameters: with gradients; a sparse gradient travels as a dense one.
+        parameters: parameters with gradients; sparse gradients are sent as dense ones.
         settings: how gradients are reduced.
 
     Returns:
-        A function that waits, and then leaves the results in `.grad`.
+        A function that waits, and then writes the results to `.grad`.
     """
     compressed, contexts = [], []
     for parameter in parameters:
@@ -115,7 +115,7 @@ def _bulk_name(names: Sequence[str]) -> str:
 
 
 def reduce_sparse(name: str, parameter: torch.Tensor, settings: ReductionSettings) -> Callable[[], None]:
-    """Submit one sparse gradient, by its entries. See `reduce_dense`."""
+    """Submit a sparse gradient, as its entries. See `reduce_dense`."""
     gradient = parameter.grad
     assert gradient is not None
     finish_entries = sparse_allreduce_async(gradient.detach(), name, settings.op, settings.process_set)
@@ -127,14 +127,14 @@ def reduce_sparse(name: str, parameter: torch.Tensor, settings: ReductionSetting
 
 
 class _Averaging(SymmetricTransport):
-    """The DDP engine's buckets, averaged in one collective that says whose they are.
+    """The DDP engine's buckets, averaged in one collective with its own label.
 
-    Nothing is reduced before the ranks have met, so nothing is left behind if they turn out to want different things.
+    Nothing is reduced before all ranks arrive, so nothing has changed if they call different operations.
 
     Args:
         plans: the buckets.
-        engine: of a group whose ranks share memory.
-        key: decides, with all ranks, whether they want the same.
+        engine: engine of a group whose ranks share memory.
+        key: must be equal on all ranks for the collective to run.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], engine: Engine, key: object) -> None:
@@ -142,30 +142,30 @@ class _Averaging(SymmetricTransport):
         self._key = key
 
     def average(self) -> None:
-        """Average all buckets, which have been filled. Collective.
+        """Average all buckets, which must be filled. Collective.
 
         Raises:
-            CollectiveMismatch: on all ranks, if one wants something else; no gradient was changed.
+            CollectiveMismatch: on all ranks, if one calls another operation; no gradient was changed.
         """
         text = f"DistributedOptimizer's gradient averaging({len(self._plans)} buckets)"
         self._engine.run_steps(text, self._reduce_rest, self._key)
         self._reduced.clear()
 
     def forget(self, bucket: int) -> None:
-        """Let go of the gradients of a bucket that were left where they were. Local."""
+        """Release the gradients of a bucket that were not copied. Local."""
         self._kept[bucket].clear()
 
 
 class Buckets:
-    """Gradients in the DDP engine's buckets. Local to make; the buckets come into being in the first round.
+    """Gradients in the DDP engine's buckets. Constructed locally; buckets are created in the first round.
 
-    From then on a bucket is filled as soon as its gradients are complete, while they are in the caches; that frees the
-    memory for those that come next. What lies in a bucket is `.grad`, and may still be changed or replaced.
+    After that, a bucket is filled as soon as its gradients are complete, while they are in the caches; that frees
+    memory for later ones. Gradients in a bucket are `.grad`, and may still be changed or replaced.
 
     Args:
         names: name of each parameter.
-        parameters: all on the CPU.
-        channel: of the process set, over a lockstep group.
+        parameters: the parameters, all on the CPU.
+        channel: channel of the process set, on a lockstep group.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], channel: Channel) -> None:
@@ -174,13 +174,13 @@ class Buckets:
         self._plans: list[BucketPlan] = plan_buckets(self._parameters, _BUCKET_BYTES, _FIRST_BUCKET_BYTES)
         self._transport: _Averaging | None = None
         self._views: list[torch.Tensor] = []
-        # For each bucket: offset and number of each parameter.
+        # For each bucket: offset and index of each parameter.
         self._members = [[(placement.offset, placement.index) for placement in plan.placements] for plan in self._plans]
         self._bucket_of = {index: bucket for bucket, members in enumerate(self._members) for _, index in members}
         self._sizes = [len(members) for members in self._members]
-        self._missing = list(self._sizes)  # gradients that have not come yet in this pass
-        self._num_filled = 0  # buckets, in this pass
-        # Gradients that are not, or not as a whole, in their bucket: number -> tensor and its version.
+        self._missing = list(self._sizes)  # number of missing gradients in this pass, per bucket
+        self._num_filled = 0  # number of filled buckets, in this pass
+        # Gradients that are not, or not entirely, in their bucket: index -> tensor and its version.
         self._left: dict[int, tuple[torch.Tensor, int]] = {}
         self._dtypes = [parameter.dtype for parameter in parameters]
         self._meta = Meta(
@@ -195,7 +195,7 @@ class Buckets:
     # ---- filling -----------------------------------------------------------------------------------
 
     def arrive(self, index: int) -> None:
-        """The gradient of a parameter is complete. Local; in the backward pass."""
+        """Note that a parameter's gradient is complete. Local; in the backward pass."""
         bucket = self._bucket_of[index]
         missing = self._missing[bucket] = self._missing[bucket] - 1
         if missing == 0 and self._transport is not None:
@@ -213,7 +213,7 @@ class Buckets:
         )
 
     def _fill(self, bucket: int) -> None:
-        """Move the gradients of a bucket to their views of it, those that are not there. Local."""
+        """Copy the gradients of a bucket to their views, unless they are there. Local."""
         transport = self._transport
         assert transport is not None
         transport.forget(bucket)
@@ -237,7 +237,7 @@ class Buckets:
             self._left[index] = (gradient, version_of(gradient))
 
     def _is_in_place(self, index: int) -> bool:
-        """Whether a gradient is where it was filled from or to, and has not been changed elsewhere. Local."""
+        """Whether a gradient is where it was copied from or to, and was not changed since. Local."""
         gradient = self._parameters[index].grad
         if gradient is self._views[index]:
             return index not in self._left
@@ -247,7 +247,7 @@ class Buckets:
     # ---- averaging ---------------------------------------------------------------------------------
 
     def submit(self) -> Pending | None:
-        """Ask for the average of all gradients, if the buckets can take them all. Local."""
+        """Request the average of all gradients, if the buckets can take them all. Local."""
         are_filled = self._num_filled == len(self._members)
         self._missing[:] = self._sizes
         self._num_filled = 0
@@ -263,11 +263,11 @@ class Buckets:
         return Pending(self.channel, request)
 
     def _gradients(self) -> list[Any]:
-        """Where they are now."""
+        """The current gradients."""
         return [parameter.grad for parameter in self._parameters]
 
     def _run(self) -> None:
-        """Average. Collective; in a round."""
+        """Average the buckets. Collective; in a round."""
         if self._transport is None:
             self._make_transport()
         transport = self._transport

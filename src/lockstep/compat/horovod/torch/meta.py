@@ -1,6 +1,6 @@
-"""What a rank tells the others about a request, and where two such descriptions contradict each other.
+"""Descriptions of requests that ranks exchange, and the comparison of these.
 
-Pure functions over plain data: nothing here communicates, and what travels is JSON.
+Pure functions over plain data, which is sent as JSON; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["Entry", "Meta", "decode", "encode", "find_mismatch", "tensor_facts"]
 
 TensorFacts = tuple[str, tuple[int, ...], str]
 
-# Operations that need no data of a rank that has joined; all others are refused then, as in Horovod.
+# Operations that work after a rank has joined; all others are refused, as in Horovod.
 _JOINABLE = frozenset({"allreduce", "barrier"})
-# Zeros are what a joined rank contributes; for these they would change the answer.
+# Operations whose result the zeros of a joined rank would change.
 _NOT_NEUTRAL_TO_ZERO = frozenset({"Min", "Max", "Product"})
 _SAME_SHAPE = frozenset({"allreduce", "broadcast", "reducescatter"})
 _RAGGED = frozenset({"allgather", "alltoall"})
@@ -28,19 +28,19 @@ _RAGGED = frozenset({"allgather", "alltoall"})
 
 @dataclass(frozen=True)
 class Meta:
-    """What all ranks must agree on, or know of each other, before a request runs.
+    """What ranks must agree on, or know of each other, before a request runs.
 
     Attributes:
-        name: decides which requests of different ranks belong together.
+        name: matches the requests of different ranks.
         kind: the operation.
         tensors: dtype, shape and device type of each tensor.
         op: name of the reduction, or "".
         prescale: factor before a reduction.
         postscale: factor after it.
         root: global rank that a broadcast starts from, or -1.
-        splits: rows for each rank, of an alltoall.
-        labels: names of the tensors where they have any; the ranks of a process set to add or remove.
-        fused: whether the gradients lie in symmetric buckets.
+        splits: rows for each rank, in an alltoall.
+        labels: names of the tensors, if any; or the ranks of a process set to add or remove.
+        fused: whether the gradients are in symmetric buckets.
     """
 
     name: str
@@ -56,21 +56,21 @@ class Meta:
 
     @functools.cached_property
     def signature(self) -> bytes:
-        """The same bytes on two ranks if, and only if, they describe the same."""
+        """Bytes that are equal on two ranks if and only if the descriptions are."""
         return repr(self.fields()).encode()
 
     def fields(self) -> tuple[object, ...]:
-        """All of it, in order."""
+        """All fields, in order."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A request as another rank described it.
+    """A request as described by another rank.
 
     Attributes:
-        meta: what this rank asks for.
-        site: the user's line that made it.
+        meta: the request's metadata.
+        site: the line of user code that made it.
     """
 
     meta: Meta
@@ -83,22 +83,22 @@ def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
 
 
 def encode(entries: Sequence[Entry]) -> bytes:
-    """For the way to the other ranks."""
+    """Encode entries for other ranks."""
     return json.dumps([[*entry.meta.fields(), entry.site] for entry in entries]).encode()
 
 
 def decode(content: bytes) -> list[Entry]:
-    """The entries that another rank has encoded."""
+    """Decode entries of another rank."""
     return [Entry(Meta(*map(_as_tuples, fields)), site) for *fields, site in json.loads(content)]
 
 
 def _as_tuples(value: Any) -> Any:
-    """JSON has lists in the place of tuples."""
+    """Convert JSON's lists back to tuples."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def find_mismatch(entries: Mapping[int, Entry], joined: Collection[int] = ()) -> str | None:
-    """Why a request cannot run, in Horovod's words and with the ranks and lines; None if it can.
+    """Why a request cannot run, in Horovod's words, with ranks and lines; None if it can.
 
     Args:
         entries: rank -> its description; at least one.

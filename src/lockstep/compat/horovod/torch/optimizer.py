@@ -38,9 +38,9 @@ _Group = tuple[int, ...]
 
 
 class ReducingOptimizer(CountingOptimizer):
-    """What a distributed optimizer adds to the class of the optimizer it was made from.
+    """The part of a distributed optimizer that is added to the wrapped optimizer's class.
 
-    Made by `DistributedOptimizer`, not by hand. See [Note: held back] in `gradients.py`.
+    Created by `DistributedOptimizer`. See [Note: held back] in `gradients.py`.
     """
 
     _settings: ReductionSettings
@@ -61,7 +61,7 @@ class ReducingOptimizer(CountingOptimizer):
         self.backward_passes_per_step = passes
         self.op = settings.op
         self.process_set = settings.process_set
-        # By name, so that ranks whose optimizers have other orders agree.
+        # By name, so that ranks agree even if their optimizers have different orders.
         by_name = sorted(range(len(names)), key=lambda index: names[index])
         self._required = [index for index in by_name if parameters[index].requires_grad]
         self._counts = Counts([passes] * len(parameters))
@@ -76,7 +76,7 @@ class ReducingOptimizer(CountingOptimizer):
         self._remove_at_end([self._watch(number, index) for number, index in enumerate(self._required)])
 
     def _refresh(self) -> None:
-        """Find out who the ranks are; elastic training may have started over since the last time. Local."""
+        """Update the ranks, which elastic training may have changed. Local."""
         opened = runtime.current()
         if opened is self._runtime:
             return
@@ -95,14 +95,14 @@ class ReducingOptimizer(CountingOptimizer):
             self._channel.add_holder(self)
 
     def _assign_groups(self, groups: Any) -> dict[int, _Group]:
-        """Parameter -> those whose gradients go together with its own."""
+        """Index of a parameter -> the group reduced with it."""
         if groups is None:
             return {index: (index,) for index in self._required}
         parts = _split_evenly(self._required, groups) if isinstance(groups, int) else self._parts_as_asked(groups)
         return {index: part for part in parts for index in part}
 
     def _parts_as_asked(self, groups: Iterable[Iterable[torch.Tensor]]) -> list[_Group]:
-        """The groups that the user lists; a parameter that is in none of them is a group by itself."""
+        """The groups listed by the user; every other parameter is its own group."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         required = set(self._required)
         wanted = [[index_of.get(id(tensor), -1) for tensor in group] for group in groups]
@@ -129,7 +129,7 @@ class ReducingOptimizer(CountingOptimizer):
         return handle
 
     def _on_complete(self, index: int) -> None:
-        """A gradient that is not held back is complete: ask for its reduction, once those of its group are. Local."""
+        """Request the reduction of a group once all its gradients, which are not held back, are complete. Local."""
         self._refresh()
         part = self._group_of[index]
         if all(self._counts.delays[member] == 0 for member in part):
@@ -138,7 +138,7 @@ class ReducingOptimizer(CountingOptimizer):
     # ---- reducing ----------------------------------------------------------------------------------
 
     def _submit(self, part: _Group) -> None:
-        """Ask for the reduction of some gradients. Local."""
+        """Request the reduction of some gradients. Local."""
         self._fill_missing(part)
         parameters = [self._parameters[index] for index in part]
         dense: list[int] = []
@@ -156,21 +156,21 @@ class ReducingOptimizer(CountingOptimizer):
                 self._channel.rouse()
 
     def _fill_missing(self, part: Iterable[int]) -> None:
-        """Another rank may have computed a gradient that this one has not: it contributes zeros."""
+        """Fill missing gradients with zeros, as another rank may have computed them."""
         for index in part:
             parameter = self._parameters[index]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def offer(self) -> None:
-        """Submit the gradients if all are complete and nothing was yet: this rank waits for something. Local."""
+        """Called when this rank waits: submit the gradients if all are complete and none was submitted. Local."""
         counts = self._counts
         is_waiting = counts.num_open > 0 and self._bulk is None and not self._finishers
         if is_waiting and not any(counts.delays[index] for index in self._required):
             self._submit_all()
 
     def _submit_all(self) -> None:
-        """Submit all gradients that are held back, as one request where that can be. Local."""
+        """Submit all gradients that are held back, as one request if possible. Local."""
         self._fill_missing(self._required)
         if self._buckets is None and self._fits_buckets():
             self._buckets = Buckets(
@@ -194,12 +194,12 @@ class ReducingOptimizer(CountingOptimizer):
         )
 
     def synchronize(self) -> None:
-        """Reduce all gradients, and return when they are reduced. Collective.
+        """Reduce all gradients, and wait for the results. Collective.
 
-        Parameters without a gradient get one: that of the other ranks, or zeros.
+        Parameters without a gradient get that of the other ranks, or zeros.
 
         Raises:
-            HorovodInternalError: ranks disagree on a gradient, or a rank is gone.
+            HorovodInternalError: ranks disagree on a gradient, or a rank was lost.
         """
         self._refresh()
         if self._counts.is_active:
@@ -230,18 +230,18 @@ class ReducingOptimizer(CountingOptimizer):
 
     @property
     def num_unreduced(self) -> int:
-        """Gradients that were computed and not reduced yet; 0 where there is nobody to reduce with. Local."""
+        """Number of gradients computed and not yet reduced; 0 if there are no other ranks. Local."""
         return self._counts.num_open
 
     def synchronizes_at_step(self) -> bool:
-        """Whether `step()` would reduce gradients, here and now. Local."""
+        """Whether `step()` would reduce gradients now. Local."""
         return self._should_synchronize
 
     # ---- the optimizer's own methods -----------------------------------------------------------------
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A context in which `step()` does not reduce: for scripts that change gradients after `synchronize()`."""
+        """A context in which `step()` does not reduce, for scripts that change gradients after `synchronize()`."""
         self._should_synchronize = False
         try:
             yield
@@ -249,10 +249,10 @@ class ReducingOptimizer(CountingOptimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients and make the optimizer's own step. Collective.
+        """Reduce the gradients, and run the optimizer's own step. Collective.
 
         Args:
-            closure: computes the loss and the gradients; these are reduced, too. For LBFGS, whose steps depend on
+            closure: computes the loss and the gradients, which are reduced too. For LBFGS, whose steps depend on
                 the loss, the loss is averaged over ranks.
         """
         if closure is not None:
@@ -281,7 +281,7 @@ class ReducingOptimizer(CountingOptimizer):
         return super().step(reduced)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own; forgets what was computed and not reduced."""
+        """Calls the optimizer's own, and discards gradients not yet reduced."""
         self._reset()
         self._synchronized = False
         self._should_synchronize = True
@@ -300,33 +300,33 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optimizer of the same class whose gradients are reduced over ranks before each step. Local to make.
+    """Wrap an optimizer, so that gradients are reduced over ranks before each step. Local.
 
-    Unlike Horovod's it shares the state of the optimizer it is made from, so that one that was loaded from a
-    checkpoint may be wrapped.
+    Unlike in Horovod, the result shares the state of the wrapped optimizer, which may have been loaded from a
+    checkpoint.
 
     Args:
-        optimizer: the one to wrap; use only the result from then on.
-        named_parameters: names for its parameters, the same on all ranks: `model.named_parameters()`. Names are
-            what gradients of different ranks belong together by; without them parameters are numbered.
-        compression: what travels: `Compression.none` or `Compression.fp16`.
-        backward_passes_per_step: how often gradients are computed before each step; they add up in between.
-        op: Average, Sum or Adasum. With Adasum and several ranks, what is combined is not the gradients but the
-            changes that each rank's step would make.
+        optimizer: the optimizer to wrap; afterwards, use only the result.
+        named_parameters: names of its parameters, the same on all ranks: `model.named_parameters()`. Names match
+            the gradients of ranks; without them, parameters are numbered.
+        compression: `Compression.none` or `Compression.fp16`.
+        backward_passes_per_step: number of backward passes before each step, whose gradients accumulate.
+        op: Average, Sum or Adasum. With Adasum and several ranks, the updates of the ranks' local steps
+            are combined instead of gradients.
         gradient_predivide_factor: divides gradients before the sum; the average multiplies by it again.
         num_groups: deprecated name of `groups`.
-        groups: how many groups of parameters, or which, have their gradients reduced together.
+        groups: number or list of parameter groups whose gradients are reduced together.
         sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: the ranks that take part; other ranks' optimizers do nothing but their own step.
+        process_set: the ranks that take part; on other ranks, the optimizer only runs its own step.
 
     Returns:
         An instance of a subclass of `type(optimizer)`, with `synchronize`, `skip_synchronize` and
         `set_backward_passes_per_step`.
 
     Raises:
-        InputError: names that are missing or not unique, a predivide factor without Average, groups that share a
-            parameter, or an optimizer that has been through Apex's `amp.initialize`, which comes after this.
-        UnsupportedError: Adasum of a subset of the ranks, or of a number that is not a power of two.
+        InputError: names are missing or not unique, a predivide factor is given without Average, groups share a
+            parameter, or Apex's `amp.initialize` was called with the optimizer before.
+        UnsupportedError: Adasum over a subset of the ranks, or a number that is not a power of two.
     """
     chosen = ReductionOp(op)
     if gradient_predivide_factor != 1.0 and chosen != Average:
@@ -355,7 +355,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _split_evenly(indices: Sequence[int], num_parts: int) -> list[_Group]:
-    """Up to `num_parts` parts, none of them empty, whose lengths differ by one at most."""
+    """Up to `num_parts` non-empty parts, whose lengths differ by at most one."""
     count = max(1, min(num_parts, len(indices)))
     share, extra = divmod(len(indices), count)
     starts = [number * share + min(number, extra) for number in range(count + 1)]

@@ -1,4 +1,4 @@
-"""Process sets: subsets of the ranks that run operations of their own."""
+"""Process sets: subsets of the ranks that run operations together."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _BAD_RANKS = "ProcessSet should be initialized with a list of process ranks or a
 class ProcessSet:
     """Ranks that run operations together.
 
-    Becomes usable by `hvd.init(process_sets=[…])` or `hvd.add_process_set`.
+    Must be registered by `hvd.init(process_sets=[…])` or `hvd.add_process_set`.
 
     Args:
         ranks_or_comm: global ranks, or an mpi4py communicator.
 
     Attributes:
-        process_set_id: its number; None while it is not in use.
+        process_set_id: its number; None while it is not registered.
         ranks: global ranks, ascending.
-        mpi_comm: the communicator it was made from, or None.
+        mpi_comm: the communicator it was created from, or None.
 
     Raises:
-        InputError: neither of the two.
+        InputError: the argument is neither.
     """
 
     process_set_id: int | None = None
@@ -48,13 +48,13 @@ class ProcessSet:
             raise InputError(f"{_BAD_RANKS}, got {type(ranks_or_comm).__name__}")
 
     def size(self) -> int | None:
-        """Number of its ranks; None while it is not in use."""
+        """Number of ranks; None while it is not registered."""
         if self.process_set_id is None:
             return None
         return len(self._registered_ranks(self.process_set_id))
 
     def rank(self) -> int | None:
-        """This process's number in the set; None while it is not in use.
+        """This process's rank in the set; None while it is not registered.
 
         Raises:
             InputError: this process is not in it.
@@ -68,7 +68,7 @@ class ProcessSet:
         return ranks.index(own)
 
     def included(self) -> bool | None:
-        """Whether this process is in it; None before ranks are known."""
+        """Whether this process is in the set; None before ranks are known."""
         if self.ranks is None:
             return None
         return runtime.current().world.rank in self.ranks
@@ -84,7 +84,7 @@ class ProcessSet:
 
 
 def _ranks_of(comm: Any) -> list[int]:
-    """Ranks in MPI's world of the processes of a communicator. Local."""
+    """Ranks in COMM_WORLD of a communicator's processes. Local."""
     from mpi4py import MPI
 
     numbers = list(range(comm.Get_size()))
@@ -94,15 +94,15 @@ def _ranks_of(comm: Any) -> list[int]:
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
-# What is in use, to be invalidated at shutdown: Horovod's users keep these objects.
+# Registered sets, to be invalidated at shutdown, because scripts keep these objects.
 _in_use: list[ProcessSet] = []
 
 
 def install(process_sets: Sequence[ProcessSet]) -> None:
-    """At init: number the sets given to it. Collective.
+    """Register the sets passed to `init`. Collective.
 
     Raises:
-        InputError: a set is given twice, or has ranks that there are not.
+        InputError: a set is given twice, or has ranks that do not exist.
     """
     global_process_set.ranks = list(range(runtime.current().world.world_size))
     for index, process_set in enumerate(process_sets):
@@ -124,14 +124,14 @@ def _register(process_set: ProcessSet) -> None:
     world_size = runtime.current().world.world_size
     ranks = process_set.ranks or []
     if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < world_size for rank in ranks):
-        raise InputError(f"a process set needs different ranks between 0 and {world_size - 1}, got {ranks}")
+        raise InputError(f"a process set needs distinct ranks between 0 and {world_size - 1}, got {ranks}")
     runtime.current().agree("add", tuple(map(str, ranks)))
     process_set.process_set_id = runtime.current().add_set(tuple(ranks))
     _in_use.append(process_set)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Take a process set into use. Collective over all ranks, with the same set.
+    """Register a process set. Collective over all ranks, with the same set.
 
     Unlike Horovod's, needs no HOROVOD_DYNAMIC_PROCESS_SETS=1.
 
@@ -139,11 +139,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set: the set, or its ranks.
 
     Returns:
-        The set, ready for use.
+        The registered set.
 
     Raises:
-        InputError: there is one with the same ranks, or a rank does not exist.
-        HorovodInternalError: ranks want different sets.
+        InputError: a set with the same ranks exists, or a rank does not exist.
+        HorovodInternalError: ranks pass different sets.
     """
     runtime.current()
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -159,10 +159,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set out of use. Collective over all ranks.
+    """Remove a process set. Collective over all ranks.
 
     Returns:
-        Whether there was anything to remove: False for the global set and for one not in use.
+        Whether it was removed: False for the global set, and if it is not registered.
     """
     set_id = process_set.process_set_id
     if set_id is None or set_id == 0:
@@ -179,7 +179,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def invalidate_all() -> None:
-    """At shutdown: no set is in use any more. Local."""
+    """Mark all sets as not registered, at shutdown. Local."""
     for process_set in _in_use:
         process_set.process_set_id = None
     _in_use.clear()

@@ -1,4 +1,4 @@
-"""One operation that this rank has asked for, from the asking to the answer."""
+"""An operation requested by this rank, from submission to completion."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["Request"]
 
 
 class Request:
-    """One operation of this rank. The channel of its process set completes it.
+    """An operation of this rank, which the channel of its process set completes.
 
     Args:
-        meta: what the other ranks are told.
+        meta: its description for other ranks.
         inputs: contiguous tensors.
-        outputs: where a reduction or broadcast writes, one for each input; may be the inputs. None for operations
-            whose result has a size that the other ranks decide on.
+        outputs: outputs of a reduction or broadcast, one per input; may be the inputs. None for operations
+            whose result size depends on other ranks.
         is_single: whether the result is one tensor rather than a list.
-        run_fused: does the whole work instead, where nobody has joined; for `Meta.fused`.
-        unfuse: the tensors to reduce in place where `run_fused` cannot be used.
-        is_ready: whether `run_fused` may be tried before the ranks have agreed: it then finds out by itself, with all
-            of them, that they want something else (CollectiveMismatch).
+        run_fused: runs the whole request instead, if no rank has joined; for `Meta.fused`.
+        unfuse: returns the tensors to reduce in place if `run_fused` cannot be used.
+        is_ready: whether `run_fused` may be tried before the ranks have agreed: it then detects, with all
+            of them, if requests differ (CollectiveMismatch).
 
     Attributes:
-        result: what `synchronize` returns, once done.
-        error: what it raises instead.
-        done: whether it is over, well or not. Set last.
-        submitted_s: time of the asking, as `time.perf_counter` counts.
+        result: the return value of `synchronize`, once done.
+        error: the exception to raise instead.
+        done: whether it has succeeded or failed. Set last.
+        submitted_s: time of submission, by `time.perf_counter`.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Request:
         self.result: Any = None
         self.error: BaseException | None = None
         self.done = False
-        # Work that the GPU has yet to do on the inputs, and later on the results.
+        # Events of pending GPU work on the inputs, and later on the results.
         self._ready = _record_events(self.inputs)
         self._finished: list[Any] = []
 
     @functools.cached_property
     def entry(self) -> Entry:
-        """The request as the other ranks see it."""
+        """The description of the request for other ranks."""
         return Entry(self.meta, site_text(self.site))
 
     def wait_for_inputs(self) -> None:
-        """Make this thread's GPU streams wait for what the caller's streams had queued. Local."""
+        """Make this thread's GPU streams wait for work queued on the caller's streams. Local."""
         for event in self._ready:
             torch.cuda.current_stream(event.device).wait_event(event)
 
@@ -87,7 +87,7 @@ class Request:
         self.done = True
 
     def take(self) -> Any:
-        """Return the result, or raise the error, of a request that is done. Local.
+        """Return the result, or raise the error, of a completed request. Local.
 
         Raises:
             HorovodInternalError: it failed.
@@ -100,7 +100,7 @@ class Request:
 
 
 def _record_events(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """An event on the current stream of every GPU that holds one of the tensors."""
+    """An event on the current stream of every GPU with one of the tensors."""
     events: list[Any] = []
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return events

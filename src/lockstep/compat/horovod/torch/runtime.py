@@ -1,4 +1,4 @@
-"""What `hvd.init()` opened in this process: the world, the process sets and their channels."""
+"""The state of `hvd.init()` in this process: the world, the process sets and their channels."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class _Groups(NamedTuple):
     """The groups of a process set.
 
     Attributes:
-        control: for CPU tensors; None on ranks outside the set.
-        accelerator: for tensors on GPUs, or None.
-        timeout_s: seconds until their operations fail.
+        control: group for CPU tensors; None on ranks outside the set.
+        accelerator: group for tensors on GPUs, or None.
+        timeout_s: timeout of their operations.
     """
 
     control: dist.ProcessGroup | None
@@ -43,14 +43,14 @@ class _Groups(NamedTuple):
 
 
 class Runtime:
-    """Horovod's state in this process. Collective to make.
+    """Horovod's state in this process. Its constructor is collective.
 
     Args:
         world: the open world.
-        owns_world: whether to shut it down at the end.
+        owns_world: whether to close the world at the end.
 
     Attributes:
-        timeline: the first rank's trace.
+        timeline: rank 0's trace.
         hosts: global ranks of each host.
         local_sizes: number of ranks on each rank's host.
     """
@@ -69,7 +69,7 @@ class Runtime:
         self._open_channel(ranks, groups)
 
     def _gather_hosts(self, control: dist.ProcessGroup) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
-        """`local_sizes` and `hosts`."""
+        """Compute `local_sizes` and `hosts`."""
         own = torch.tensor([self.world.local_world_size, self.world.node_rank], device="cpu")
         table = torch.empty(self.world.world_size, 2, dtype=own.dtype, device="cpu")
         gather_equal(table.view(-1), own, control)
@@ -80,10 +80,10 @@ class Runtime:
         return sizes, tuple(map(tuple, hosts.values()))
 
     def add_set(self, ranks: tuple[int, ...]) -> int:
-        """Make the groups of a process set. Collective over all ranks, also those outside.
+        """Create the groups of a process set. Collective over all ranks, also those outside.
 
         Returns:
-            Its number.
+            The set's number.
         """
         return self._open_channel(ranks, self._make_groups(ranks))
 
@@ -118,21 +118,21 @@ class Runtime:
         return self.world.local_world_size == self.world.world_size
 
     def remove_set(self, set_id: int) -> None:
-        """Forget a process set, and leave its groups. Local."""
+        """Remove a process set, and leave its groups. Local."""
         del self._ranks[set_id]
         channel = self._channels.pop(set_id, None)
         if channel is not None:
             channel.close(dist.destroy_process_group)
 
     def sets(self) -> dict[int, tuple[int, ...]]:
-        """Number -> ranks of every process set."""
+        """The ranks of every process set, by number."""
         return dict(self._ranks)
 
     def channel(self, set_id: int, operation: str = "Operation") -> Channel:
         """This rank's channel of a set.
 
         Raises:
-            InputError: no such set, or this rank is not in it.
+            InputError: the set does not exist, or this rank is not in it.
         """
         channel = self._channels.get(set_id)
         if channel is not None:
@@ -145,10 +145,10 @@ class Runtime:
         )
 
     def agree(self, what: str, labels: tuple[str, ...]) -> None:
-        """Make sure that all ranks are about to do the same. Collective.
+        """Check that all ranks are about to do the same. Collective.
 
         Raises:
-            HorovodInternalError: they are not; says who wants what.
+            HorovodInternalError: they are not; names the ranks and what each does.
         """
         channel = self.channel(0)
         request = channel.submit(Request(Meta(f"process_set.{what}", "process_set", labels=labels)))
@@ -156,7 +156,7 @@ class Runtime:
         request.take()
 
     def close(self) -> None:
-        """Leave everything. Local."""
+        """Leave all groups. Local."""
         self.timeline.stop()
         for channel in self._channels.values():
             channel.close(dist.destroy_process_group)
@@ -167,7 +167,7 @@ class Runtime:
 
 
 def open_runtime(world: World, owns_world: bool) -> Runtime:
-    """Make the runtime that `current` returns. Collective."""
+    """Create the runtime that `current` returns. Collective."""
     global _runtime
     _runtime = Runtime(world, owns_world)
     return _runtime
@@ -190,7 +190,7 @@ def current() -> Runtime:
 
 
 def close() -> None:
-    """Leave the open runtime, if there is one. Local."""
+    """Close the open runtime, if there is one. Local."""
     global _runtime
     closing, _runtime = _runtime, None
     if closing is not None:

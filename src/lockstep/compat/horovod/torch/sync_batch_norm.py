@@ -10,14 +10,14 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(batchnorm.SyncBatchNorm):
     """Batch normalization with the mean and variance of the batches of all ranks, on CPU and GPU.
 
-    Horovod's own takes GPU tensors only. See `lockstep.parallel.batchnorm.SyncBatchNorm`.
+    Horovod's supports GPU tensors only. See `lockstep.parallel.batchnorm.SyncBatchNorm`.
 
     Args:
-        num_features: channels: size of dimension 1 of the input.
+        num_features: number of channels: size of dimension 1 of the input.
         eps: added to the variance.
-        momentum: share of the new batch in the running statistics; None averages over all batches.
+        momentum: weight of the new batch in the running statistics; None averages over all batches.
         affine: whether to learn a scale and a shift per channel.
-        track_running_stats: whether to keep running statistics, which evaluation mode then uses.
+        track_running_stats: whether to keep running statistics, for use in evaluation mode.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Horovod's timeline: what was negotiated and run when, as a trace for chrome://tracing or Perfetto.
+"""Horovod's timeline: a trace of negotiation and execution, for chrome://tracing or Perfetto.
 
-The first rank writes it. Every tensor has a row; an event spans its negotiation (from the asking until all ranks had
-asked), another the operation. The file is valid JSON after `stop`; viewers also read one that has no end.
+Rank 0 writes it. Every tensor has a row, with one event for its negotiation (from the request until all ranks had
+made it) and one for the operation. The file is valid JSON after `stop`; viewers also read unfinished ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CYCLES = "cycles"
 
 
 class Timeline:
-    """A trace file that may be started and stopped. Local; does nothing while stopped."""
+    """A trace file that can be started and stopped. Local; does nothing while stopped."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -31,11 +31,11 @@ class Timeline:
         self._is_first = True
 
     def start(self, path: str, marks_cycles: bool = False) -> None:
-        """Begin a new file; one under way is ended.
+        """Start a new file; finishes an open one.
 
         Args:
-            path: of the file, which is overwritten.
-            marks_cycles: note each round in which ranks meet.
+            path: path of the file, which is overwritten.
+            marks_cycles: whether to mark each negotiation round.
         """
         self.stop()
         with self._lock:
@@ -49,7 +49,7 @@ class Timeline:
             self._write("process_name", "M", 0, args={"name": "lockstep", "start_time_since_epoch_in_micros": epoch_us})
 
     def stop(self) -> None:
-        """End the file, if there is one."""
+        """Finish the file, if there is one."""
         with self._lock:
             if self._file is not None:
                 self._file.write("\n]\n")
@@ -57,18 +57,18 @@ class Timeline:
                 self._file = None
 
     def mark_cycle(self) -> None:
-        """Note that a round begins."""
+        """Mark the start of a round."""
         if self._file is None or not self._marks_cycles:
             return
         with self._lock:
             self._write("CYCLE_START", "i", self._row(_CYCLES), self._microseconds(time.perf_counter()), s="g")
 
     def record(self, matches: Sequence[Match], start_s: float) -> None:
-        """Note that requests have just been run.
+        """Record requests that have just run.
 
         Args:
-            matches: what was run, together.
-            start_s: when it began, as `time.perf_counter` counts.
+            matches: the requests, which ran together.
+            start_s: start time, by `time.perf_counter`.
         """
         if self._file is None:
             return
@@ -90,7 +90,7 @@ class Timeline:
         return int((seconds - self._start_s) * 1e6)
 
     def _row(self, name: str) -> int:
-        """The row of a tensor; named in the file when it is new."""
+        """The row of a tensor; writes its name to the file when it is new."""
         row = self._rows.get(name)
         if row is None:
             row = self._rows[name] = len(self._rows) + 1

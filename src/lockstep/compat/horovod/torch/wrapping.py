@@ -1,4 +1,4 @@
-"""How an optimizer gets the methods of another class, and its parameters get names."""
+"""Adds a class to an optimizer, and finds names of its parameters."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["find_names", "wrap"]
 
 
 def wrap(optimizer: torch.optim.Optimizer, addition: type) -> Any:
-    """An optimizer that shares everything with this one, of a class that puts `addition` before its own. Local.
+    """An optimizer that shares all attributes with this one, of a subclass with `addition` before its class. Local.
 
     Raises:
-        InputError: Apex's amp does something in the steps of this one, which the new one would leave out.
+        InputError: Apex's amp has changed this one's steps, which the new one would not include.
     """
-    stash = getattr(optimizer, "_amp_stash", None)  # Apex's name, by which it knows what went through amp.initialize
+    stash = getattr(optimizer, "_amp_stash", None)  # Apex's mark of optimizers passed to amp.initialize
     if stash is not None and stash.changes_steps():
         raise InputError(
-            "hvd.DistributedOptimizer was given an optimizer that has been through amp.initialize: its steps would "
-            "leave out what amp does in them (master weights, steps that overflow). Wrap the optimizer first, and "
-            "call amp.initialize(model, optimizer) with what comes back; call optimizer.synchronize() inside "
+            "hvd.DistributedOptimizer was called with an optimizer from amp.initialize: its steps would "
+            "not include amp's part (master weights, skipping after an overflow). Wrap the optimizer first, and "
+            "call amp.initialize(model, optimizer) with the result; call optimizer.synchronize() inside "
             "amp.scale_loss"
         )
     kind = type(optimizer)
@@ -32,7 +32,7 @@ def wrap(optimizer: torch.optim.Optimizer, addition: type) -> Any:
         kind.__name__, (addition, kind), {"__doc__": addition.__doc__, "__module__": addition.__module__}
     )
     wrapped = derived.__new__(derived)
-    # Learning rate schedulers that were made before put a `step` of their own on the instance; it is the old one's.
+    # Learning rate schedulers created before set a `step` on the instance, which is bound to the old one.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return wrapped
 
@@ -43,7 +43,7 @@ def find_names(
     """Names and parameters of an optimizer, in the order of its groups.
 
     Raises:
-        InputError: not pairs, names given twice, or parameters without a name.
+        InputError: items are not pairs, names are repeated, or parameters have no name.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:

@@ -1,4 +1,4 @@
-"""`apex.amp.amp`: where Apex defines its decorators and `init`."""
+"""`apex.amp.amp`: Apex's module of decorators and `init`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`apex.contrib.optimizers`: where Apex put the `FP16_Optimizer` of `apex.optimizers` in 2019.
+"""`apex.contrib.optimizers`: the `FP16_Optimizer` of `apex.optimizers`, which Apex moved here in 2019.
 
-Its deprecated `FusedAdam`, `FusedLAMB` and `FusedSGD`, whose steps took gradients as arguments, are not here.
+The deprecated `FusedAdam`, `FusedLAMB` and `FusedSGD`, whose steps took gradients as arguments, are not supported.
 """
 
 from __future__ import annotations

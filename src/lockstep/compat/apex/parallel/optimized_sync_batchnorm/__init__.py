@@ -1,4 +1,4 @@
-"""Where an Apex that was built with its kernels has `SyncBatchNorm`: the same class as in `sync_batchnorm`."""
+"""The module of `SyncBatchNorm` in an Apex built with kernels; the same class as in `sync_batchnorm`."""
 
 from __future__ import annotations
 

@@ -15,16 +15,16 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a training function so that it starts over where it was when ranks fail or change.
+    """Decorate a training function so that it resumes from its state when ranks fail or change.
 
     The state is synchronized before each call. When a collective fails, on this rank or on another, all ranks go back
-    to the last commit, meet again, and call the function again; when hosts change, without going back.
+    to the last commit, rejoin, and call the function again; when hosts change, without going back.
 
     Args:
-        func: takes a `State` and whatever else; must not communicate before the state is its own.
+        func: takes a `State` and other arguments; must not communicate before that.
 
     Returns:
-        A function of the same arguments.
+        A function with the same arguments.
     """
 
     @functools.wraps(func)

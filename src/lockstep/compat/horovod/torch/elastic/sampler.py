@@ -1,4 +1,4 @@
-"""A sampler that resumes where it was when the ranks change."""
+"""A sampler that resumes in the middle of an epoch when the ranks change."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(Sampler[int]):
-    """Shares out what is left of an epoch among the ranks there are.
+    """Divides the rest of an epoch between the current ranks.
 
     Put it into a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the *end* of each epoch. As in
-    Horovod every rank gets equally many samples: some come twice where they do not divide.
+    Horovod every rank gets the same number of samples; some are repeated if they do not divide evenly.
 
     Args:
-        dataset: a data set whose size does not change.
-        shuffle: whether to draw an order for each epoch.
-        seed: of the order, the same on all ranks.
+        dataset: a dataset of fixed size.
+        shuffle: whether to shuffle each epoch.
+        seed: seed of the order, the same on all ranks.
 
     Attributes:
         epoch: number of the epoch.
-        processed_num: samples that all ranks together are through with in this epoch.
-        remaining_indices: those that are left, when `reset` was called last.
-        num_samples: how many this rank yields.
+        processed_num: number of samples that all ranks have processed in this epoch.
+        remaining_indices: indices left at the last `reset`.
+        num_samples: number of samples that this rank yields.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -42,38 +42,38 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it has been processed. Local.
+        """Start an epoch, with no samples processed. Local.
 
         Args:
-            epoch: number of the epoch that begins.
+            epoch: number of the new epoch.
         """
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """All ranks have processed a batch of this size. Local.
+        """Note that all ranks have processed a batch of this size. Local.
 
         Args:
-            batch_idx: accepted for Horovod's sake.
-            batch_size: number of samples in the batch of each rank.
+            batch_idx: ignored, for compatibility.
+            batch_size: number of samples in each rank's batch.
         """
         if batch_size < 0:
             raise DataError(f"record_batch: batch_size is {batch_size}; expected 0 or more")
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """The position in the epoch."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there, with the ranks there are. Local."""
+        """Resume from a position, with the current ranks. Local."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is left among the ranks there are now. Local."""
+        """Divide the remaining samples between the current ranks. Local."""
         self.num_replicas = size()
         self.rank = rank()
         order = list(range(len(self.dataset)))
@@ -84,9 +84,9 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's share."""
+        """Yield this rank's indices."""
         indices = list(self.remaining_indices)
-        # Fewer samples may be left than there are ranks.
+        # There may be fewer samples left than ranks.
         while indices and len(indices) < self.total_size:
             indices += self.remaining_indices[: self.total_size - len(indices)]
         self.indices = indices[self.rank : self.total_size : self.num_replicas]

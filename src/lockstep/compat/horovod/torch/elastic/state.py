@@ -1,8 +1,8 @@
-"""What elastic training keeps: in memory from commit to commit, and on disk where the launcher restarts ranks.
+"""The state of elastic training: committed in memory, and on disk if the launcher restarts ranks.
 
-[Note: two kinds of recovery] If a collective fails and the processes live, they go back to the last commit in memory,
-and meet again in place. If a process dies, `lockstep horovodrun` starts all ranks again; what they committed is then
-read from a folder that the launcher has made for this job and removes at its end.
+[Note: two kinds of recovery] If a collective fails and the processes survive, they go back to the last commit in
+memory, and rejoin. If a process dies, `lockstep horovodrun` restarts all ranks; the last commit is then read from a
+folder that the launcher has created for this job and removes at its end.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
 
 
 class State:
-    """What ranks agree on before they train, and go back to after a failure.
+    """State that is synchronized before training, and restored after a failure.
 
     Args:
-        bcast_object: sends an object of rank 0 to all.
-        get_rank: this rank's number.
+        bcast_object: function that broadcasts an object from rank 0.
+        get_rank: function that returns this rank.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -57,18 +57,18 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Have functions called after every reset, for instance to scale the learning rate. Local."""
+        """Register functions to call after every reset, for instance to scale the learning rate. Local."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks have met anew. Local; `elastic.run` calls it."""
+        """Called by `elastic.run` after the ranks have rejoined. Local."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts were added (1), removed (2) or both (3): the next check starts over. Local; any thread, any rank."""
+        """Note that hosts were added (1), removed (2) or both (3), for the next check. Local; any thread, any rank."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
@@ -77,10 +77,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise on all ranks if any has been told that hosts have changed. Collective.
+        """Raise on all ranks if hosts have changed according to any. Collective.
 
         Raises:
-            HostsUpdatedInterrupt: they have.
+            HostsUpdatedInterrupt: hosts have changed.
         """
         newest, updates = self._last_updated_timestamp, 0
         while not self._host_messages.empty():
@@ -96,31 +96,31 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=removed > 0 and added == 0)
 
     def save(self) -> None:
-        """Keep what there is now. Local."""
+        """Save the current state. Local."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was kept. Local."""
+        """Go back to the saved state. Local."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take over what rank 0 has. Collective."""
+        """Copy rank 0's state. Collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adjust to new ranks, before `sync`. Local; does nothing unless overridden."""
+        """Adapt to new ranks, before `sync`. Local; does nothing unless overridden."""
 
     def resume(self) -> None:
-        """After a restart of all processes: take up the last commit on disk, if there is one. Collective."""
+        """After a restart of all processes: load the last commit from disk, if there is one. Collective."""
 
 
 class ObjectState(State):
-    """A state of plain objects, given as keyword arguments, that are then its attributes.
+    """A state of plain objects, which are passed as keyword arguments and become its attributes.
 
     Args:
-        bcast_object: sends an object of rank 0 to all.
-        get_rank: this rank's number.
-        **kwargs: name -> first value.
+        bcast_object: function that broadcasts an object from rank 0.
+        get_rank: function that returns this rank.
+        **kwargs: initial values by name.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
@@ -129,15 +129,15 @@ class ObjectState(State):
         self._set_attrs()
 
     def save(self) -> None:
-        """Keep the attributes. Local."""
+        """Save the attributes. Local."""
         self._saved_state = {name: getattr(self, name) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Go back to the attributes that were kept. Local."""
+        """Go back to the saved attributes. Local."""
         self._set_attrs()
 
     def sync(self) -> None:
-        """Take over rank 0's, as they are now. Collective."""
+        """Copy rank 0's current attributes. Collective."""
         if self._saved_state:
             ObjectState.save(self)
             self._saved_state = self._bcast_object(self._saved_state)
@@ -149,10 +149,10 @@ class ObjectState(State):
 
 
 class StateHandler:
-    """Keeps one value that is more than a plain object.
+    """Saves a value that is not a plain object.
 
     Args:
-        value: what to keep the state of.
+        value: the object whose state to save.
     """
 
     def __init__(self, value: Any) -> None:
@@ -161,25 +161,25 @@ class StateHandler:
         self.save()
 
     def save(self) -> None:
-        """Keep its state. Local."""
+        """Save its state. Local."""
         self.saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Go back to the state that was kept. Local."""
+        """Go back to the saved state. Local."""
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
-        """Take over rank 0's. Collective."""
+        """Copy rank 0's state. Collective."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Keep another value from now on. Local."""
+        """Replace the value. Local."""
         self.value = value
         self.save()
 
 
 class ModelStateHandler(StateHandler):
-    """Keeps a model's parameters and buffers."""
+    """Saves a model's parameters and buffers."""
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
@@ -187,7 +187,7 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Keeps an optimizer's state and options."""
+    """Saves an optimizer's state and options."""
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
@@ -195,7 +195,7 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """Keeps how far a sampler is. When ranks agree anew, what any of them has not recorded counts as not processed."""
+    """Saves a sampler's position. In `sync`, samples that any rank has not recorded count as not processed."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
@@ -210,12 +210,12 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Which handler keeps values of which type; the first that fits."""
+    """Handlers by type of value; the first that matches is used."""
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Replace the registry, for values that need handlers of their own. Local."""
+    """Replace the registry, for values with other handlers. Local."""
     global _registry
     _registry = registry
 
@@ -228,12 +228,12 @@ def _find_handler(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer, and anything else that training needs to resume.
+    """A state with a model, an optimizer, and anything else needed to resume training.
 
     Args:
         model: a module, or None.
         optimizer: an optimizer, wrapped or not, or None.
-        **kwargs: more of them, samplers, and plain objects; attributes from then on.
+        **kwargs: further models, optimizers, samplers and plain objects, which become attributes.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -247,31 +247,31 @@ class TorchState(ObjectState):
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **plain)
 
     def save(self) -> None:
-        """Keep everything. Local."""
+        """Save everything. Local."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was kept. Local."""
+        """Go back to the saved state. Local."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Take over rank 0's. Collective."""
+        """Copy rank 0's state. Collective."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Samplers share out what is left among the ranks there are now. Local."""
+        """Divide the remaining samples of samplers between the current ranks. Local."""
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
 
     def commit(self) -> None:
-        """Save, in memory and where the launcher has made a folder for it; then check for host updates. Collective."""
+        """Save, in memory and in the launcher's folder, if any; then check for host updates. Collective."""
         self.save()
         folder = env.LOCKSTEP_ELASTIC_FOLDER.get()
         if folder is not None:
@@ -285,7 +285,7 @@ class TorchState(ObjectState):
             try:
                 checkpoint.save(folder, content, step=self._num_commits, keep=1)
             except InputTypeError as error:
-                warn_once(get_logger(__name__), f"commits outlive no restart of this job: {error}")
+                warn_once(get_logger(__name__), f"commits will not survive a restart of this job: {error}")
         self.check_host_updates()
 
     def resume(self) -> None:
@@ -297,7 +297,7 @@ class TorchState(ObjectState):
             handler.saved = content["handlers"][name]
             handler.restore()
         self._saved_state.update(content["objects"])
-        self._num_commits = content["num_commits"]  # the next commit's file comes after this one
+        self._num_commits = content["num_commits"]  # number of the next commit's file
         self._set_attrs()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,12 +1,12 @@
-"""The operations, under the module name that Horovod's users import them from.
+"""The operations, under Horovod's module name.
 
 General layout, from the bottom up:
 
-* `handles`: numbers that stand for operations under way, and what every operation checks first.
+* `handles`: handles of pending operations, and checks that all operations share.
 * `reductions`: allreduce; `gathers`: allgather; `sparse`: allreduce of sparse tensors.
 * `broadcasts`: broadcast; `alltoalls`: alltoall; `scatters`: reducescatter.
 
-`__all__` is the list of what Horovod has under this name: mypy wants it written out, and the modules have more.
+`__all__` lists Horovod's names: mypy needs it written out, and the modules have more.
 """
 
 # ruff: noqa: F403, F405

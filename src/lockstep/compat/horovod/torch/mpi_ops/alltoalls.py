@@ -16,13 +16,13 @@ __all__ = ["alltoall", "alltoall_async"]
 
 
 def _check_splits(tensor: torch.Tensor, splits: torch.Tensor | None, size: int) -> tuple[int, ...]:
-    """Rows for each rank.
+    """The number of rows for each rank.
 
     Raises:
         InputError: they do not fit the tensor or the number of ranks.
     """
     if tensor.dim() == 0:
-        return (0,) * size  # An error on all ranks, which the ranks find together.
+        return (0,) * size  # An error on all ranks, which the comparison of requests finds.
     rows = tensor.size(0)
     if splits is None:
         if rows % size:
@@ -71,23 +71,23 @@ def alltoall_async(
     """Start sending rows of a tensor to every rank. Collective.
 
     Args:
-        tensor: contiguous; the first rows go to rank 0, the next to rank 1, …
-        splits: int32 tensor or list: rows for each rank; without it, equally many.
-        name: requests of one name belong together; without one they are counted.
+        tensor: contiguous; its first rows go to rank 0, the next to rank 1, …
+        splits: int32 tensor or list with the number of rows for each rank; by default equal parts.
+        name: matches the requests of ranks; without names they are matched by order.
         process_set: the ranks that take part.
 
     Returns:
-        A handle for `poll` and `synchronize`, which returns the rows received, in the order of ranks; with `splits`, a
-        tuple of them and an int32 tensor that says how many came from each rank.
+        A handle for `poll` and `synchronize`, which returns the received rows in the order of ranks; with `splits`, a
+        tuple of these and an int32 tensor with the number of rows from each rank.
 
     Raises:
-        InputError: splits that do not fit, a tensor that cannot travel, or a name that is in use.
+        InputError: `splits` does not fit, the tensor is not supported, or the name is in use.
     """
     return issue(_start_all_to_all(tensor, splits, name, process_set))
 
 
 class _Alltoall(torch.autograd.Function):
-    """Differentiable: the gradient's rows go back to where they came from."""
+    """Differentiable alltoall: the gradient's rows are sent back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
@@ -106,7 +106,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
         rows, _sent = _start_all_to_all(grad.contiguous(), ctx.received, None, ctx.process_set).wait()
-        if rows.size(0) < ctx.rows:  # Rows that went to nobody have no gradient.
+        if rows.size(0) < ctx.rows:  # Rows that were not sent have no gradient.
             rows = torch.cat([rows, rows.new_zeros((ctx.rows - rows.size(0), *rows.shape[1:]))])
         return rows, None, None, None
 
@@ -116,16 +116,16 @@ def alltoall(
 ) -> Any:
     """Send rows of a tensor to every rank. Collective and differentiable.
 
-    The gradient's rows go back to where they came from.
+    In the backward pass, the gradient's rows are sent back.
 
     Args:
         tensor, splits, name, process_set: see `alltoall_async`.
 
     Returns:
-        The rows received; with `splits`, a tuple of them and the number from each rank.
+        The received rows; with `splits`, a tuple of these and their number from each rank.
 
     Raises:
         InputError: see `alltoall_async`.
-        HorovodInternalError: ranks disagree on dtype or on another dimension than the first, or a rank is gone.
+        HorovodInternalError: ranks disagree on dtype or on dimensions after the first, or a rank was lost.
     """
     return _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]

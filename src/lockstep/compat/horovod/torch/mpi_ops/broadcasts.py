@@ -36,19 +36,19 @@ def start_broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start copying a tensor of one rank to all; the inputs are left alone. Collective.
+    """Start copying a tensor of one rank to all; inputs are not changed. Collective.
 
     Args:
         tensor: contiguous, the same shape and dtype on all ranks.
-        root_rank: global rank whose tensor it is, the same on all ranks.
-        name: requests of one name belong together; without one they are counted.
+        root_rank: global rank to copy from, the same on all ranks.
+        name: matches the requests of ranks; without names they are matched by order.
         process_set: the ranks that take part.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns a new tensor.
 
     Raises:
-        InputError: a root outside the set, a tensor that cannot travel, or a name that is in use.
+        InputError: the root is not in the set, the tensor is not supported, or the name is in use.
     """
     return issue(start_broadcast(tensor, root_rank, name, process_set, False))
 
@@ -61,7 +61,7 @@ def broadcast_async_(
 
 
 class _Broadcast(torch.autograd.Function):
-    """Differentiable, as Horovod does it: the root gets the *mean* of the gradients, others get zeros."""
+    """Differentiable broadcast, as in Horovod: the root gets the *mean* of the gradients, others get zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
@@ -79,9 +79,9 @@ class _Broadcast(torch.autograd.Function):
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Copy a tensor of one rank to all; the inputs are left alone. Collective and differentiable.
+    """Copy a tensor of one rank to all; inputs are not changed. Collective and differentiable.
 
-    The root's gradient is the mean of all; that of the others is zero.
+    The root's gradient is the mean over ranks; that of other ranks is zero.
 
     Args:
         tensor, root_rank, name, process_set: see `broadcast_async`.
@@ -91,7 +91,7 @@ def broadcast(
 
     Raises:
         InputError: see `broadcast_async`.
-        HorovodInternalError: ranks disagree on shape, dtype or root, or a rank is gone.
+        HorovodInternalError: ranks disagree on shape, dtype or root, or a rank was lost.
     """
     result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return result
@@ -100,6 +100,6 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Copy a tensor of one rank to all in place, and return it. Collective. See `broadcast`."""
+    """Copy a tensor of one rank to all, in place; returns it. Collective. See `broadcast`."""
     result: torch.Tensor = start_broadcast(tensor, root_rank, name, process_set, True).wait()
     return result

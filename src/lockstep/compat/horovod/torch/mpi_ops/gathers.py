@@ -28,18 +28,18 @@ def start_all_gather(
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start gathering a tensor of every rank, one below the other. Collective.
+    """Start concatenating the tensors of all ranks along the first dimension. Collective.
 
     Args:
-        tensor: contiguous, at least one dimension; the first may differ between ranks.
-        name: requests of one name belong together; without one they are counted.
+        tensor: contiguous, with at least one dimension; the first may differ between ranks.
+        name: matches the requests of ranks; without names they are matched by order.
         process_set: the ranks that take part.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns a new tensor.
 
     Raises:
-        InputError: a tensor that cannot travel, or a name that is in use.
+        InputError: the tensor is not supported, or the name is in use.
     """
     return issue(start_all_gather([tensor], True, name, process_set))
 
@@ -47,12 +47,12 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start gathering several tensors, all or none. Collective. See `allgather_async`; yields a list."""
+    """Start gathering several tensors, all or none. Collective. See `allgather_async`; the result is a list."""
     return issue(start_all_gather(tensors, False, name, process_set))
 
 
 class _Allgather(torch.autograd.Function):
-    """Differentiable, as Horovod does it: the *mean* over ranks of the gradient, and of that this rank's rows."""
+    """Differentiable allgather, as in Horovod: the gradient is this rank's rows of the *mean* over ranks."""
 
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, is_single: bool, *tensors: torch.Tensor) -> Any:
@@ -75,9 +75,9 @@ class _Allgather(torch.autograd.Function):
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Gather a tensor of every rank, one below the other. Collective and differentiable.
+    """Concatenate the tensors of all ranks along the first dimension. Collective and differentiable.
 
-    The gradient is averaged over ranks, and this rank's rows of it are its own.
+    The gradient is this rank's rows of the mean over ranks.
 
     Args:
         tensor, name, process_set: see `allgather_async`.
@@ -87,7 +87,7 @@ def allgather(
 
     Raises:
         InputError: see `allgather_async`.
-        HorovodInternalError: ranks disagree on dtype or on another dimension than the first, or a rank is gone.
+        HorovodInternalError: ranks disagree on dtype or on dimensions after the first, or a rank was lost.
     """
     result: torch.Tensor = _Allgather.apply(name, process_set, True, tensor)  # type: ignore[no-untyped-call]
     return result

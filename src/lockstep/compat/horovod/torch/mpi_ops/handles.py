@@ -1,4 +1,4 @@
-"""Handles: numbers that stand for operations under way; and what every operation checks first."""
+"""Handles of pending operations, and checks that all operations share."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Pending", "barrier", "channel_of", "check_tensors", "issue", "join",
 
 
 class Pending:
-    """An operation under way. Local to make: it submits the request.
+    """A pending operation. Its constructor submits the request. Local.
 
     Args:
-        channel: that of the process set which the operation runs on.
-        request: what this rank asks for.
-        finish: makes what `synchronize` returns from the request's result; None for the result itself.
+        channel: channel of the operation's process set.
+        request: this rank's request.
+        finish: computes the return value of `synchronize` from the request's result; None for the result itself.
 
     Raises:
-        InputError: a request of that name is under way.
+        InputError: a request of that name is pending.
     """
 
     def __init__(self, channel: Channel, request: Request, finish: Callable[[Any], Any] | None = None) -> None:
@@ -36,7 +36,7 @@ class Pending:
         self.finish = finish
 
     def wait(self) -> Any:
-        """The result. Raises HorovodInternalError if it failed."""
+        """Wait for the result. Raises HorovodInternalError if it failed."""
         self.channel.wait(self.request)
         result = self.request.take()
         return result if self.finish is None else self.finish(result)
@@ -51,7 +51,7 @@ def channel_of(process_set: ProcessSet, operation: str) -> Channel:
 
     Raises:
         NotInitializedError: before `init`.
-        InputError: the set is not in use, or this rank is not in it.
+        InputError: the set is not registered, or this rank is not in it.
     """
     opened = runtime.current()
     set_id = process_set.process_set_id
@@ -59,13 +59,13 @@ def channel_of(process_set: ProcessSet, operation: str) -> Channel:
 
 
 def check_tensors(tensors: Sequence[torch.Tensor], operation: str) -> list[torch.Tensor]:
-    """The tensors without their history, if the operation can take them.
+    """Check and detach the inputs of an operation.
 
     Raises:
-        InputError: no tensor at all, one of a type that cannot travel, or one with gaps between its elements.
+        InputError: there are no tensors, or one is of an unsupported type or not contiguous.
     """
     if len(tensors) == 0:
-        raise InputError(f"{operation}: an empty list of tensors; give at least one")
+        raise InputError(f"{operation}: the list of tensors is empty; expected at least one")
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{operation}: expected a tensor, got {type(tensor).__name__}")
@@ -80,7 +80,7 @@ def check_tensors(tensors: Sequence[torch.Tensor], operation: str) -> list[torch
 
 
 def issue(pending: Pending) -> int:
-    """A handle for an operation under way."""
+    """Create a handle for a pending operation."""
     pending.channel.rouse()
     handle = next(_numbers)
     _pending[handle] = pending
@@ -91,7 +91,7 @@ def poll(handle: int) -> bool:
     """Whether an operation is done; `synchronize` then returns at once.
 
     Raises:
-        InputError: no operation has that handle, or not any more.
+        InputError: the handle is not in use.
     """
     pending = _pending.get(handle)
     if pending is None:
@@ -103,13 +103,13 @@ def synchronize(handle: int) -> Any:
     """Wait for an operation, and free its handle.
 
     Args:
-        handle: what a function with `_async` in its name returned.
+        handle: a handle returned by an `_async` function.
 
     Returns:
-        Its tensor, or a tuple or list of them; None for a handle that is not in use, as in Horovod.
+        The result, a tensor or a tuple or list of tensors; None if the handle is not in use, as in Horovod.
 
     Raises:
-        HorovodInternalError: the operation failed; says which ranks asked for what, and where.
+        HorovodInternalError: the operation failed; names the ranks, their operations and lines.
     """
     pending = _pending.pop(handle, None)
     return None if pending is None else pending.wait()
@@ -119,25 +119,25 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of a process set have called this. Collective.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank was lost.
     """
     channel = channel_of(process_set, "barrier")
     Pending(channel, Request(Meta(channel.full_name("barrier", None), "barrier"))).wait()
 
 
 def join(device: int = -1) -> int:
-    """This rank has no data left: until all have called this, it takes part in reductions with zeros. Collective.
+    """Call when this rank has no data left: it contributes zeros to reductions until all ranks have joined. Collective.
 
-    Averages still divide by the number of all ranks. Other operations than allreduce fail meanwhile.
+    Averages still divide by the number of all ranks. Operations other than allreduce fail until then.
 
     Args:
-        device: accepted for Horovod's sake; zeros are made where the others' tensors are.
+        device: ignored, for compatibility; zeros are created on the device of the others' tensors.
 
     Returns:
         The rank that joined last.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank was lost.
     """
     channel = channel_of(global_process_set, "join")
     return int(Pending(channel, Request(Meta("join", "join"))).wait())

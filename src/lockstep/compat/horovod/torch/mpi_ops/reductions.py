@@ -1,4 +1,4 @@
-"""allreduce of dense tensors: of one and of several, in place and not, at once and later."""
+"""allreduce of dense tensors: single and grouped, in place and not, synchronous and asynchronous."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class ReductionOp(IntEnum):
-    """How tensors are combined. Horovod has plain numbers; these are those numbers, with names."""
+    """Reduction operations, equal to Horovod's plain numbers."""
 
     Average = 0
     Sum = 1
@@ -58,10 +58,10 @@ Product = ReductionOp.Product
 
 
 def _choose_op(op: int | None, average: bool | None) -> ReductionOp:
-    """The operation, from its two spellings.
+    """The operation given by `op` or `average`.
 
     Raises:
-        InputError: both are given, or there is no such operation.
+        InputError: both are given, or the operation is unknown.
     """
     if op is not None:
         if average is not None:
@@ -79,12 +79,12 @@ def _choose_op(op: int | None, average: bool | None) -> ReductionOp:
 
 
 def check_op(op: ReductionOp, tensors: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
-    """Turn away what no rank could reduce.
+    """Check that an operation is supported.
 
     Raises:
-        InputError: a dtype without such an operation.
-        UnsupportedError: Adasum of a subset of the ranks, or of a number that is not a power of two. For tensors on
-            GPUs, it is the hosts that are counted, and must have equally many ranks.
+        InputError: the dtype does not support the operation.
+        UnsupportedError: Adasum over a subset of the ranks, or a number that is not a power of two. For tensors on
+            GPUs, this is the number of hosts, which must have equally many ranks.
     """
     for tensor in tensors:
         is_float = tensor.dtype.is_floating_point
@@ -130,7 +130,7 @@ def _start(
         float(prescale_factor),
         float(postscale_factor),
     )
-    # In place, the result is the caller's own tensor, and the computation happens on it without its history.
+    # In place, the result is the caller's tensor, reduced outside of autograd.
     request = Request(meta, inputs, inputs if is_in_place else outputs, is_single)
     result = outputs[0] if is_single else outputs
     return Pending(channel, request, (lambda _: result) if is_in_place else None)
@@ -145,23 +145,23 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing a tensor over all ranks; the input is left alone. Collective.
+    """Start reducing a tensor over all ranks; the input is not changed. Collective.
 
     Args:
         tensor: contiguous, the same shape and dtype on all ranks.
         average: True for `op=Average`, False for `op=Sum`; deprecated.
-        name: requests of one name belong together, in whatever order ranks make them; without one they are counted.
+        name: matches the requests of ranks, in any order; without names they are matched by order.
         op: Average (default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: multiplies the tensor before; integers by way of float64, towards zero.
-        postscale_factor: multiplies the result, likewise.
+        prescale_factor: factor before the reduction; integers are multiplied in float64, and rounded towards zero.
+        postscale_factor: factor after the reduction, likewise.
         process_set: the ranks that take part.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns a new tensor.
 
     Raises:
-        InputError: both `average` and `op`; a tensor that cannot be reduced; a name that is in use.
-        UnsupportedError: Adasum of a number of ranks that is not a power of two.
+        InputError: both `average` and `op` are given, the tensor is not supported, or the name is in use.
+        UnsupportedError: Adasum over a number of ranks that is not a power of two.
     """
     chosen = _choose_op(op, average)
     return issue(_start([tensor], False, True, name, chosen, prescale_factor, postscale_factor, process_set))
@@ -176,13 +176,13 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """`allreduce_async`, in place: `tensor` holds the result once synchronized. Collective."""
+    """`allreduce_async`, in place: `tensor` has the result once synchronized. Collective."""
     chosen = _choose_op(op, average)
     return issue(_start([tensor], True, True, name, chosen, prescale_factor, postscale_factor, process_set))
 
 
 class _Allreduce(torch.autograd.Function):
-    """Differentiable: the gradients are reduced as the tensors were."""
+    """Differentiable allreduce: gradients are reduced in the same way."""
 
     @staticmethod
     def forward(
@@ -217,21 +217,21 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce a tensor over all ranks; the input is left alone. Collective and differentiable.
+    """Reduce a tensor over all ranks; the input is not changed. Collective and differentiable.
 
     The gradient is reduced over ranks in the same way.
 
     Args:
         tensor: contiguous, the same shape and dtype on all ranks.
         average, name, op, prescale_factor, postscale_factor, process_set: see `allreduce_async`.
-        compression: what travels: `Compression.none` or `Compression.fp16`.
+        compression: `Compression.none` or `Compression.fp16`.
 
     Returns:
         A new tensor.
 
     Raises:
         InputError, UnsupportedError: see `allreduce_async`.
-        HorovodInternalError: ranks disagree on shape, dtype or settings, or a rank is gone.
+        HorovodInternalError: ranks disagree on shape, dtype or settings, or a rank was lost.
     """
     chosen = _choose_op(op, average)
     compressed, ctx = compression.compress(tensor)
@@ -250,7 +250,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce a tensor over all ranks in place, and return it. Collective. See `allreduce`."""
+    """Reduce a tensor over all ranks, in place; returns it. Collective. See `allreduce`."""
     chosen = _choose_op(op, average)
     result: torch.Tensor = _start(
         [tensor], True, True, name, chosen, prescale_factor, postscale_factor, process_set
@@ -270,7 +270,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing several tensors, all or none. Collective. See `allreduce_async`; yields a list."""
+    """Start reducing several tensors, all or none. Collective. See `allreduce_async`; the result is a list."""
     chosen = _choose_op(op, average)
     return issue(_start(tensors, False, False, name, chosen, prescale_factor, postscale_factor, process_set))
 
@@ -317,7 +317,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors over all ranks in place, and return them. Collective. See `allreduce`."""
+    """Reduce several tensors over all ranks, in place; returns them. Collective. See `allreduce`."""
     chosen = _choose_op(op, average)
     result: list[torch.Tensor] = _start(
         tensors, True, False, name, chosen, prescale_factor, postscale_factor, process_set

@@ -31,7 +31,7 @@ def _start(
     chosen = ReductionOp(op)
     if chosen not in (Average, Sum):
         raise HorovodInternalError(
-            f"Reducescatter: op is {chosen.name}; only Average and Sum are supported. Use allreduce and take this "
+            f"Reducescatter: op is {chosen.name}; only Average and Sum are supported. Use allreduce and select this "
             "rank's rows of its result"
         )
     channel = channel_of(process_set, "reducescatter")
@@ -56,24 +56,24 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start reducing a tensor over all ranks, of which each gets some rows; the input is left alone. Collective.
+    """Start reducing a tensor over all ranks, and give each rank some rows; the input is not changed. Collective.
 
-    Rows are shared out evenly; where they do not divide, the first ranks get one more.
+    Rows are divided evenly; if they do not divide, the first ranks get one more.
 
     Args:
-        tensor: contiguous, at least one dimension, the same shape and dtype on all ranks.
-        name: requests of one name belong together; without one they are counted.
+        tensor: contiguous, with at least one dimension, the same shape and dtype on all ranks.
+        name: matches the requests of ranks; without names they are matched by order.
         op: Average or Sum.
         process_set: the ranks that take part.
-        prescale_factor: multiplies the tensor before; integers by way of float64, towards zero.
-        postscale_factor: multiplies the result, likewise.
+        prescale_factor: factor before the reduction; integers are multiplied in float64, and rounded towards zero.
+        postscale_factor: factor after the reduction, likewise.
 
     Returns:
         A handle for `poll` and `synchronize`, which returns this rank's rows.
 
     Raises:
-        InputError: a tensor that cannot be reduced, or a name that is in use.
-        HorovodInternalError: another operation.
+        InputError: the tensor is not supported, or the name is in use.
+        HorovodInternalError: the operation is not supported.
     """
     return issue(_start([tensor], True, name, op, process_set, prescale_factor, postscale_factor))
 
@@ -86,12 +86,12 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start reducing and sharing out several tensors, all or none. Collective. See `reducescatter_async`."""
+    """Start reducing and scattering several tensors, all or none. Collective. See `reducescatter_async`."""
     return issue(_start(tensors, False, name, op, process_set, prescale_factor, postscale_factor))
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Differentiable, as Horovod does it: the rows' gradients are gathered, and for Sum multiplied by the ranks."""
+    """Differentiable reducescatter, as in Horovod: gradients are gathered, and for Sum multiplied by world size."""
 
     @staticmethod
     def forward(
@@ -127,20 +127,20 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce a tensor over all ranks, of which each gets some rows. Collective and differentiable.
+    """Reduce a tensor over all ranks, and give each rank some rows. Collective and differentiable.
 
-    The gradients of the rows are gathered; for Sum they are multiplied by the number of ranks, as in Horovod.
+    Gradients of rows are gathered; for Sum they are multiplied by the number of ranks, as in Horovod.
 
     Args:
         tensor, name, op, process_set, prescale_factor, postscale_factor: see `reducescatter_async`.
-        compression: what travels: `Compression.none` or `Compression.fp16`.
+        compression: `Compression.none` or `Compression.fp16`.
 
     Returns:
         This rank's rows.
 
     Raises:
         InputError: see `reducescatter_async`.
-        HorovodInternalError: ranks disagree on shape, dtype or settings, or a rank is gone.
+        HorovodInternalError: ranks disagree on shape, dtype or settings, or a rank was lost.
     """
     compressed, ctx = compression.compress(tensor)
     reduced = _Reducescatter.apply(  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduce and share out several tensors, all or none. Collective and differentiable. See `reducescatter`."""
+    """Reduce and scatter several tensors, all or none. Collective and differentiable. See `reducescatter`."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = _Reducescatter.apply(  # type: ignore[no-untyped-call]
         False, name, op, process_set, prescale_factor, postscale_factor, *[compressed for compressed, _ in pairs]

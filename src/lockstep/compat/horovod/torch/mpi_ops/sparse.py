@@ -19,7 +19,7 @@ __all__ = ["sparse_allreduce_async"]
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start adding up a sparse tensor over all ranks, by gathering its entries. Collective.
+    """Start summing a sparse tensor over all ranks, by gathering its entries. Collective.
 
     Args:
         tensor: sparse COO, the same shape on all ranks; entries may differ.
@@ -31,7 +31,7 @@ def sparse_allreduce_async(
         A function that waits and returns a new sparse tensor, not coalesced.
 
     Raises:
-        InputError: a dense tensor, or another operation.
+        InputError: the tensor is dense, or the operation is not supported.
     """
     if tensor.layout is not torch.sparse_coo:
         raise InputError(f"sparse_allreduce_async: expected a sparse COO tensor, got one with layout {tensor.layout}")
