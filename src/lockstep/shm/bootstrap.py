@@ -147,7 +147,7 @@ class Bootstrap:
         """The error for ranks that came and then stopped."""
         gone = failure.ranks(FailureKind.DEAD) + failure.ranks(FailureKind.LEFT)
         if gone:
-            return self._lost(gone, "came and was gone again")
+            return self._lost(gone, "connected and then ended")
         failures = [blocks.failure(rank) for rank in failure.ranks(FailureKind.FAILED)]
         for reported in failures:
             if reported.kind == RankLost.__name__:
