@@ -1,4 +1,4 @@
-"""Which rank this process is, and of how many: read from the launcher's environment.
+"""The rank of this process and the world size, read from the launcher's environment.
 
 Pure functions over a mapping of environment variables, so every launcher's format can be tested without that launcher.
 Each launcher (`torchrun`, …) has a reader, which recognises its variables and returns a `Topology` or None; `detection`
