@@ -9,9 +9,9 @@ because that would put the current folder first on the module path before the bo
 4. runs the script in a real `__main__`, as plain `python` does: `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`,
    pickling of classes defined there, and multiprocessing's spawn children that import it again;
 5. on an uncaught exception writes an error report for the launcher, prints the traceback as plain `python` does, and
-   exits with 1. Frames of this file are left out, and those inside Lockstep through which one of its own errors came.
-   Errors that the launcher shows (LOCKSTEP_SHOWS_ERRORS) are not printed, nor are setup errors, which usually all ranks
-   have at once. LOCKSTEP_DEBUG=1 keeps all frames, and prints. An exception that the program catches, to end by
+   exits with 1. Frames of this file are left out, as are the internal frames of Lockstep's own errors. Errors that
+   the launcher shows (LOCKSTEP_SHOWS_ERRORS) are not printed, nor are setup errors, which usually all ranks have at
+   once. LOCKSTEP_DEBUG=1 keeps all frames, and prints. An exception that the program catches, to end by
    `sys.exit(1)`, is reported, but not printed again.
 
 It sets no environment variables; those that a rank finds are listed in environment.py.

@@ -84,7 +84,7 @@ _RANKS_PER_CORE = 4  # if more ranks share a core, they all take longer to arriv
 _LOOK_EVERY_S = 0.002
 # The time between two looks is at most this multiple of the time waited so far, and at most this many seconds.
 _LOOKS_OF_WAITED, _LONGEST_LOOK_S = 0.3, 0.2
-# The same if an alarm wakes the wait.
+# If an alarm wakes the wait: seconds until the first look, and between further ones.
 _FIRST_LOOK_IF_WOKEN_S, _LOOK_EVERY_IF_WOKEN_S = 0.1, 1.0
 _RANDOM_BITS = 62
 _REASON_FOLLOWS_WITHIN_S = 5.0
@@ -394,7 +394,7 @@ class StepCounter:
         bell_word: index of the bell, which requests a call of `waiter.open_gate`.
 
     Attributes:
-        count: steps taken so far, starting from this rank's word, which includes those of previous counters.
+        count: steps taken so far, including those of earlier counters over the same word of this rank.
         waiter: waits for words of the segment.
     """
 

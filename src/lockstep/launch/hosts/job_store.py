@@ -231,7 +231,7 @@ class JobStore:
             self._store.set(key, sealed)
 
     def compare_set(self, key: str, expected: str, sealed: str) -> bool:
-        """Write a sealed value if the raw one there is as expected ("" for none); returns whether it was.
+        """Write a value with its MAC if the raw one there is as expected ("" for none); returns whether it was.
 
         A value that is not text cannot be compared, and was not written by a launcher of this job: it is replaced.
         """

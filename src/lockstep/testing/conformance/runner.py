@@ -40,7 +40,7 @@ CASES: tuple[Case, ...] = all_unique((*reductions.CASES, *data_movement.CASES, *
 # On a quiet machine.
 _COLLECTIVE_TIMEOUT_S = 10.0
 _TIMEOUT_S = 200.0
-# How much later than this rank's another rank's error may come, as a fraction of the group's deadline.
+# How much later than this rank's another rank's error may come, as a multiple of the group's deadline.
 _DEADLINES_OF_A_CASE = 3.0
 
 
