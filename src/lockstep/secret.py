@@ -1,13 +1,13 @@
-"""The secret of a job: what proves that a launcher, a rank or a value belongs to it.
+"""The secret of a job: proof that a launcher, a rank or a value belongs to it.
 
-[Note: token] A launcher makes a token, or is given one, and hands it to its ranks in their environment
-(LOCKSTEP_TOKEN). It never stands in a store, on a command line or in a file that others may read. Keys for each purpose
-are derived from it, so what proves one thing proves no other. Where nobody gave a token, the keys are made of nothing:
-they tell what Lockstep wrote from what some other program did, and a stranger who knows Lockstep can make them too.
+[Note: token] A launcher creates a token, or is given one, and passes it to its ranks in their environment
+(LOCKSTEP_TOKEN). It is never in a store, on a command line or in a file that others may read. Keys for each purpose are
+derived from it, so a proof for one purpose is none for another. Without a token, the keys are derived from nothing:
+they distinguish what Lockstep wrote from what another program wrote, but anyone who knows Lockstep can make them.
 
-[Note: seals] A value in a store travels under a seal: an HMAC over the job, the key that it stands under, who wrote it,
-the how-manieth value of that writer it is, and the text. So nobody else can write one, move one to another key, or put
-an older one in its place once a newer one was read.
+[Note: seals] A value in a store travels with a MAC (HMAC) over the job, its key, its writer, its number among that
+writer's values, and its text. So nobody else can write a value, move it to another key, or replace it by an older one
+after a newer one was read.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_rank_zero_that_does_not_come_is_named(tmp_path: Path, name: str) -> Non
 def test_two_that_come_as_one_rank(tmp_path: Path, name: str) -> None:
     zero, *others = run_ranks(meet, 3, tmp_path, name, SHORT, (), 1, init=False)
     assert "rank 2 did not come" in zero
-    assert any("two processes came as rank 1: this one and pid " in said for said in others)
+    assert any("two processes claim to be rank 1: this one and pid " in said for said in others)
 
 
 @pytest.mark.parametrize("kind", ["open to others", "another user's", "a link", "a file"])
@@ -312,7 +312,7 @@ def test_port_of_a_stranger_who_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         with pytest.raises(
-            RendezvousError, match=rf"port {port}, .*says nothing\. Is rank 0 running, and are MASTER_ADDR"
+            RendezvousError, match=rf"port {port}, .*does not respond\. Is rank 0 running, and are MASTER_ADDR"
         ):
             tcp.open_store("127.0.0.1", port, 1, 2, SHORT)
 

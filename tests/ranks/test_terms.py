@@ -107,7 +107,7 @@ def read_state() -> str:
 
 def test_state_that_is_none_is_damage() -> None:
     (said,) = run_ranks(read_state, 1)
-    assert "rank 0 of it would be in state 4503676936786553" in said
+    assert "the state of rank 0 is 4503676936786553" in said
 
 
 class Told:
@@ -135,5 +135,5 @@ class Told:
     ],
 )
 def test_garbage_in_the_store_is_named(text: str) -> None:
-    with pytest.raises(RendezvousError, match="rank 1 found something else in the store than rank 0 writes there"):
+    with pytest.raises(RendezvousError, match="rank 1 found a value in the store that rank 0 did not write"):
         SharedMemoryTeam.connect(Bootstrap(Told(text), 1, (0, 1), 20.0))

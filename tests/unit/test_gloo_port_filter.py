@@ -163,7 +163,7 @@ def test_messages_of_the_group_are_handed_back_in_order() -> None:
 def test_rank_that_is_gone_is_named() -> None:
     made, (zero, one) = stores(2)
     one.close()
-    with pytest.raises(RankLost, match="rank 11 came and was gone again while the group was being made"):
+    with pytest.raises(RankLost, match="rank 11 connected and then ended while the group was being made"):
         made[0].share("topic", b"")
     with pytest.raises(RankLost, match="rank 11"):
         made[0].get("0/1")

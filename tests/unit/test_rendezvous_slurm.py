@@ -18,7 +18,7 @@ from lockstep.rendezvous.slurm import master_address, master_port, rendezvous_na
 from lockstep.testing import limit_s
 from lockstep.topology.slurm import SlurmStep
 
-WAITS = "rank 0 waits for rank 1, rank 2 to come to "
+WAITS = "rank 0 is waiting for rank 1, rank 2 to connect to "
 UNKNOWN = "no-such-host.invalid"
 STEP = SlurmStep(
     job_id=7,
@@ -82,7 +82,7 @@ def test_slurm_knows_what_the_name_service_does_not(scontrol: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (f"NodeName={UNKNOWN} NodeAddr={UNKNOWN} Port=1", f"what Slurm says, {UNKNOWN}, is none either"),
+        (f"NodeName={UNKNOWN} NodeAddr={UNKNOWN} Port=1", f"its NodeAddr in Slurm, {UNKNOWN}, is not known either"),
         (f"Node {UNKNOWN} not found", f"does not give its NodeAddr \\(Node {UNKNOWN} not found\\)"),
         ("", r"does not give its NodeAddr \(no output\)"),
     ],
@@ -144,5 +144,5 @@ def test_a_rank_says_that_it_does_not_reach_rank_zero(
         RendezvousError, match=r"did not meet the others.* No host is known by the name no-such-host\.invalid"
     ):
         tcp.open_store("no-such-host.invalid", find_free_port(), 1, 2, timedelta(seconds=0.5))
-    assert "rank 1 does not reach rank 0 yet, at no-such-host.invalid, port" in (said := capsys.readouterr().err)
+    assert "rank 1 cannot reach rank 0 yet, at no-such-host.invalid, port" in (said := capsys.readouterr().err)
     assert "No host is known by the name no-such-host.invalid here" in said

@@ -259,14 +259,16 @@ def test_handle_cannot_name_a_descriptor_that_is_no_segment(tmp_path: Path) -> N
     before = descriptors()
     with path.open("r+b") as file, pytest.raises(SharedMemoryError, match="is not the segment that was announced"):
         Segment.attach(forged(None, contents, fd=file.fileno()))
-    with pytest.raises(SharedMemoryError, match="is no handle of a segment"):
+    with pytest.raises(SharedMemoryError, match="is not the handle of a segment"):
         Segment.attach(forged(None, contents, pid=f"self/root{tmp_path}/home", fd="../train.py"))
     assert descriptors() == before
 
 
 @pytest.mark.parametrize("handle", ["", "not json", "[]", "{}", "[" * 100_000, "9" * 5000, '{"pid": 1e999}'])
 def test_handle_that_is_none_is_named(handle: str) -> None:
-    with pytest.raises(SharedMemoryError, match="is no handle of a segment; is the store ours") as caught:
+    with pytest.raises(
+        SharedMemoryError, match="is not the handle of a segment; does another program use the store"
+    ) as caught:
         Segment.attach(handle)
     assert caught.value.errno == errno.EINVAL
 

@@ -89,7 +89,7 @@ def test_arguments_equal_to_what_mpirun_says_keep_its_local_ranks() -> None:
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE is set but PMI_RANK is not"),
         ({"PMI_RANK": "2", "PMI_SIZE": "2"}, "rank is 2, but world_size is 2"),
-        ({"PMIX_RANK": "1"}, "PMIX_RANK is 1: .* no variable says of how many.*backend='mpi'"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK is 1: .* no variable gives the number of ranks.*backend='mpi'"),
         (MPICH | {"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but mpirun started 3 ranks"),
         (MPICH | {"RANK": "0", "WORLD_SIZE": "1"}, "RANK is 0 and WORLD_SIZE is 1, but mpirun started 3 ranks: unset"),
     ],

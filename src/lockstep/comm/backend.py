@@ -1,12 +1,11 @@
-"""The process group "lockstep" of torch.distributed, and what it shares with others that run on an engine.
+"""The process group "lockstep" of torch.distributed, and the base class that it shares with the one over MPI.
 
-`import lockstep` registers the name, and torch then asks for a group (`registration.py`).
-Everything of `torch.distributed` works on it: the functions of `dist`, `new_group`, torch's own DDP,
-FSDP2 and DTensor.
+`import lockstep` registers the name, and torch then asks for a group (`registration.py`). All of `torch.distributed`
+works on it: the functions of `dist`, `new_group`, torch's own DDP, FSDP2 and DTensor.
 
-torch hands each verb to a method of `EngineProcessGroup`, under its own, older names (`allreduce`,
-`_allgather_base`); each only sorts its arguments and calls the op table in `engine.py`. Should
-torch give backends written in Python another base class, this file is what changes.
+torch calls a method of `EngineProcessGroup` for each verb, by its own, older names (`allreduce`, `_allgather_base`);
+each method only rearranges its arguments and calls the op table in `engine.py`. If torch ever gives Python backends
+another base class, only this file has to change.
 """
 
 from __future__ import annotations
@@ -75,37 +74,37 @@ VERBS = (
     "recv",
     "recv_anysource",
 )
-"""torch's names of the methods that move tensors."""
+"""torch's names for the methods that move tensors."""
 
 _Tensors = Sequence[torch.Tensor]
 _Check = Callable[[object, str], torch.Tensor]
 
 
 def _timeout_s(options: Any) -> float | None:
-    """The timeout in seconds that the caller of one collective gave, or None for the group's own."""
+    """The timeout in seconds given for this one collective, or None for the group's own."""
     timeout = getattr(options, "timeout", None)
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
 
 def _is_async(options: Any) -> bool:
-    # torch's C++ callers (DDP's reducer) always want a handle; releases before 2.8 do not say.
+    # torch's C++ callers (DDP's reducer) always want a handle; releases before 2.8 do not set the field.
     return bool(getattr(options, "asyncOp", True))
 
 
 @leaves_inference_mode(*VERBS)
 class EngineProcessGroup(ProcessGroup):
-    """torch's verbs, handed to an engine.
+    """A process group whose verbs are run by an engine.
 
     Args:
         engine: runs the collectives.
         backend: the registered name of the backend.
-        options: what torch asks for: its `_DistributedBackendOptions`.
-        nonce: on which its ranks have agreed; empty for none.
+        options: torch's `_DistributedBackendOptions`.
+        nonce: the nonce on which the ranks have agreed; empty for none.
 
     Attributes:
         engine: the op table; also holds the flight record and the team.
-        nonce: for the seals of what its ranks write into a store.
+        nonce: goes into the MACs of the values that ranks write into a store.
     """
 
     def __init__(self, engine: Engine, backend: str, options: Any, nonce: str = "") -> None:
@@ -235,15 +234,15 @@ class EngineProcessGroup(ProcessGroup):
         return self.engine.barrier(_is_async(opts), _timeout_s(opts))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """`dist.monitored_barrier`: a barrier whose error names every rank that did not come. Collective.
+        """`dist.monitored_barrier`: a barrier whose error names every rank that did not call it. Collective.
 
         Args:
-            timeout: until a rank that does not come is an error; default the group's own.
-            wait_all_ranks: whether the error's first sentence, which is gloo's, names all of them or the first. Either
-                way the sentences after it and `culprits` name all.
+            timeout: time until a missing rank is an error; default the group's own.
+            wait_all_ranks: whether the first sentence of the error, which is gloo's, names all missing ranks or only
+                the first. The other sentences and `culprits` always name all of them.
 
         Raises:
-            CollectiveTimeout: names the ranks that did not come, and where they are.
+            CollectiveTimeout: names the ranks that did not call it, and where they are.
             RankLost: one of them died, left or failed.
         """
         monitored_barrier(self.engine, timeout, wait_all_ranks)
@@ -312,21 +311,21 @@ class EngineProcessGroup(ProcessGroup):
     # ---- life ------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long later calls wait for a rank that does not come. Local; calls under way keep theirs."""
+        """Set the timeout of later calls. Local; calls under way keep theirs."""
         self.engine.timeout_s = timeout.total_seconds()
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """Wait so much longer until a collective called from now on is through. Local. torch 2.15 asks for it."""
+        """Extend the timeout until a collective called from now on has finished. Local. Called by torch 2.15."""
         self.engine.extensions.add(Extension(timeout.total_seconds()))
 
     def fail(self, message: str, error: BaseException | None = None) -> None:
-        """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
+        """Tell the peers that this rank raised an exception; they raise RankLost with `message`. Local."""
         self.engine.fail(message, error)
 
     def shutdown(self) -> None:
         """Leave the group. Local; `dist.destroy_process_group` calls it.
 
-        Asynchronous calls made so far end first, as with gloo; not after an error, or with one on its way out.
+        Asynchronous calls made so far are completed first, as with gloo; not after an error, or while one propagates.
         """
         self.engine.shutdown()
 
@@ -335,7 +334,7 @@ class EngineProcessGroup(ProcessGroup):
         self.engine.close()
 
     def disown(self) -> None:
-        """Make the group unusable in this process, a fork of the rank. Local; the rank notices nothing."""
+        """Make the group unusable in this process, a fork of the rank. Local; the rank itself is not affected."""
         self.engine.disown()
 
     def name(self) -> str:
@@ -350,22 +349,22 @@ class EngineProcessGroup(ProcessGroup):
         return self._name
 
     def get_group_store(self) -> Store:
-        """The store in which the ranks met."""
+        """The store through which the ranks met."""
         return self._store
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it moves. torch's asynchronous checkpoints and object verbs ask."""
+        """Devices whose tensors the group moves. Used by torch's asynchronous checkpoints and object collectives."""
         return [torch.device("cpu")]
 
     def get_backend(self, device: torch.device) -> EngineProcessGroup:
-        """The group that moves tensors of that device: this one. Public since torch 2.14."""
+        """The group that moves tensors on that device: this one. Public since torch 2.14."""
         return self
 
     _get_backend = get_backend
 
     def behind(self, device: torch.device) -> dist.ProcessGroup | None:
-        """The group that moves tensors of that device instead of this one; None for this one."""
+        """The group that moves tensors on that device in place of this one; None for this one."""
         return None
 
     @property
@@ -374,7 +373,7 @@ class EngineProcessGroup(ProcessGroup):
         return False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """False: FSDP2, which asks, then takes memory of torch's."""
+        """False, so that FSDP2 allocates its buffers with torch."""
         return False
 
     def __repr__(self) -> str:
@@ -385,20 +384,20 @@ _Group = TypeVar("_Group", bound=EngineProcessGroup)
 
 
 def ranks_of(options: Any) -> tuple[int, ...]:
-    """Global rank of each rank of the group that torch's `_DistributedBackendOptions` ask for."""
+    """Global rank of each rank of the group that torch's `_DistributedBackendOptions` describe."""
     return tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
 
 
 def is_default_group(options: Any) -> bool:
-    """Whether torch's `_DistributedBackendOptions` ask for the default group."""
+    """Whether torch's `_DistributedBackendOptions` describe the default group."""
     return len(options.global_ranks_in_group) == 0
 
 
 def find_nonce(store: BootstrapStore, options: Any, first_key: str) -> str:
-    """The nonce of a new group: that of the default group, or else one of its own. Collective.
+    """The nonce of a new group: that of the default group, or else a new one. Collective.
 
     Args:
-        store: of the group, without a nonce.
+        store: the group's store, still without a nonce.
         options: torch's `_DistributedBackendOptions`.
         first_key: see `agree_on_nonce`.
     """
@@ -410,10 +409,10 @@ def find_nonce(store: BootstrapStore, options: Any, first_key: str) -> str:
 
 
 def make_group(kind: Callable[[Any], _Group], options: Any) -> _Group:
-    """A group of that kind, from torch's `_DistributedBackendOptions`. Collective.
+    """Create a group of that class from torch's `_DistributedBackendOptions`. Collective.
 
     Raises:
-        SetupError: there is no such rank in a group of that size, or an environment variable makes no sense.
+        SetupError: the rank is not below the world size, or an environment variable has an invalid value.
     """
     env.check()
     if not 0 <= options.group_rank < options.group_size:
@@ -425,22 +424,22 @@ def make_group(kind: Callable[[Any], _Group], options: Any) -> _Group:
 
 
 def _if_ours(group: object) -> EngineProcessGroup | None:
-    """A group as one of ours; None for groups of torch's own.
+    """The group if it is one of ours; None for torch's own groups.
 
-    torch.distributed hands out groups of all backends as one type, so the class of the group has to tell. Only this
-    function asks it; what a group of ours can do, its engine and its team say.
+    torch.distributed types the groups of all backends alike, so only the class can tell. This is the one place that
+    checks it; capabilities of our groups are properties of their engine and team.
     """
     return group if isinstance(group, EngineProcessGroup) else None
 
 
 def nonce_of(group: object) -> str | None:
-    """The nonce on which the ranks of a group have agreed; None for groups of torch's own."""
+    """The nonce on which the ranks of a group have agreed; None for torch's own groups."""
     ours = _if_ours(group)
     return None if ours is None else ours.nonce
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
-    """What moves tensors of a device in a group: "nccl"; "" where torch.distributed has not made the group. Local."""
+    """Name of the backend that moves tensors of a device: "nccl"; "" if torch.distributed did not make the group."""
     try:
         backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     except (AssertionError, TypeError, ValueError):
@@ -449,11 +448,11 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
 
 
 def engine_of(group: object, device: torch.device | None = None) -> Engine | None:
-    """The engine that runs the collectives of a group; None for groups of torch's own.
+    """The engine that runs the collectives of a group; None for torch's own groups.
 
     Args:
         group: a process group of any backend.
-        device: None also if another group moves the tensors of that device. See [Note: mixed groups].
+        device: if given, None is returned if another group moves tensors of that device. See [Note: mixed groups].
     """
     ours = _if_ours(group)
     if ours is None or (device is not None and ours.behind(device) is not None):
@@ -462,7 +461,7 @@ def engine_of(group: object, device: torch.device | None = None) -> Engine | Non
 
 
 def _connect(new: NewGroup, default: Engine | None) -> Engine:
-    """Connect the ranks of a new group, on one host or several; `default` is the default group's. Collective."""
+    """Connect the ranks of a new group, on one host or several; `default` is the default group's engine. Collective."""
     where = f"new_group({list(new.ranks)}) at {site_text(call_site())}"
     waits = new.default_waits
     detector = None if default is None or waits is None else default.make_detector(new, waits, lambda: where)
@@ -477,7 +476,7 @@ def _connect(new: NewGroup, default: Engine | None) -> Engine:
             return make_engine(SharedMemoryTeam.connect(bootstrap), new)
         except SeveralHosts:
             pass
-        # What is needed only between hosts is loaded only there.
+        # Imported only if there are several hosts.
         from lockstep.comm.hosts.group import connect
 
         engine = connect(new, check_peers)
@@ -489,10 +488,10 @@ def _connect(new: NewGroup, default: Engine | None) -> Engine:
 class LockstepProcessGroup(EngineProcessGroup):
     """A process group over shared memory inside a host, and over Gloo between hosts.
 
-    Made by `dist.init_process_group("lockstep")` or `dist.new_group(backend="lockstep")`, not by hand.
+    Created by `dist.init_process_group("lockstep")` or `dist.new_group(backend="lockstep")`, not by hand.
 
     Args:
-        options: what torch asks for: its `_DistributedBackendOptions`.
+        options: torch's `_DistributedBackendOptions`.
     """
 
     def __init__(self, options: Any) -> None:

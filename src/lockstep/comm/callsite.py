@@ -1,15 +1,15 @@
 """Finds the call site, the user's line that called a collective, for messages and the flight record.
 
-[Note: frames] Python makes the object of a frame when code asks for it, which costs more than all else here. So one
-frame only is asked for, at the depth at which the last call had the user's; the frame of the user's function lives
-through many calls, so its object is mostly there already. If the same instruction of the user's code led to a
-collective at that depth before, that frame is taken without a search. An unknown instruction costs a search through all
-frames. Instructions are known by the identity of their code object, which is kept alive, because hashing a code object
-reads all of its bytecode.
+[Note: frames] Python creates a frame object only when code asks for it, and that is the most expensive part of this
+module. So only one frame is requested, at the depth where the last call found the user's frame; the user's function
+runs through many calls, so its frame object usually exists already. If the same instruction of the user's code led to a
+collective at that depth before, that frame is used without a search. An unknown instruction costs a search through all
+frames. Instructions are identified by the identity of their code object, which is kept alive, because hashing a code
+object reads all of its bytecode.
 
-[Note: the backward pass on a GPU] Autograd runs it in a thread of its own, for each GPU one, while the thread that
-called `backward()` waits. A collective that a hook calls there has no line of the user's above it. So the line is that
-from which a backward pass was called, where one thread alone is in such a call.
+[Note: the backward pass on a GPU] Autograd runs it in a separate thread per GPU, while the thread that called
+`backward()` waits. A collective called by a hook there has no line of the user's above it. So the call site is the line
+that called `backward()`, if exactly one thread is in such a call.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from lockstep.frames import is_internal_file, public_call
 __all__ = ["CallSite", "call_site", "describe_exception", "is_users", "make_locator", "site_text"]
 
 CallSite = tuple[str, int, str]
-"""File, line and name of the function; where that called one of ours that communicates, as `checkpoint.save` does, the
-name is `main (checkpoint.save)`. No code object: hashing one reads all of its bytecode."""
+"""File, line and name of the function. If that line called a communicating function of ours, such as `checkpoint.save`,
+the name is `main (checkpoint.save)`. Code objects are left out: hashing one reads all of its bytecode."""
 
 _UNKNOWN: CallSite = ("", 0, "")
 _SITE_BYTES = 250
-# Depths of the user's frame, counted from the finder of call sites. From deeper no instruction leads straight here.
-# With torch 2.6 there is a frame of the compiler's around each method that it leaves out.
+# Depths of the user's frame, counted from `call_site`. No instruction leads straight here from deeper ones. torch 2.6
+# adds a frame of the compiler around each method that it skips.
 _FIRST_DEPTH, _DEEPEST = 7, 11
 _MAX_KNOWN = 4096
 _getframe = sys._getframe
-# By name of file, once each: a name is compared by identity, mostly.
+# By file name, computed once each; names are mostly compared by identity.
 _users_files: set[str] = set()
 _internal_files: set[str] = set()
 
 
 @functools.lru_cache(maxsize=4096)
 def is_users(code: CodeType) -> bool:
-    """Whether it is the user's code, neither Lockstep's nor torch's."""
+    """Whether this is the user's code, neither Lockstep's nor torch's."""
     return not is_internal_file(code.co_filename)
 
 
 def make_locator() -> Callable[[], CallSite]:
-    """A finder of call sites. It remembers how deep the last user's frame was, so give each caller its own.
+    """Create a finder of call sites. It remembers the depth of the last user's frame, so each caller needs its own.
 
     Returns:
         A function that returns the innermost frame of the user's code that led here. See [Note: frames].
@@ -85,7 +85,7 @@ call_site = make_locator()
 
 
 def _find_call_of_backward() -> CallSite:
-    """The line of another thread from which this one runs a backward pass. See [Note: the backward pass on a GPU]."""
+    """The line in another thread that called this backward pass. See [Note: the backward pass on a GPU]."""
     passes = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
     sites: set[CallSite] = set()
     for innermost in sys._current_frames().values():
@@ -98,7 +98,7 @@ def _find_call_of_backward() -> CallSite:
 
 
 def _search(frame: FrameType | None) -> tuple[CallSite, FrameType | None, int]:
-    """The user's innermost site from this frame on, its frame, and how deep that is, where this one is at depth 1."""
+    """The innermost user's call site from this frame on, its frame, and its depth; `frame` has depth 1."""
     depth = 1
     called = None
     while frame is not None:
@@ -131,10 +131,10 @@ def site_text(site: CallSite) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    """`raised ValueError: text at train.py:81 in main`, with the innermost line of the user's own code."""
+    """`raised ValueError: text at train.py:81 in main`, with the innermost line of the user's code."""
     try:
         first_line = next(iter(str(error).splitlines()), "")
-    except Exception:  # a `__str__` of the script's own
+    except Exception:  # a `__str__` of the user's
         first_line = ""
     text = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,25 +1,24 @@
 """The deadlock detector: ranks that wait for each other in different calls get an error within a second.
 
-Fingerprints find ranks that come for different things in one group. If one rank calls group A and then B, and another B
-and then A, each waits in a group of its own, and nobody ever comes for the wrong thing. What shows is a cycle: rank 0
+Fingerprints reveal ranks that call different operations in one group. But if one rank calls group A and then B, and
+another B and then A, each waits in a different group, and no call ever meets a wrong one. What shows is a cycle: rank 0
 waits in A for rank 1, which waits in B for rank 0. The same holds for messages: two ranks that both receive first, or a
-rank that receives from one that is in a collective; and for a group that some ranks make while others wait for them.
+rank that receives from one that is in a collective; and for a group that some ranks create while others wait for them.
 
 A rank that has waited for a moment publishes its wait in its control block of the default group, which all ranks map:
-in which collective it waits, and for whom. While it waits, it follows the ranks that it waits for, and those
-that they wait for, and looks whether this leads back to itself.
+the collective that it waits in, and the ranks that it waits for. While it waits, it follows these ranks, and those that
+they wait for, and checks whether this leads back to itself.
 
-[Note: no false alarm] An error where none is would be worse than a late one, so a rank counts as waiting only if it
-cannot come to any other collective meanwhile: its main thread is the one that waits, no other thread of it has ever
-called a collective, a send or a receive, none is in the user's code, from where it may call its first, or may get
-there (`user_threads.py`; threads of libraries, such as those of a progress bar or a DataLoader, are none of these), no
-other group has asynchronous calls left to run, no other send or receive of it is under way, and its wait is no short
-try: a message that is waited for with a limit of that wait's own is none. What a signal's handler may send is not
-thought of. And a cycle counts only if it is seen twice, `_CONFIRM_S` apart, with every rank of it in the very same
-wait, and if every rank has confirmed its wait in between, which means that it has looked again whether those it waits
-for have come. Then none of them can have come in between: the first to come would have had to stop waiting before. A
-rank that sends to one that receives from it, in the same group and by the same tag, is no cycle: a large message may be
-on its way between them.
+[Note: no false alarm] A false error would be worse than a late one, so a rank counts as waiting only if it cannot reach
+any other collective meanwhile. Its main thread is the one that waits; no other thread has ever called a collective, a
+send or a receive, or is in the user's code, or may get there, where it could make its first call (`user_threads.py`;
+library threads, such as those of a progress bar or a DataLoader, do not count); no other group has queued asynchronous
+calls; no other send or receive is under way; and the wait is not a short attempt, such as a message with its own
+timeout. Messages sent from signal handlers are not considered. A cycle counts only if it is seen twice, `_CONFIRM_S`
+apart, with every rank in the very same wait, and if every rank has confirmed its wait in between, which means that it
+has checked again whether the awaited ranks have arrived. Then none of them can have arrived in between: the first to
+arrive would have had to stop waiting before. A pair in which one rank sends what the other receives, in the same group
+and with the same tag, is not a cycle: a large message may be on its way.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ __all__ = [
     "note_other_caller",
 ]
 
-# From the beginning of a wait until the rank publishes it; ordinary waits are shorter.
+# Time from the beginning of a wait until the rank publishes it; ordinary waits are shorter.
 _PUBLISH_AFTER_S = 0.05
 _SEARCH_EVERY_S = 0.02
-_LOOK_AGAIN_S = 0.5  # a suspicion of another rank waits for a look of this one
-# A rank with a shorter timeout only tries, and will come to the next collective.
+_LOOK_AGAIN_S = 0.5  # another rank's suspicion has to wait for this one's next check
+# A rank with a shorter timeout is only trying, and will reach the next collective.
 _SHORTEST_TIMEOUT_S = 2.0
 _CONFIRM_S = 0.2
 _CONFIRM_LOOKS_EVERY_S = 0.05
-# After the error, for this long the others may still count on this rank's having waited.
+# After the error, other ranks may for this long still count on this rank's having waited.
 _LAST_WORD_S = 2.0
 _MAX_AWAITED = 16
 
@@ -70,29 +69,29 @@ _has_other_callers = False
 
 
 def note_other_caller() -> None:
-    """Note that a thread other than the main one communicates. Local; see [Note: no false alarm]."""
+    """Note that a thread other than the main thread communicates. Local; see [Note: no false alarm]."""
     global _has_other_callers
     _has_other_callers = True
 
 
 def forget_other_callers() -> None:
-    """Count on the main thread alone again. Local; for a process that takes another job without such threads."""
+    """Forget such threads. Local; for a process that is given another job, without them."""
     global _has_other_callers
     _has_other_callers = False
 
 
 class Messages(Protocol):
-    """The sends and receives of a group on this rank."""
+    """The sends and receives of one group on this rank."""
 
     def has_unfinished(self, besides: object = None) -> bool:
-        """Whether one is under way, other than this."""
+        """Whether any is under way, other than `besides`."""
 
 
 _messages: weakref.WeakSet[Messages] = weakref.WeakSet()
 
 
 def note_messages(messages: Messages) -> None:
-    """Ask these, too, whether a rank that waits has anything under way. Local."""
+    """Include these messages when checking whether this rank has anything else under way. Local."""
     _messages.add(messages)
 
 
@@ -108,12 +107,12 @@ class _Wait:
     where: str
 
 
-class Deadlock(PeerFailure):  # never leaves the package, as others of its kind
-    """A wait for ranks that wait for this one, in other calls.
+class Deadlock(PeerFailure):  # never leaves the package, like the other PeerFailures
+    """A wait for ranks that are waiting for this one, in other calls.
 
     Attributes:
-        text: which ranks wait in what.
-        culprits: the global ranks outside the majority; none without a majority.
+        text: which ranks wait in which call.
+        culprits: the global ranks outside the majority; empty without a majority.
     """
 
     def __init__(self, missing: Sequence[int], waited_s: float, text: str, culprits: tuple[int, ...]) -> None:
@@ -123,15 +122,15 @@ class Deadlock(PeerFailure):  # never leaves the package, as others of its kind
 
 
 class DeadlockDetector:
-    """Watches the waits of one group on one rank; called by its waiter in every look of a wait.
+    """Checks the waits of one group on one rank for deadlocks; the waiter calls it each time it checks on a wait.
 
     Args:
         waits: where the ranks of the default group publish their waits; indexed by global rank.
         global_ranks: global rank of each rank of this group.
         rank: this rank in this group.
-        group_name: how errors call this group.
+        group_name: the group's name in errors.
         runner: runs the asynchronous calls of this group.
-        where: tells in which collective, send or receive this rank is, and from which line.
+        where: returns which collective, send or receive this rank is in, and from which line.
     """
 
     def __init__(
@@ -158,19 +157,19 @@ class DeadlockDetector:
     def look(
         self, missing: Sequence[int], waited_s: float, timeout_s: float, message: Send | Receive | None = None
     ) -> float:
-        """Look at a wait of this rank for ranks of the group that have not come.
+        """Check a wait of this rank for ranks of the group that have not arrived.
 
         Args:
-            missing: ranks of the group that have not come.
+            missing: ranks of the group that have not arrived.
             waited_s: seconds since the wait began.
-            timeout_s: seconds from then until the wait gives up by itself.
-            message: the send or receive that is waited for; None in a collective.
+            timeout_s: total seconds until the wait times out.
+            message: the awaited send or receive; None in a collective.
 
         Returns:
-            Seconds after which it wants to look again: soon, if there is a cycle to be confirmed.
+            Seconds after which to call this again: soon, if there is a cycle to be confirmed.
 
         Raises:
-            Deadlock: the missing ranks wait for this one.
+            Deadlock: the missing ranks are waiting for this one.
         """
         if timeout_s < _SHORTEST_TIMEOUT_S:
             return math.inf
@@ -187,31 +186,31 @@ class DeadlockDetector:
             self._published = text
             self._suspects = {}
         now_s = time.monotonic()
-        # The caller looked for those it waits for since the last call, but may have been stopped after that.
+        # The caller has checked for the awaited ranks since the last call, but may have been suspended after that.
         self._waits.confirm_wait(self._looked_at_ns)
         self._looked_at_ns = time.monotonic_ns()
         if now_s >= self._search_at_s:
             self._search_at_s = now_s + _SEARCH_EVERY_S
             if self._is_certain():
                 self._waits.confirm_wait(time.monotonic_ns() + int(_LAST_WORD_S * 1e9))
-                self._published = ""  # not to be taken back by `end`
+                self._published = ""  # so that `end` does not withdraw it
                 raise Deadlock(missing, waited_s, *self._explain())
         return _CONFIRM_LOOKS_EVERY_S if self._suspects else _LOOK_AGAIN_S
 
     def is_waiting_here(self, rank: int) -> bool:
-        """Whether that global rank has published a wait in this group, too."""
+        """Whether that global rank has published a wait in this group."""
         wait = self._wait_of(rank)
         return wait is not None and wait.group == self._group_name
 
     def end(self) -> None:
-        """Withdraw the wait, which is over."""
+        """Withdraw the wait, which has ended."""
         if self._published:
             self._published = ""
             self._waits.withdraw_wait()
         self._suspects = {}
 
     def _is_blocked(self, message: object) -> bool:
-        """Whether this rank cannot do anything for another before this wait ends."""
+        """Whether this rank can do nothing for others until this wait ends."""
         if _has_other_callers or self._runner.has_unfinished_elsewhere():
             return False
         if any(each.has_unfinished(besides=message) for each in list(_messages)):
@@ -231,7 +230,7 @@ class DeadlockDetector:
         return _Wait(serial, confirmed_ns, tuple(int(peer) for peer in awaited.split(",") if peer), tag, group, where)
 
     def _is_certain(self) -> bool:
-        """Whether a cycle has stood long enough. See [Note: no false alarm]."""
+        """Whether a cycle has lasted long enough. See [Note: no false alarm]."""
         if self._suspects:
             waits = {rank: self._wait_of(rank) for rank in self._suspects}
             if all(wait is not None and wait.serial == self._suspects[rank] for rank, wait in waits.items()):
@@ -245,7 +244,7 @@ class DeadlockDetector:
         return False
 
     def _find_cycle(self) -> dict[int, int]:
-        """Ranks of which each waits for the next, and the last for this one: rank -> serial of its wait; else empty."""
+        """The ranks of a cycle through this rank, as rank -> serial of its wait; empty if there is none."""
         came_from: dict[int, int] = {}
         serials: dict[int, int] = {}
         frontier = [self._rank]
@@ -276,7 +275,7 @@ class DeadlockDetector:
     # ---- the error ------------------------------------------------------------------------------
 
     def _explain(self) -> tuple[str, tuple[int, ...]]:
-        """What the ranks wait in, and the culprits: the global ranks outside the majority; none without a majority."""
+        """The text of the error, and the culprits: the global ranks outside the majority; empty without a majority."""
         waits = dict(self._published_waits())
         parties: dict[str, list[int]] = {}
         for rank, wait in waits.items():

@@ -1,6 +1,6 @@
-"""How the flight record describes a collective: the text that decides its fingerprint, and that people read.
+"""How the flight record describes a collective: the text that determines its fingerprint and that people read.
 
-Dimensions of size 1 are for people alone.
+Dimensions of size 1 are shown, but do not affect the fingerprint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.comm.wording import describe_tensor, without_ones
 
 __all__ = ["describe_call", "describe_rows"]
 
-# So many tensors are named; a fingerprint stands for the rest.
+# This many tensors are listed; a fingerprint stands for the rest.
 _NUM_SHOWN = 4
 
 
@@ -29,11 +29,11 @@ def describe_call(
 
     Args:
         operation: name of the collective.
-        tensors: the tensors that it moves.
+        tensors: the tensors that it moves, in any shape and dtype.
         op: the reduce operation; None for none.
         root: global rank of the root; None for none.
-        offsets: of each tensor in symmetric memory. They decide the fingerprint, because such tensors are reduced where
-            they lie.
+        offsets: offset of each tensor in symmetric memory, or None. They affect the fingerprint, because such tensors
+            are reduced in place.
     """
     parts = [describe_tensor(tensor) for tensor in tensors[:_NUM_SHOWN]]
     if len(tensors) > _NUM_SHOWN:
@@ -53,7 +53,7 @@ def describe_call(
 def describe_rows(
     operation: str, tensors: Sequence[torch.Tensor], sizes: list[list[int]], op: str | None = None
 ) -> str:
-    """`all_gather(float32[10])`, or with all sizes where they differ from rank to rank.
+    """`all_gather(float32[10])`, or with all sizes if they differ from rank to rank.
 
     Args:
         operation: name of the collective.

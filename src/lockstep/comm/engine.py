@@ -1,8 +1,8 @@
-"""The engine runs the collectives of one group on one rank: checks, flight record, and in which thread.
+"""The engine runs the collectives of one group on one rank: checks, flight record, and choice of thread.
 
-This is the op table; `backend.py` only translates torch's names into these. A synchronous call runs
-in the caller's thread, unless asynchronous calls are still queued; these, and calls behind them, run
-in the group's thread. Either way calls run one at a time, in the order in which they were made.
+This is the op table; `backend.py` only translates torch's names into these. A synchronous call runs in the caller's
+thread, unless asynchronous calls are still queued; asynchronous calls, and calls made after them, run in the group's
+thread. Either way calls run one at a time, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Engine:
     Args:
         team: the ranks of the group.
         recorder: its flight recorder.
-        timeout_s: default seconds until a rank that does not come is an error.
+        timeout_s: default seconds until a missing rank is an error.
         algorithms: the collectives of the team.
-        make_mailbox: makes the mailbox of point to point, at the first send or receive.
-        waits: where the ranks of the default group publish their waits; None for not to look for deadlocks.
+        make_mailbox: creates the mailbox for point to point, at the first send or receive.
+        waits: where the ranks of the default group publish their waits; None turns deadlock detection off.
 
     Attributes:
-        extensions: seconds that the next collectives wait longer.
+        extensions: temporary extensions of the timeout of the next collectives.
         locate: finds the user's line that made a call; benchmarks replace it.
     """
 
@@ -94,7 +94,7 @@ class Engine:
         self._p2p: PointToPoint | None = None  # from the first send or receive on
         self._p2p_lock = threading.Lock()
         self._turn = threading.Lock()
-        self._closed = ""  # why the group cannot be used any more
+        self._closed = ""  # why the group cannot be used any more; empty while it can
         self._symmetric = SymmetricRegions()
         self._make_detector: Callable[[Callable[[], str]], DeadlockDetector] | None = None
         if waits is not None and team.overseers is not None:
@@ -103,7 +103,7 @@ class Engine:
             team.overseers.append(self._make_detector(recorder.describe_activity))
 
     def make_detector(self, new: NewGroup, waits: PublishedWaits, where: Callable[[], str]) -> DeadlockDetector:
-        """What finds ranks that wait for this one while it makes a further group."""
+        """Create a detector of ranks that wait for this one while it creates a further group."""
         return DeadlockDetector(waits, new.ranks, new.rank, new.name, self._runner, where)
 
     # ---- running -----------------------------------------------------------------------------
@@ -121,12 +121,12 @@ class Engine:
         """Run or queue one collective.
 
         Args:
-            key: what decides the fingerprint; equal keys stand for equal descriptions.
-            describe: makes the text behind the fingerprint.
-            body: runs the collective; gets the seconds until the deadline of each wait.
+            key: determines the fingerprint; equal keys mean equal descriptions.
+            describe: returns the text that is fingerprinted.
+            body: runs the collective; receives the timeout of each wait in seconds.
             result: the tensors that it writes.
             is_async: whether to queue it.
-            timeout_s: seconds until the deadline of each wait; None for those of the group.
+            timeout_s: timeout of each wait in seconds; None for that of the group.
             touched: the tensors that it reads or writes; None for those of `result`.
         """
         if self._closed:
@@ -144,9 +144,9 @@ class Engine:
         call = staging.behind_caller(touched or result, lambda: self._run(key, describe, body, site, timeout_s))
         work = PendingWork(call, result, describe, self._runner)
         if self._runner.is_current_thread:
-            # A callback of a finished call makes this one, and may wait for it in this very thread. Run at once, it
-            # also has the same position in the order of calls on all ranks, if the callback was added before another
-            # call.
+            # A callback of a finished call makes this one, and may wait for it in this very thread, so it has to run at
+            # once. That also gives it the same position in the order of calls on all ranks, if the callback was added
+            # before another call.
             self._runner.run_now(work)
         else:
             self._runner.submit(work)
@@ -165,7 +165,7 @@ class Engine:
             except PeerFailure as failure:
                 raise self.recorder.explain(failure) from None
             except (CollectiveError, SharedMemoryError):
-                raise  # All ranks raise these at the same step, or the group was broken before.
+                raise  # All ranks raise these at the same step, or the group was already broken.
             except BaseException as error:
                 self.recorder.interrupt(error)
                 raise
@@ -210,7 +210,7 @@ class Engine:
         return describe_call("all_reduce", tensors, op, offsets=offsets)
 
     def all_reduce_sparse(self, tensor: torch.Tensor, op: Any, is_async: bool, timeout_s: float | None) -> Work:
-        """Add up a sparse tensor in place over all ranks. Collective."""
+        """Sum a sparse tensor in place over all ranks. Collective."""
         check_sparse(tensor, op)
         return self._submit(
             ("all_reduce sparse", tensor.dtype, tensor.shape, tensor.sparse_dim(), op_name(op)),
@@ -284,7 +284,7 @@ class Engine:
     ) -> Work:
         """Copy each rank's `inputs[i]` into `outputs[i][rank]` of all ranks. Collective.
 
-        The outputs may differ in size from rank to rank, as long as all ranks say the same.
+        The outputs may differ in size from rank to rank, as long as all ranks pass the same sizes.
         """
         check_pairs("all_gather", outputs, inputs)
         check_some("all_gather", inputs)
@@ -429,7 +429,7 @@ class Engine:
     ) -> Work:
         """Copy `inputs[peer]` into `outputs[this rank]` of each peer. Collective.
 
-        Sizes may differ from pair to pair; the two ends of a pair must agree. `result` is what the handle gives out,
+        Sizes may differ from pair to pair; the two ends of a pair must agree. `result` is what the handle returns, by
         default `outputs`.
         """
         like = check_tensor(inputs[0], "all_to_all") if inputs else torch.empty(0, device="cpu")
@@ -438,7 +438,7 @@ class Engine:
         dtype = like.dtype
 
         def body(timeout_s: float) -> None:
-            # Every rank learns what every rank sends and expects, so that all see a pair that disagrees.
+            # Every rank learns what each rank sends and expects, so that all detect a pair that disagrees.
             own = [source.numel() for source in inputs] + [output.numel() for output in outputs]
             table = [torch.empty(len(own), dtype=torch.int64, device="cpu") for _ in inputs]
             self._algorithms.all_gather(table, torch.tensor(own, dtype=torch.int64, device="cpu"), timeout_s)
@@ -463,11 +463,11 @@ class Engine:
     # ---- point to point --------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Begin to send to a rank. Local."""
+        """Start sending to a rank. Local."""
         return self._point_to_point("send").send(tensor, peer, tag, self.timeout_s)
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
-        """Begin to receive from a rank, or from any. Local."""
+        """Start receiving from a rank, or from any rank. Local."""
         return self._point_to_point("recv").receive(tensor, peer, tag, self.timeout_s)
 
     def _point_to_point(self, verb: str) -> PointToPoint:
@@ -486,11 +486,11 @@ class Engine:
 
         Args:
             part_bytes: the same on all ranks.
-            purpose: how errors call it.
+            purpose: its name in errors.
 
         Raises:
-            SharedMemoryError: on every rank, if it cannot be had.
-            InputError: the ranks of this group have none.
+            SharedMemoryError: on every rank, if allocation fails.
+            InputError: this group has no symmetric memory.
         """
         if not self.team.has_symmetric_memory:
             raise InputError(f"{self.recorder.group_name} has no symmetric memory; use a lockstep group")
@@ -506,9 +506,9 @@ class Engine:
         return made[0]
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor at the same offset of symmetric memory on every rank; `all_reduce` works on it in place.
+        """A zeroed tensor at the same offset of symmetric memory on every rank; `all_reduce` works on it in place.
 
-        Collective, with the same arguments on all ranks. The memory starts zeroed.
+        Collective, with the same arguments on all ranks.
         """
         numel = int(torch.Size(shape).numel())
         region = self.allocate(max(numel * dtype.itemsize, 1))
@@ -517,15 +517,15 @@ class Engine:
         return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def run_steps(self, text: str, between: Callable[[], None] | None = None, key: object = None) -> None:
-        """Run one collective of two steps with work in between, for protocols over a region of their own. Collective.
+        """Run one collective of two steps with work in between, for protocols over a separate region. Collective.
 
         Args:
-            text: describes it; what ranks compare.
-            between: called when all ranks have come; on all ranks it is over when this returns.
-            key: decides the fingerprint instead of the text, where that leaves something out.
+            text: describes it; compared between ranks.
+            between: called when all ranks have arrived; has finished on all ranks when this returns.
+            key: determines the fingerprint instead of the text, if the text leaves something out.
 
         Raises:
-            InputError: there is no memory that all ranks share.
+            InputError: the ranks share no memory.
         """
         if not self.team.shares_memory:
             raise InputError(f"{self.recorder.group_name} has no memory that all its ranks share")
@@ -541,27 +541,27 @@ class Engine:
     # ---- further groups ----------------------------------------------------------------------------
 
     def connect_further(self, new: NewGroup, bootstrap: Bootstrap, check_peers: Callable[[], None]) -> Engine | None:
-        """Connect ranks of this group to a further group, by what connects them already. Collective over these ranks.
+        """Connect ranks of this group to a further group over existing connections. Collective over these ranks.
 
         Args:
             new: the further group.
-            bootstrap: of its ranks, as if they were on one host.
-            check_peers: called while waiting; raises if a rank cannot come.
+            bootstrap: of its ranks, as if they shared one host.
+            check_peers: called while waiting; raises if a rank can no longer come.
 
         Returns:
-            None where a further group needs connections of its own, as on one host, where they cost nothing.
+            None if a further group needs its own connections, as on one host, where they cost nothing.
         """
         return None
 
     # ---- end -------------------------------------------------------------------------------------
 
     def fail(self, message: str, error: BaseException | None = None) -> None:
-        """Tell the peers that this rank raised something; they raise RankLost with `message`. Local."""
+        """Tell the peers that this rank raised an exception; they raise RankLost with `message`. Local."""
         if not self._closed:
             self.recorder.fail(message, error.culprits if isinstance(error, CollectiveError) else None)
 
     def shutdown(self) -> None:
-        """Leave the group when the asynchronous calls made so far have ended. Local; after an error without them."""
+        """Leave the group once the asynchronous calls made so far have ended; after an error, at once. Local."""
         try:
             is_well = not self._closed and self.team.blocks.state(self.team.rank) is PeerState.READY
             if is_well and sys.exc_info()[1] is None:
@@ -570,7 +570,7 @@ class Engine:
             self.close()
 
     def close(self) -> None:
-        """Leave the group. Local; queued calls are cancelled, a running wait ends with CollectiveAborted."""
+        """Leave the group. Local; queued calls are cancelled, a running wait raises CollectiveAborted."""
         if self._closed:
             return
         self._closed = "this group was shut down; call init() again before using it"
@@ -590,7 +590,7 @@ class Engine:
         self._symmetric.clear()
 
     def disown(self) -> None:
-        """In a forked child: the group belongs to the parent alone. Local; touches nothing shared."""
+        """In a forked child: make the group unusable, as it belongs to the parent. Local; touches nothing shared."""
         self._closed = (
             f"this process is a fork of {self.recorder.name(self.team.rank)}, not a rank; make the call in that "
             "process, or start a separate process for it"

@@ -1,6 +1,6 @@
-"""torch's ephemeral timeout: it lengthens the timeout of a group until the next collective has finished.
+"""torch's ephemeral timeout: extends the timeout of a group until the next collective has finished.
 
-torch's checkpoints and elastic agents ask for it before a step that is known to be slow.
+torch's checkpoints and elastic agents use it before a step that is known to be slow.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["Extension", "extended"]
 class Extension:
     """Adds seconds to the timeout of a group, until a collective that is called from now on has finished.
 
-    Collectives that were called before keep their timeout, as do those that bring one of their own. Extensions add up.
+    Collectives that were called before keep their timeout, as do those with an explicit one. Extensions add up.
     """
 
     extra_s: float
 
 
 def extended(body: Callable[[float], None], extensions: set[Extension]) -> Callable[[float], None]:
-    """A collective's body with the present extensions, which it removes from the set when it has finished."""
+    """Wrap a collective's body to use the current extensions, which it removes from the set when it has finished."""
     mine = tuple(extensions)
 
     def run(timeout_s: float) -> None:

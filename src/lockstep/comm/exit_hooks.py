@@ -1,17 +1,16 @@
-"""Tells the peers how this process ends, so that they need not find out by waiting.
+"""Tells the peers how this process ends, so that they need not wait for a timeout.
 
-Installed once, when the first group is made: an exit handler that leaves every group still open,
-an exception hook that first writes the exception into the flight record, and a fork handler by
-which a child (a worker of a DataLoader, say) gives up the groups that it inherited, because its end
-is not the end of the rank.
+Installed once, when the first group is created: an exit handler that leaves every group still open, an exception hook
+that first writes the exception into the flight record, and a fork handler with which a child (a DataLoader worker, say)
+gives up the groups that it inherited, because its end is not the end of the rank.
 
-[Note: exit code] What an exit handler raises is printed, and changes nothing: the process ends with 0. Python's own way
-to end with another code by then is an error while it flushes stderr, last of all; the code is 120 (`sys.exit`). So an
-error of ours at the end lets that flush fail, after all other exit handlers have run.
+[Note: exit code] An exception in an exit handler is printed, and the process still exits with code 0. At that point
+Python itself can only produce another code, 120, if flushing stderr fails at the very end (`sys.exit`). So an error of
+ours at exit makes that flush fail, after all other exit handlers have run.
 
 [Note: children of multiprocessing] A process that multiprocessing started, and that is a rank itself, handles its own
-exceptions, and a forked one ends without atexit's handlers. There a finalizer of multiprocessing does what they would;
-it runs while the exception that ends the process is on its way.
+exceptions, and a forked one ends without running atexit handlers. There a multiprocessing finalizer takes their place;
+it runs while the exception that ends the process propagates.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ class _Group(Protocol):
 
 _groups: weakref.WeakSet[_Group] = weakref.WeakSet()
 _installed = False
-_leaves: dict[Callable[[], None], int] = {}  # and the process that has asked for it
-_child_pid = 0  # of the process that has the finalizer
+_leaves: dict[Callable[[], None], int] = {}  # with the process that registered it
+_child_pid = 0  # pid of the process that has the finalizer
 shown_by: Callable[[Exception], bool] | None = None
-"""How the launcher hears of what `call_at_exit` raises; whether it shows the error, so that this process need not."""
+"""Tells the launcher about errors raised in `call_at_exit`; returns whether it shows them, so that we need not."""
 _FIRST = 100  # priority of the finalizer: before those that wait for processes or threads
 
 
 def register(group: _Group) -> None:
-    """Tell `group` when this process ends. Local."""
+    """Notify `group` when this process ends. Local."""
     global _installed, _child_pid
     _groups.add(group)
     if parent_process() is not None and _child_pid != os.getpid():
@@ -70,7 +69,7 @@ def register(group: _Group) -> None:
 
 
 class _FailsAtTheEnd:
-    """A stderr of which the interpreter's last flush fails. See [Note: exit code]."""
+    """A stderr whose last flush by the interpreter fails. See [Note: exit code]."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -85,9 +84,9 @@ class _FailsAtTheEnd:
 
 
 def call_at_exit(leave: Callable[[], None]) -> None:
-    """Have `leave()` called once when this process ends in good order, before its groups are left. Local.
+    """Call `leave()` once when this process ends in good order, before its groups are left. Local.
 
-    What it raises is printed as an uncaught exception is, and makes an exit code that is not 0.
+    An exception that it raises is printed like an uncaught one, and makes the exit code nonzero.
     """
     if leave not in _leaves:
         _leaves[leave] = os.getpid()
@@ -120,27 +119,27 @@ def _leave_all() -> None:
 
 
 def _end_child() -> None:
-    """The target of a child has returned or raised. See [Note: children of multiprocessing]."""
+    """Called when the target of a child has returned or raised. See [Note: children of multiprocessing]."""
     error = _fatal_error()
     if error is not None:
         _fail_all(error)
         _leave_all()
     elif "--multiprocessing-fork" not in sys.orig_argv and not _may_still_call():
-        _leave_all()  # A spawned child has atexit's handlers yet to run, of which the user's may communicate.
+        _leave_all()  # A spawned child still has to run its atexit handlers, and the user's may communicate.
 
 
 def _may_still_call() -> bool:
-    """Whether the process waits for threads of the user's, which may call collectives."""
+    """Whether the process is waiting for user threads, which may call collectives."""
     waited_for = {each.ident for each in threading.enumerate() if not each.daemon}
     return bool(waited_for & threads_of_user())
 
 
 def _fatal_error() -> BaseException | None:
-    """The exception that ends this child; None if it ends in good order, or by SystemExit as such."""
+    """The exception that ends this child; None if it ends in good order, or by a plain SystemExit."""
     error = sys.exc_info()[1]
     trace = None if error is None else error.__traceback__
     if trace is None or trace.tb_frame.f_code.co_name != "_bootstrap":
-        return None  # One that the parent was handling when it forked.
+        return None  # the exception that the parent was handling when it forked
     if isinstance(error, SystemExit):
         # `torch.multiprocessing.spawn` stores the exception for the parent, and then exits.
         return error.__context__ if error.code else None

@@ -1,15 +1,15 @@
-"""Decides whether ranks with different shapes came for the same: equally many elements, and flat where they differ.
+"""Decides whether different shapes match: they do if they have equally many elements and one of them is flat.
 
-A program may broadcast a matrix from one rank into a flat tensor of the others, and view that as a matrix afterwards.
-gloo and NCCL go by the number of elements, in every collective. A matrix against its transpose stays a mismatch.
+A program may broadcast a matrix from one rank into a flat tensor on the others, and view that as a matrix afterwards.
+gloo and NCCL only compare the number of elements, in every collective. A matrix against its transpose stays a mismatch.
 
-[Note: sides] Two tensors of as many elements, one flat and one not, may also be two different ones, which the ranks
-reduce in different order. Where all ranks make the same calls, in whatever order, a rank that came with the flat one
-while another had the matrix comes with the matrix later, while the other has the flat one. So it is a mismatch where
-two ranks change sides: in the later call, for the earlier one looks like a program that is right. Calls that differ in
-operation, dtype, root or number of elements are told apart.
+[Note: sides] Two tensors with as many elements, one flat and one not, may also be two different tensors that the ranks
+reduce in a different order. If all ranks make the same calls in any order, a rank that passed the flat one while
+another passed the matrix will pass the matrix later, while the other passes the flat one. So it is a mismatch if two
+ranks change sides; it is detected in the later call, because the earlier one looks like a correct program. Calls that
+differ in operation, dtype, root or number of elements are tracked separately.
 
-All ranks see the same texts of every collective, and come to the same judgement.
+All ranks see the same texts of every collective, and reach the same verdict.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from lockstep.comm.wording import SHAPE, without_ones
 
 __all__ = ["FlatShapes", "Shapes"]
 
-# Those that `descriptions.py` describes. Other texts with shapes, such as an engine's, stand for more than elements.
+# Operations described by `descriptions.py`. In other texts, such as an engine's, shapes mean more than their elements.
 _CALL = re.compile(r"(?:all_gather|all_reduce|broadcast|gather|reduce|reduce_scatter|scatter)\((?!sparse )")
 
 _MAX_ACCEPTED = 4096
 
-# The ranks with a flat tensor in one place of a call, and those with another shape.
+# The ranks with a flat tensor in one argument of a call, and those with another shape.
 _Sides = tuple[frozenset[int], frozenset[int]]
 
 
 class Shapes(enum.Enum):
-    """What to make of a collective to which the ranks came with different texts."""
+    """How the texts of a collective differ between ranks."""
 
     DIFFERENT = enum.auto()  # in more than shapes, or in the number of elements
     AGREE = enum.auto()
-    SWAPPED = enum.auto()  # as many elements, but which ranks are flat has changed sides
+    SWAPPED = enum.auto()  # as many elements, but ranks have changed sides since an earlier call
 
 
 class FlatShapes:
-    """Remembers which ranks of one group came with flat tensors, where others came with tensors of another shape."""
+    """Remembers which ranks of one group passed flat tensors where others passed tensors of another shape."""
 
     def __init__(self) -> None:
         self._accepted: dict[tuple[int, ...], None] = {}
         self._sides: dict[tuple[str, int], dict[_Sides, None]] = {}
 
     def knows(self, fingerprints: tuple[int, ...]) -> bool:
-        """Whether these fingerprints, one for each rank, have been found to agree before."""
+        """Whether these fingerprints, one for each rank, have been found to match before."""
         return fingerprints in self._accepted
 
     def judge(self, fingerprints: tuple[int, ...], texts: Sequence[str]) -> Shapes:
-        """Judge a collective for which not all ranks came with the same fingerprint.
+        """Judge a collective in which the ranks' fingerprints differ.
 
         Args:
-            fingerprints: that of each rank's description and line.
-            texts: the description that each rank wrote, whole.
+            fingerprints: of each rank's description and line.
+            texts: the full description that each rank wrote.
         """
         places = _sides_of(texts)
         if places is None:
@@ -79,9 +79,9 @@ def _forget_oldest(memory: dict[Any, Any]) -> None:
 
 
 def _sides_of(texts: Sequence[str]) -> dict[tuple[str, int], _Sides] | None:
-    """For each tensor whose shapes differ, by the text without shapes and its place there: who is on which side.
+    """The two sides of each tensor whose shapes differ, by the text without shapes and the tensor's position in it.
 
-    None if the texts differ in more than shapes, or some shapes do not fit each other.
+    None if the texts differ in more than shapes, or if some shapes do not match.
     """
     texts = [without_ones(text) for text in texts]
     frames = {SHAPE.sub("[]", text) for text in texts}
@@ -105,5 +105,5 @@ def _sizes(shape: str) -> tuple[int, ...]:
 
 
 def _are_swapped(sides: _Sides, earlier: _Sides) -> bool:
-    """Whether one rank has changed from the flat side to the other, and one the other way."""
+    """Whether one rank has changed from the flat side to the other, and another one in the opposite direction."""
     return bool(sides[0] & earlier[1] and sides[1] & earlier[0])

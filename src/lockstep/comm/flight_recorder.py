@@ -1,18 +1,18 @@
-"""The flight recorder writes the flight record: what this rank is doing, from which line, where all ranks can read it.
+"""The flight recorder writes the flight record: what this rank is doing, and from which line, readable by all ranks.
 
-Before its first step in a collective, a rank writes a fingerprint of the call (operation, shapes, dtype,
-reduce op, root), its number, and where in the user's code it was made. After the step every rank
-compares fingerprints: a mismatch raises on all of them, before any rank has read a byte. Shapes that differ in
-dimensions of size 1 alone match, as they do for sends and receives; so do flat ones with others of as many elements
-(`flat_shapes.py`). When a wait cannot end, the same records say where each rank is.
+Before its first step in a collective, a rank writes a fingerprint of the call (operation, shapes, dtype, reduce op,
+root), its number, and where in the user's code it was made. After the step every rank compares fingerprints: a mismatch
+raises on all of them, before any rank has read a byte. Shapes match if they differ only in dimensions of size 1, as in
+sends and receives, or if one is flat and both have as many elements (`flat_shapes.py`). When a wait cannot end, the
+same records say where each rank is.
 
-[Note: two branches] Tensors of other shapes, from other lines, may also be two different ones that a branch has brought
-together. That is right in programs where each rank has a branch of its own for the same call, so it is a warning, once;
-and nothing where a root has other code than the rest, as it often does.
+[Note: two branches] Tensors of different shapes, from different lines, may be unrelated ones that a branch has brought
+together. It is correct in programs where each rank has its own branch for the same call, so this is only a warning,
+given once; and none if only the root's code differs from the rest, as it often does.
 
-[Note: cost] Calls and call sites repeat, so their texts are written once and then named by an
-index. A collective writes nine words, five of them for the launcher (`lockstep.rank_status`), and compares one for each
-peer. `benchmarks/case_record.py` measures what that comes to.
+[Note: cost] Calls and call sites repeat, so their texts are written once and then referenced by index. A collective
+writes nine words, five of them for the launcher (`lockstep.rank_status`), and compares one for each peer.
+`benchmarks/case_record.py` measures the cost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _logger = get_logger(__name__)
 __all__ = ["FlightRecorder", "fingerprint"]
 
 
-# Errors with which a rank gives up, and which are no failure of its own: the ranks that waited for it raise the same.
+# Errors with which a rank gives up without having failed itself: the ranks that waited for it raise the same.
 _GIVEN_UP: dict[str, type[CollectiveError]] = {
     error.__name__: error for error in (CollectiveTimeout, CollectiveMismatch, SegmentDamaged)
 }
@@ -87,19 +87,19 @@ def fingerprint(content: str | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
-# What ranks compare is one word: the fingerprint of the call, and below it a short one of the line it came from.
+# What ranks compare is one word: the fingerprint of the call, and in its lower bits a short one of the calling line.
 _LINE_BITS = 20
 _LINE_MASK = (1 << _LINE_BITS) - 1
 
 
 class _RecordSlot:
-    """The record slot of even, or of odd collectives, with what this rank wrote into it last.
+    """The record slot of even, or of odd collectives, and what this rank last wrote into it.
 
     Args:
         parity: 0 for the slot of even collectives, 1 for that of odd ones.
         words: the record in the control block of this rank.
-        fingerprint_word: index of the word of its fingerprint.
-        peers: indices of the words of the other ranks' fingerprints.
+        fingerprint_word: index of the word with its fingerprint.
+        peers: indices of the words with the other ranks' fingerprints.
     """
 
     __slots__ = ("fingerprint", "fingerprint_word", "key", "parity", "peers", "site", "words")
@@ -118,14 +118,14 @@ class FlightRecorder:
     """Writes and reads the flight record of one group, on one rank.
 
     Args:
-        team: the ranks that take part.
-        group_name: how errors call the group.
+        team: the ranks of the group.
+        group_name: the group's name in errors.
         global_ranks: global rank of each rank of the group.
 
     Attributes:
-        group_name: how errors call the group.
+        group_name: the group's name in errors.
         number: collectives entered so far.
-        status_words: of the status file; the engine puts `number` at FINISHED when a collective has ended well.
+        status_words: of the status file; the engine sets `number` at FINISHED when a collective has succeeded.
         broken: the error that every further call repeats, or None.
     """
 
@@ -147,7 +147,7 @@ class FlightRecorder:
         self.status_words, self._status_times = self._status.words, self._status.times
         self._reorder_detector = ReorderDetector()
         self._flat_shapes = FlatShapes()
-        self._alike: set[frozenset[int]] = set()  # lines that lead to one function
+        self._alike: set[frozenset[int]] = set()  # lines that lead to the same function
         self.number = 0
         self.broken: CollectiveError | None = None
         team.on_arrival.append(self.verify)
@@ -158,23 +158,22 @@ class FlightRecorder:
         return _RecordSlot(parity, self._words[own : own + 4], self._fingerprint_words[self._rank][parity], peers)
 
     def enter(self, key: object, describe: Callable[[], str], site: CallSite, start_s: float) -> None:
-        """Record that this rank enters its next collective. Local.
+        """Record that this rank is entering its next collective. Local.
 
         Args:
-            key: what decides the fingerprint; equal keys stand for equal descriptions.
-            describe: the text that peers compare and people read, such as
-                `all_reduce(float32[10], SUM)`.
+            key: determines the fingerprint; equal keys mean equal descriptions.
+            describe: returns the text that peers compare and people read, such as `all_reduce(float32[10], SUM)`.
             site: where the user called it.
-            start_s: when, in seconds of the monotonic clock.
+            start_s: start time, in seconds of the monotonic clock.
 
         Raises:
-            CollectiveError: this group broke earlier; the first error is repeated.
+            CollectiveError: this group is broken; the first error is repeated.
         """
         if self.broken is not None:
             raise self.repeat()
         number = self.number + 1
         self._slot = slot = self._slots[number & 1]
-        # What stands there already, as in a loop, is not written again.
+        # What the slot already holds, as in a loop, is not written again.
         if key != slot.key or (site is not slot.site and site != slot.site):
             self._write(slot, key, describe, site)
         self.number = slot.words[1] = number
@@ -183,7 +182,7 @@ class FlightRecorder:
         self._team.is_entering = True
 
     def _write(self, slot: _RecordSlot, key: object, describe: Callable[[], str], site: CallSite) -> None:
-        """Write what the next collective is, and from which line."""
+        """Write what the next collective is, and its line."""
         call = self._calls.get(key) or self._add_call(key, describe())
         line = self._sites.get(site) or self._add_site(site)
         slot.words[2], slot.words[3] = call[1], line[1]
@@ -192,11 +191,11 @@ class FlightRecorder:
         slot.key, slot.site = key, site
 
     def publish_waiting(self, text: str) -> None:
-        """Tell the launcher which send or receive this rank waits in; empty for none. Local."""
+        """Tell the launcher which send or receive this rank is waiting in; empty for none. Local."""
         self._status.publish_waiting(text)
 
     def close(self) -> None:
-        """Take the group off the status file. Local."""
+        """Remove the group from the status file. Local."""
         self._status.close()
 
     def _add_call(self, key: object, text: str) -> tuple[int, int]:
@@ -222,10 +221,10 @@ class FlightRecorder:
         return entry
 
     def verify(self) -> None:
-        """Compare what all ranks came for. Local; after the first step of a collective.
+        """Compare the calls of all ranks. Local; after the first step of a collective.
 
         Raises:
-            CollectiveMismatch: not all came for the same. The group stays usable: every rank raises.
+            CollectiveMismatch: they differ. The group stays usable: every rank raises.
         """
         words, slot = self._words, self._slot
         own = slot.fingerprint
@@ -255,7 +254,7 @@ class FlightRecorder:
             )
 
     def _compare_functions(self, lines: frozenset[int]) -> None:
-        """Raise if ranks called functions of ours that differ, as `lockstep.mean` and `sum`, and send the same."""
+        """Raise if ranks called different functions of ours, such as `lockstep.mean` and `sum`, that send the same."""
         if lines in self._alike:
             return
         sites = [self._blocks.record(rank, self.number).site for rank in range(self._team.world_size)]
@@ -266,7 +265,7 @@ class FlightRecorder:
         self._alike.add(lines)
 
     def _compare_shapes(self, found: tuple[int, ...]) -> None:
-        """Raise unless the ranks came for the same but for shapes that fit each other. See [Note: two branches]."""
+        """Raise unless the calls differ only in shapes that match. See [Note: two branches]."""
         damage = self._damaged()
         if damage is not None:
             raise damage
@@ -288,7 +287,7 @@ class FlightRecorder:
             )
 
     def _damaged(self) -> CollectiveError | None:
-        """The error if a record of this collective is none that a rank writes; breaks the group. None otherwise."""
+        """The error if no rank can have written a record of this collective; breaks the group. None otherwise."""
         if not self._blocks.can_be_damaged:
             return None
         for rank in range(self._team.world_size):
@@ -307,7 +306,7 @@ class FlightRecorder:
         return None
 
     def _reordered(self, lines: Sequence[int]) -> CollectiveMismatch:
-        """The error for ranks that made their last two calls in the other order."""
+        """The error for ranks that made their last two calls in opposite order."""
         now = [self._blocks.record(rank, self.number) for rank in range(self._team.world_size)]
         self._team.realign()
         parties: dict[int, list[int]] = {}
@@ -349,9 +348,9 @@ class FlightRecorder:
         """The error for a wait that cannot end; breaks the group.
 
         Args:
-            failure: how the awaited ranks fail.
+            failure: how the awaited ranks failed.
             activity: what this rank was waiting in; default the current collective.
-            hint: more to say if a rank is late.
+            hint: what to add if a rank is late.
         """
         if activity is None:
             activity = self.describe_activity()
@@ -369,19 +368,19 @@ class FlightRecorder:
         return self.break_with(self._explain_loss(failure, failures, activity))
 
     def explain_message(self, failure: PeerFailure, activity: str, hint: str = "") -> CollectiveError:
-        """The error for a send or receive that cannot end; breaks the group unless all it waits for left in good order.
+        """The error for a send or receive that cannot end; breaks the group unless all ranks left in good order.
 
         Args:
-            failure: how the awaited ranks fail.
+            failure: how the awaited ranks failed.
             activity: the send or receive.
-            hint: more to say if a rank is late.
+            hint: what to add if a rank is late.
         """
         if all(kind is FailureKind.LEFT for kind in failure.kinds.values()):
             return self._explain_loss(failure, {}, activity)
         return self.explain(failure, activity, hint)
 
     def explain_held_up(self, call: str, waited_s: float) -> CollectiveError:
-        """The error for calls that a callback has held up for so long; breaks the group."""
+        """The error for calls that a callback has blocked for too long; breaks the group."""
         return self.break_with(
             CollectiveTimeout(
                 f"{call} of {self.group_name} has not started on {self.name(self._rank)}: for {waited_s:g} s a "
@@ -397,7 +396,7 @@ class FlightRecorder:
         return error
 
     def describe_activity(self) -> str:
-        """`collective #5 of the default group, barrier() at train.py:81 in main`: what this rank is in."""
+        """What this rank is in: `collective #5 of the default group, barrier() at train.py:81 in main`."""
         return f"collective #{self.number} of {self.group_name}, {self._own_call()}"
 
     def _explain_late(self, failure: PeerFailure, activity: str, hint: str) -> CollectiveTimeout:
@@ -414,7 +413,7 @@ class FlightRecorder:
     def _explain_given_up(
         self, failure: PeerFailure, failures: Mapping[int, Failure], activity: str
     ) -> tuple[CollectiveError, str] | None:
-        """The error where the other ranks only gave up, and their reason; None where a rank failed of itself."""
+        """The error if the other ranks only gave up, with their reason; None if a rank itself failed."""
         kinds = {reported.kind for reported in failures.values()}
         error = _GIVEN_UP.get(next(iter(kinds), ""))
         gave_up = list(failures)
@@ -429,7 +428,7 @@ class FlightRecorder:
         return error(text, tuple(blamed)), first.message
 
     def _explain_loss(self, failure: PeerFailure, failures: Mapping[int, Failure], activity: str) -> RankLost:
-        """Name the ranks that caused the failure: those that are missing here may only follow them."""
+        """Name the ranks that caused the failure; the ranks missing here may only have failed in consequence."""
         raised = [
             rank
             for rank, reported in failures.items()
@@ -452,7 +451,7 @@ class FlightRecorder:
         return self._advice_against(lost) or (_DECIDED_ALONE if is_decision else "")
 
     def _advice_against(self, missing: Sequence[int]) -> str:
-        """What to write if this rank called a function of ours that is for all ranks, and the missing ones did not."""
+        """Advice if this rank called a function of ours that all ranks must call, and the missing ones did not."""
         if not self.number:
             return ""
         latest = (self._blocks.latest_record(rank) for rank in missing)
@@ -464,7 +463,7 @@ class FlightRecorder:
     def _story(self, rank: int, kind: FailureKind, failure: Failure | None) -> str:
         if failure is not None and failure.kind in ("", CollectiveAborted.__name__):
             return f"{self.name(rank)} failed: it {failure.message} ({self._last_seen(rank)})"
-        if failure is not None:  # What it gave up with is a sentence about others.
+        if failure is not None:  # Its message is a sentence about other ranks.
             return f"{self.name(rank)} gave up, because {failure.message} ({self._last_seen(rank)})"
         if kind is FailureKind.DEAD:
             return f"{self.name(rank)} died: its process is gone; it {self._last_seen(rank)}"
@@ -485,7 +484,7 @@ class FlightRecorder:
         """Break the group on this rank: every further call repeats `error`. Tells the peers.
 
         Args:
-            error: what this rank raises.
+            error: raised on this rank.
             reason: what the peers are told; default the first line of `error`.
         """
         if self.broken is None:
@@ -495,9 +494,9 @@ class FlightRecorder:
         return error
 
     def interrupt(self, error: BaseException) -> None:
-        """Break the group, because an exception that no other rank raises has cut a collective short here.
+        """Break the group because an exception on this rank alone cut a collective short.
 
-        Such as a KeyboardInterrupt, or memory running out. The ranks are out of step for good. Tells the peers.
+        For example KeyboardInterrupt or MemoryError. The ranks cannot be aligned again. Tells the peers.
         """
         message = describe_exception(error)
         advice = f". {AFTER_CTRL_C}" if isinstance(error, KeyboardInterrupt) else ""
@@ -510,11 +509,11 @@ class FlightRecorder:
         self._blocks.fail(Failure(CollectiveAborted.__name__, self.broken.culprits, message))
 
     def fail(self, message: str, culprits: tuple[int, ...] | None = None) -> None:
-        """Tell the peers that this rank raised something; they raise RankLost with `message`.
+        """Tell the peers that this rank raised an exception; they raise RankLost with `message`.
 
         Args:
-            message: what it raised and where.
-            culprits: global ranks behind it; default this rank itself.
+            message: what it raised, and where.
+            culprits: global ranks that caused it; default this rank itself.
         """
         own = self.global_ranks[self._rank]
         blamed = (own,) if culprits is None else culprits
@@ -550,13 +549,13 @@ class FlightRecorder:
 
 
 def _call_at(call: str, site: str) -> str:
-    """`barrier() at train.py:81 in main`; where a function of ours was called there, that one comes first."""
+    """`barrier() at train.py:81 in main`; if a function of ours was called there, its name comes first."""
     line, called = split_site(site)
     return f"{called} (in its {call}) at {line}" if called else f"{call} at {line}"
 
 
 def _advice(sites: Iterable[str]) -> str:
-    """What to write where only some ranks called a function of ours that is for all."""
+    """Advice if only some ranks called a function of ours that all ranks must call."""
     called = {call for _, call in map(split_site, sites)}
     if len(called) < 2:  # all of them, or none
         return ""
@@ -564,7 +563,7 @@ def _advice(sites: Iterable[str]) -> str:
 
 
 def _minority(parties: Iterable[list[int]]) -> list[int]:
-    """The culprits: the ranks that are not of the largest party. Empty if no party is the largest."""
+    """The culprits: the ranks outside the largest party. Empty if no single party is the largest."""
     ordered = sorted(parties, key=len, reverse=True)
     if len(ordered) > 1 and len(ordered[0]) == len(ordered[1]):
         return []

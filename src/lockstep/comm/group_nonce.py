@@ -1,9 +1,9 @@
-"""A nonce on which the ranks of a group agree, so that nothing is believed that was sealed for another group.
+"""A nonce on which the ranks of a group agree, so that values signed for another group are rejected.
 
-[Note: nonce of a group] A token that a user has set may be that of several jobs, each of which has groups of the same
-names. So that what somebody has recorded of one is not believed in the next, the ranks of the default group agree on a
-nonce first, by a rendezvous over their store, and the seals of all groups that are made of it cover the nonce. Without
-a token everybody can make seals, and there is no nonce.
+[Note: nonce of a group] Several jobs may use the same user-supplied token, and have groups of the same names. So that
+values recorded from one job cannot be replayed in the next, the ranks of the default group first agree on a nonce, in a
+rendezvous over their store; the MACs of it and of all groups derived from it cover the nonce. Without a token anyone
+can compute MACs, and there is no nonce.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def agree_on_nonce(
     """The nonce of a group: [Note: nonce of a group]. Collective.
 
     Args:
-        store: of the group, without a nonce.
+        store: the group's store, still without a nonce.
         rank: this rank in the group.
         ranks: the global rank of each rank of the group.
-        timeout_s: until a rank that does not come is an error.
-        first_key: where ranks that have no token, and so no nonce, look first. They learn there that others have one,
-            and the others that they have none.
+        timeout_s: seconds until a missing rank is an error.
+        first_key: the key that ranks without a token, and thus without a nonce, read first. They learn there that
+            others have a token, and the others learn that they have none.
 
     Returns:
-        Empty where there is no token.
+        Empty without a token.
 
     Raises:
-        RendezvousError: a rank did not come in time, or has another token or none, or two came as the same, or the
+        RendezvousError: a rank did not come in time, has another token or none, or two came with the same rank, or the
             store is gone.
     """
     if not secret_of_ranks().is_given:

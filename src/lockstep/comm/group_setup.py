@@ -1,4 +1,4 @@
-"""Helpers for creating a group: its parameters, its store with sealed values, and a check that its ranks are alive."""
+"""Helpers for creating a group: its parameters, its store with signed values, and a check that its ranks are alive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.torch_private.stores import PrefixStore, Store, find, find_all
 
 __all__ = ["BootstrapStore", "LivenessCheck", "NewGroup"]
 
-# Seconds until a value of others is an error: the rank that wrote the true one writes it again before that.
+# Seconds until a foreign value is an error: the rank that wrote the true one rewrites it before that.
 _PATIENCE_S = 10.0
 
 _SHORTEST_NAP_S = 0.001
@@ -33,22 +33,22 @@ _SAME_TOKEN = "Do all ranks have the same LOCKSTEP_TOKEN, and the same Lockstep?
 
 
 class _RefusedValue(NamedTuple):
-    """A value of others: what is said of it, and since when it is there."""
+    """A rejected value: why, and since when it has been there."""
 
     text: str
     since_s: float
 
 
 class BootstrapStore:
-    """A torch store with keys of its own for each attempt of a job, and values under a seal (`lockstep.secret`).
+    """A torch store with separate keys for each attempt of a job, whose values carry a MAC (`lockstep.secret`).
 
-    A restarted job may find its store as the attempt before it left it. A value without a seal of this job counts as
-    not there: a rank writes its own values again while it waits for others.
+    A restarted job may find its store as the previous attempt left it. A value without a valid MAC of this job counts
+    as absent: each rank rewrites its own values while it waits for others.
 
     Args:
-        store: a torch store; nobody else uses its keys within the attempt.
-        scope: names what the keys belong to, such as the group; the same on all ranks.
-        nonce: on which the ranks have agreed (`group_nonce.py`); empty for none.
+        store: a torch store in which only this class uses these keys within the attempt.
+        scope: names the owner of the keys, such as the group; the same on all ranks.
+        nonce: the nonce on which the ranks have agreed (`group_nonce.py`); empty for none.
     """
 
     def __init__(self, store: Store, *scope: str, nonce: str = "") -> None:
@@ -57,26 +57,26 @@ class BootstrapStore:
         self._nonce = nonce
         self._store = PrefixStore(f"attempt{attempt}", store)
         self._seals = Seals(secret_of_ranks(), *self._scope, nonce)
-        self._refused: dict[tuple[str, ...], _RefusedValue] = {}  # by scope and key; those below this store, too
+        self._refused: dict[tuple[str, ...], _RefusedValue] = {}  # by scope and key; shared with stores made by `below`
 
     def below(self, prefix: str) -> BootstrapStore:
-        """A store with keys of its own, under a prefix."""
+        """A store whose keys all have a further prefix."""
         store = BootstrapStore(PrefixStore(prefix, self._store), *self._scope, prefix, nonce=self._nonce)
         store._refused = self._refused
         return store
 
     def agreed(self, nonce: str) -> BootstrapStore:
-        """The same keys, for ranks that have agreed on a nonce by now."""
+        """The same keys, with the nonce on which the ranks have now agreed."""
         store = copy.copy(self)
         store._nonce, store._seals = nonce, Seals(secret_of_ranks(), *self._scope, nonce)
         return store
 
     def bare(self, prefix: str) -> Store:
-        """The torch store below a prefix, with values as they are."""
+        """The plain torch store under a prefix, without MACs."""
         return PrefixStore(prefix, self._store)
 
     def find_other_token(self, key: str) -> str | None:
-        """What is to be said of a value that was made with another token, or with none; None for all others."""
+        """The error text if the value was written with another token, or with none; else None."""
         sealed = find(self._store, key)
         try:
             self._seals.open(key, "" if sealed is None else sealed.decode(errors="replace"))
@@ -86,10 +86,10 @@ class BootstrapStore:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Name a value that was refused to the end in the error of ranks that did not meet: it is the likelier cause.
+        """If ranks do not meet, and a value was rejected until the end, name that in the error as the likelier cause.
 
         Raises:
-            RendezvousError: instead of one that does not say so.
+            RendezvousError: in place of one without it.
         """
         try:
             yield
@@ -97,14 +97,14 @@ class BootstrapStore:
             text = next((value.text for value in self._refused.values()), None)
             if text is None or _SAME_TOKEN in str(error):
                 raise
-            raise RendezvousError(f"{text}. {_SAME_TOKEN} In the end {error}") from None
+            raise RendezvousError(f"{text}. {_SAME_TOKEN} The ranks did not meet: {error}") from None
 
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
         self._store.set(key, self._seals.seal(key, value))
 
     def find(self, key: str) -> str | None:
-        """The value under a key, None if there is none, by one question to the store.
+        """The value under a key, or None, by a single query of the store.
 
         Raises:
             RendezvousError: a value that a process of another job wrote has been there for some time.
@@ -113,7 +113,7 @@ class BootstrapStore:
         return None if sealed is None else self._open(key, sealed)
 
     def get_all(self, keys: Sequence[str]) -> list[str] | None:
-        """The values under these keys, if they are all there; asks a store of many ranks twice, not for each.
+        """The values under these keys, if all are there. Two queries of the store, not one for each key.
 
         Raises:
             RendezvousError: a value that a process of another job wrote has been there for some time.
@@ -126,7 +126,7 @@ class BootstrapStore:
         return found if len(found) == len(values) else None
 
     def _open(self, key: str, sealed: bytes) -> str | None:
-        """The value that a rank of this job wrote; None if it was somebody else."""
+        """The value, if a rank of this job wrote it; otherwise None."""
         try:
             value = self._seals.open(key, bytes(sealed).decode(errors="replace"))
         except Refused as refused:
@@ -134,11 +134,11 @@ class BootstrapStore:
         else:
             self._refused.pop((*self._scope, key), None)
             return value
-        text = f"what stands in the store as {key!r} was not written by a rank of this job: {why}"
+        text = f"the value in the store under {key!r} was not written by a rank of this job: {why}"
         found = self._refused.setdefault((*self._scope, key), _RefusedValue(text, time.monotonic()))
         if time.monotonic() - found.since_s > _PATIENCE_S:
             raise RendezvousError(f"{text}. {_SAME_TOKEN}")
-        warn_once(get_logger(__name__), f"{text}. It is refused, and the job continues")
+        warn_once(get_logger(__name__), f"{text}. It is ignored, and the job continues")
         return None
 
     def share(
@@ -154,11 +154,11 @@ class BootstrapStore:
         """Publish a value of this rank under a topic and read those of all ranks, in order. Collective.
 
         Args:
-            watch: of processes of other ranks; one that ends without having published its value is not waited for.
-            check_peers: called while waiting; raises if a rank cannot come.
+            watch: of processes of other ranks; if one ends without having published its value, this stops waiting.
+            check_peers: called while waiting; raises if a rank can no longer come.
 
         Returns:
-            None if a rank has not published its own within that time.
+            None if a rank has not published its value within that time.
 
         Raises:
             RendezvousError: a value that a process of another job wrote has been there for some time.
@@ -168,10 +168,10 @@ class BootstrapStore:
         end_s, write_s, nap_s = time.monotonic() + timeout_s, 0.0, _SHORTEST_NAP_S
         while True:
             now_s = time.monotonic()
-            if now_s >= write_s:  # Again and again, as somebody may remove it, or write over it.
+            if now_s >= write_s:  # Repeatedly, as others may remove or overwrite it.
                 self.set(keys[rank], text)
                 write_s = now_s + _WRITE_AGAIN_S
-            gone = watch.dead() if watch is not None else set()  # before its value is looked for, for the last time
+            gone = watch.dead() if watch is not None else set()  # determined before the last read of its value
             found = self.get_all(keys)
             if found is not None or now_s > end_s or any(self.find(keys[peer]) is None for peer in gone):
                 return found
@@ -180,21 +180,21 @@ class BootstrapStore:
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def delete(self, key: str) -> None:
-        """Remove a value, from a store that can."""
+        """Remove a value, if the store supports that."""
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(key)
 
 
 @dataclass(frozen=True)
 class NewGroup:
-    """What a rank knows of a group before its ranks are connected.
+    """What a rank knows about a group before its ranks are connected.
 
     Attributes:
-        store: through which the ranks find each other; nobody else uses its keys.
+        store: through which the ranks find each other; only they use its keys.
         rank: this rank in the group.
         ranks: the global rank of each rank of the group.
-        timeout_s: default seconds until a rank that does not come is an error, now and in collectives.
-        name: how errors call the group.
+        timeout_s: default seconds until a missing rank is an error, now and in collectives.
+        name: the group's name in errors.
         is_default: whether it is the default group.
         default_waits: where the ranks of the default group publish their waits; None if they cannot, or this is it.
     """
@@ -209,16 +209,16 @@ class NewGroup:
 
 
 class LivenessCheck:
-    """Looks in the default group for ranks that cannot come to a new one: they died, left, raised or wait for this one.
+    """Checks in the default group for ranks that cannot join a new one: dead, gone, failed, or waiting for this one.
 
-    Without it a wait would learn of them only at the deadline, because a rank that has not come to the new group yet
-    cannot be watched there. Called while waiting; a context manager.
+    Without it a wait would only notice at its deadline, because a rank that has not joined the new group yet cannot be
+    watched there. Called while waiting; a context manager.
 
     Args:
-        team: of the default group; None if it is none of ours, which is not watched.
+        team: of the default group; None if that is not one of ours, and cannot be watched.
         global_ranks: global ranks of the new group.
-        timeout_s: until a rank that does not come is an error.
-        detector: finds ranks that wait for this one meanwhile, in another call.
+        timeout_s: seconds until a missing rank is an error.
+        detector: finds ranks that are waiting for this one in another call.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class LivenessCheck:
             self._detector.end()
 
     def __call__(self) -> None:
-        """Raise RankLost if one of the ranks cannot come, CollectiveMismatch if it waits for this one elsewhere."""
+        """Raise RankLost if one of the ranks cannot join, CollectiveMismatch if it waits for this one elsewhere."""
         team = self._team
         if team is None:
             return
@@ -278,7 +278,7 @@ class LivenessCheck:
             return "left the default group"
         if state == PeerState.FAILED:
             failure = blocks.failure(rank)
-            # A rank that only gave up waiting for others lives on, and may make a group without them.
+            # A rank that only gave up waiting for others is still alive, and may create a group without them.
             if failure.kind == "":
                 return f"failed: it {failure.message}"
         return "died: its process is gone" if is_dead else None

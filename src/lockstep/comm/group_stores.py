@@ -1,4 +1,4 @@
-"""Keys of our own in the store through which a group met, its ranks' or torch's."""
+"""Our own keys in the store through which a group met, whether the group is ours or torch's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["store_of"]
 
 
 def store_of(group: Any, purpose: str) -> BootstrapStore | None:
-    """The group's store, with keys for one purpose; None where torch does not tell it. Local.
+    """The group's store, with keys for one purpose; None if torch does not reveal the store. Local.
 
-    With the nonce of a group of ours; ranks of another have to agree on one (`BootstrapStore.agreed`).
+    Includes the nonce of a group of ours; ranks of other groups must agree on one (`BootstrapStore.agreed`).
 
     Args:
         group: the default group, or one of ours.
         purpose: the same on all ranks.
 
     Raises:
-        RuntimeError, AttributeError, ValueError: there is no store any more.
+        RuntimeError, AttributeError, ValueError: the store no longer exists.
     """
     store: Any = group.get_group_store() if engine_of(group) is not None else default_store()
     if store is None:

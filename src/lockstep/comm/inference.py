@@ -1,8 +1,9 @@
-"""Lets the methods of a group run inside `torch.inference_mode()` and `torch.compile`.
+"""Makes the methods of a group work inside `torch.inference_mode()` and `torch.compile`.
 
-[Note: inference tensors] Tensors made in inference mode cannot be written outside of it, nor by another thread. A group
-keeps tensors of its own, views of shared memory, and these must not become such tensors because the first call happened
-to be made in that mode. So the methods of a group leave the mode, and use plain tensors over the memory of those given.
+[Note: inference tensors] Tensors created in inference mode cannot be written outside of it, nor by another thread. A
+group keeps some tensors, views of shared memory, and these must not become inference tensors just because the first
+call was made in that mode. So the methods of a group leave the mode, and use plain tensors over the memory of those
+passed in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Group = TypeVar("Group", bound=type)
 
 
 def leaves_inference_mode(*verbs: str) -> Callable[[Group], Group]:
-    """A class decorator: these methods, and other names for them in the class, work in inference mode as elsewhere."""
+    """A class decorator that makes these methods, and their aliases in the class, work in inference mode."""
 
     def decorate(group: Group) -> Group:
         originals = {id(vars(group)[verb]) for verb in verbs}
@@ -49,7 +50,7 @@ def _wrap(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with inference tensors, also in lists of lists, replaced by plain tensors over their memory."""
+    """`value` with inference tensors, even in nested lists, replaced by plain tensors over their memory."""
     if isinstance(value, torch.Tensor):
         if not value.is_inference() or value.layout is not torch.strided:
             return value

@@ -1,14 +1,14 @@
-"""Makes the groups for other devices when a user asks for "cpu:lockstep,cuda:nccl".
+"""Creates the groups for other devices when a user asks for "cpu:lockstep,cuda:nccl".
 
-[Note: mixed groups] torch keeps one backend for each kind of device inside of a group of its own, but lets a group
-written in Python replace the whole: tensors of GPUs would come to ours, though the user has named NCCL for them. So
-torch's function that makes groups is called again for each of the other kinds, and our group (`mixed_group.py`) hands
-the tensors of those kinds on to the groups that it returns. The name of such a group is ours plus the device.
-`destroy_process_group()` destroys it with all groups; destroying our group alone destroys it, too.
+[Note: mixed groups] torch normally keeps one backend for each device type inside one of its own groups, but a group
+written in Python replaces the whole group: GPU tensors would be sent to ours, though the user has named NCCL for them.
+So torch's function that creates groups is called again for each of the other device types, and our group
+(`mixed_group.py`) passes their tensors on to the groups that it returns. Such a group is named after ours, plus the
+device. `destroy_process_group()` destroys it along with all groups; destroying only our group destroys it as well.
 
-[Note: batches of messages] `dist.batch_isend_irecv` has NCCL begin all its operations in one, without which two ranks
-that both send before they receive may wait for each other. Newer releases of torch ask only groups of their own class
-for that. So operations of a mixed group become operations of the group behind it before torch sees them.
+[Note: batches of messages] `dist.batch_isend_irecv` makes NCCL start all its operations together; otherwise two ranks
+that both send before they receive may wait for each other. Newer releases of torch do this only for groups of their own
+class. So operations of a mixed group become operations of the underlying group before torch sees them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _local = threading.local()
 
 
 def kinds_beside(name: str) -> dict[str, str]:
-    """For the group that torch is making: kind of device -> backend, for the kinds with a backend of another name.
+    """Backend of each device type of the group being created whose backend has another name than `name`.
 
     >>> kinds_beside("lockstep")
     {}
@@ -38,18 +38,18 @@ def kinds_beside(name: str) -> dict[str, str]:
 
 
 def _kinds(backend: object) -> dict[str, str]:
-    """The backend that "cpu:lockstep,cuda:nccl" names for each kind of device; empty for one name for all."""
+    """The backend that "cpu:lockstep,cuda:nccl" names for each device type; empty for one name for all."""
     parts = [part.partition(":") for part in str(backend).lower().split(",")]
     return {device: kind for device, _, kind in parts} if all(colon for _, colon, _ in parts) else {}
 
 
 def _is_there(device: str) -> bool:
-    """Whether there can be tensors of that kind: NCCL refuses to begin without GPUs."""
+    """Whether tensors of that device type can exist: NCCL refuses to start without GPUs."""
     return device != "cuda" or bool(sys.modules["torch"].cuda.is_available())
 
 
 def _making_all(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
-    """`torchs_own`, which also makes the groups behind a group of ours that takes some kinds of devices only."""
+    """`torchs_own`, which also creates the underlying groups if ours takes only some device types."""
     signature = inspect.signature(torchs_own)
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -72,10 +72,10 @@ def _making_all(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts(operations: Any, kind: Callable[..., Any]) -> list[Any]:
-    """Operations of a mixed group, those of each group that moves some of them apart; any others as they are.
+    """Split the operations of a mixed group by the group that moves their tensors; return others unchanged.
 
     Args:
-        operations: what `batch_isend_irecv` was given, of which torch has checked nothing yet.
+        operations: the argument of `batch_isend_irecv`, not yet checked by torch.
         kind: torch's `P2POp`.
     """
     group: Any = getattr(operations[0], "group", None) if isinstance(operations, list) and operations else None
@@ -102,7 +102,7 @@ def _batching_behind(torchs_own: Callable[..., Any], kind: Callable[..., Any]) -
 
 
 def register(module: ModuleType) -> None:
-    """Make mixed groups whole. Local; may be called again.
+    """Make torch create mixed groups. Local; may be called again.
 
     Args:
         module: `torch.distributed.distributed_c10d`.

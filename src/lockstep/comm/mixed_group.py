@@ -1,4 +1,4 @@
-"""A lockstep group with groups of others behind it, for other kinds of devices. See [Note: mixed groups]."""
+"""A lockstep group that passes tensors on other devices to other groups. See [Note: mixed groups]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def _device_type_in(values: Any) -> str | None:
-    """The kind of device of the first tensor among arguments, also in lists of lists."""
+    """The device type of the first tensor among the arguments, even in nested lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             return value.device.type
@@ -46,7 +46,7 @@ def _by_device(name: str, of_ours: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _routes(group: _Class) -> _Class:
-    """A class decorator: every verb, under all its names, looks at its tensors first."""
+    """A class decorator: every verb, by all its names, dispatches on the device of its tensors."""
     verbs = {id(vars(EngineProcessGroup)[verb]) for verb in VERBS}
     for name, method in list(vars(EngineProcessGroup).items()):
         if id(method) in verbs:
@@ -56,14 +56,14 @@ def _routes(group: _Class) -> _Class:
 
 @_routes
 class MixedProcessGroup(LockstepProcessGroup):
-    """Takes the tensors of its own kinds of devices and hands on the others.
+    """Moves tensors of its own device types, and passes the others to underlying groups.
 
     Args:
-        kinds_behind: kind of device -> backend, of the groups that are to be put behind it.
-        options: those of a `LockstepProcessGroup`.
+        kinds_behind: device type -> backend, of the underlying groups.
+        options: see `LockstepProcessGroup`.
 
     Attributes:
-        kinds_behind: kind of device -> backend.
+        kinds_behind: device type -> backend.
     """
 
     def __init__(self, kinds_behind: dict[str, str], options: Any) -> None:
@@ -73,17 +73,17 @@ class MixedProcessGroup(LockstepProcessGroup):
         self._global_ranks = ranks_of(options)
 
     def put_behind(self, device: str, group: dist.ProcessGroup) -> None:
-        """Hand tensors of that kind of device to a group from now on. Local."""
+        """Pass tensors of that device type to a group from now on. Local."""
         self._behind[device] = group
         note_ranks(group, self._global_ranks)
 
     def behind(self, device: torch.device) -> dist.ProcessGroup | None:
-        """The group that moves tensors of that device; None for this one."""
+        """The underlying group that moves tensors of that device; None for this one."""
         return self._behind.get(device.type)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it moves, and the groups behind it."""
+        """The devices whose tensors this group and the underlying ones move."""
         return [torch.device("cpu"), *(torch.device(device) for device in self._behind if device != "cpu")]
 
     def get_backend(self, device: torch.device) -> Any:
@@ -94,31 +94,31 @@ class MixedProcessGroup(LockstepProcessGroup):
     _get_backend = get_backend
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begin to collect several collectives of tensors of that device into one."""
+        """Start coalescing collectives on tensors of that device into one."""
         start_coalescing(self.behind(device) or self, device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        """Run the collectives that were collected."""
+        """Run the coalesced collectives."""
         return end_coalescing(self.behind(device) or self, device)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long later calls wait, also those of the groups behind it. Local; calls under way keep theirs."""
+        """Set the timeout of later calls, including those of underlying groups. Local; calls under way keep theirs."""
         super().set_timeout(timeout)
         for group in self._behind.values():
             set_timeout(group, timeout)
 
     def shutdown(self) -> None:
-        """Leave the group, and those behind it. Local; `dist.destroy_process_group` calls it."""
+        """Leave the group, and the underlying ones. Local; `dist.destroy_process_group` calls it."""
         super().shutdown()
         self._destroy_behind()
 
     def abort(self) -> None:
-        """Leave the group at once, and those behind it. Local."""
+        """Leave the group at once, and the underlying ones. Local."""
         super().abort()
         self._destroy_behind()
 
     def _destroy_behind(self) -> None:
         while self._behind:
             _, group = self._behind.popitem()
-            if dist.group.WORLD is not self and is_registered(group):  # else torch ends it, as all groups
+            if dist.group.WORLD is not self and is_registered(group):  # otherwise torch destroys it, with all groups
                 dist.destroy_process_group(group)

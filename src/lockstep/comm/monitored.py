@@ -1,4 +1,4 @@
-"""`monitored_barrier`: a barrier whose error names every rank that did not come, in gloo's words and in ours."""
+"""`monitored_barrier`: a barrier whose error names every missing rank, in gloo's wording and in ours."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def monitored_barrier(engine: Engine, timeout: timedelta | None, wait_all_ranks:
 
 
 def _gloo_words(engine: Engine, error: CollectiveError, timeout_s: float, wait_all_ranks: bool) -> str:
-    """The words of gloo, which scripts and torch's tests look for: rank 0 names the culprits, the others name rank 0.
+    """gloo's wording, which scripts and torch's tests look for: rank 0 names the missing ranks, the others name rank 0.
 
-    Ranks are global ones, as in all our errors.
+    Ranks are global, as in all our errors.
     """
     rank = engine.team.rank
     own = engine.recorder.global_rank(rank)

@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["BACKEND_NAME", "MPI_BACKEND_NAME", "is_ours"]
 
 BACKEND_NAME = "lockstep"
-# torch keeps "mpi" for a branch of its own; see [Note: the name "mpi"] in mpi/name.py.
+# torch handles "mpi" in a branch of its own; see [Note: the name "mpi"] in mpi/name.py.
 MPI_BACKEND_NAME = "mpi4py"
 
 

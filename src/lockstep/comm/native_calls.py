@@ -1,15 +1,16 @@
 """Records collectives that torch calls from C++, by the hooks that its groups have since 2.14 (for `torch_record.py`).
 
-torch's DDP reduces gradients from C++, past every method of Python's. From 2.14 on a group has hooks that its
-dispatcher calls, for calls from Python and from C++. They see more than the wrapped methods, but do not replace them:
+torch's DDP reduces gradients from C++, bypassing all Python methods. From 2.14 on a group has hooks that its dispatcher
+calls, for calls from Python and from C++. They see more than the wrapped methods, but cannot replace them:
 
-* no hook says when a call is over: gloo reports no completion, and a completion hook must not take the GIL. So a rank
-  that waits could not be told from one that has gone on. The wrapped `Work.wait` does so for calls from Python;
-* `monitored_barrier` and the tag of a message do not pass them;
-* each hook belongs to one group, so something has to notice every new group anyway.
+* no hook says when a call has finished: gloo reports no completion, and a completion hook must not take the GIL. So a
+  waiting rank would look like one that has continued. The wrapped `Work.wait` makes that difference for calls from
+  Python;
+* `monitored_barrier` and the tag of a message do not pass through them;
+* each hook belongs to one group, so every new group has to be noticed anyway.
 
-A call from C++ therefore counts as over when it is issued, and errors about it say "after". On a GPU, backward passes
-run in threads without Python frames: there the user's line is not known.
+A call from C++ therefore counts as finished when it is issued, and errors about it say "after". On a GPU, backward
+passes run in threads without Python frames: there the user's line is unknown.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from lockstep.torch_private.patching import wrap
 
 __all__ = ["from_python", "watch"]
 
-# What hooks are registered under: any number that nobody else of this process uses.
+# The id under which hooks are registered: any number that nothing else in this process uses.
 _HOOK_ID = 0x10C57E9
 
-# The beginnings of the names in torch's HookOpName, the longer ones first, and what they are called in Python. Messages
-# are not here: they are no steps of the group.
+# Prefixes of the names in torch's HookOpName, longer ones first, with the corresponding Python names. Messages are left
+# out: they are not steps of the group.
 _OPERATIONS = {
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
@@ -49,12 +50,12 @@ class _FromPython(threading.local):
 
 
 from_python = _FromPython()
-"""`depth`: how many calls by Python's methods this thread is within; to them its hook has nothing to add."""
+"""`depth`: number of calls through Python methods that this thread is within; the hook has nothing to add to these."""
 _hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(group_class: Any, note: _Note) -> None:
-    """Hook every group that torch makes from now on. Local. Before torch 2.14 there are no hooks, and nothing is done.
+    """Hook every group that torch creates from now on. Local. Does nothing before torch 2.14, which has no hooks.
 
     Args:
         group_class: torch's `ProcessGroup`. Its `_set_group_name`, called once for each new group, is wrapped.
@@ -78,7 +79,7 @@ def watch(group_class: Any, note: _Note) -> None:
 
 
 def _let_go() -> None:
-    """Remove all hooks: a group that outlives the interpreter with a hook in Python ends the process with SIGSEGV."""
+    """Remove all hooks: a group that outlives the interpreter with a Python hook crashes the process (SIGSEGV)."""
     for group in list(_hooked):
         group.unregister_pre_hook(_HOOK_ID)
 

@@ -1,10 +1,10 @@
-"""Ends the NCCL groups that a script has left open, where it failed or never left its world.
+"""Aborts NCCL groups that are still open at exit, because the script failed or did not leave its world.
 
-[Note: nccl at the end] NCCL's group aborts its communicators when the interpreter frees it, since nobody wants a result
-any more, and warns that `destroy_process_group()` was not called. A script that ends with an error could not call it:
-its peers are not there, and `destroy_process_group()` waits for them. So an exit handler aborts the groups of a world
-of ours, or of any script under our launcher, a moment earlier, after which the destructor has nothing to do or to say.
-(Read in torch's source, `ProcessGroupNCCL.cpp`.)
+[Note: nccl at the end] NCCL's group aborts its communicators when the interpreter frees it, and warns that
+`destroy_process_group()` was not called. A script that ends with an error could not call it: its peers are gone, and
+`destroy_process_group()` waits for them. So an exit handler aborts the groups of one of our worlds, or of any script
+under our launcher, a moment earlier; then the destructor has nothing left to do, and does not warn. (Read in torch's
+source, `ProcessGroupNCCL.cpp`.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _pid = 0  # of the process that has the exit handler
 
 
 def abort_at_exit() -> None:
-    """From now on abort, at the end of this process, the groups that are still open then. Local."""
+    """Abort, when this process exits, the groups that are still open. Local."""
     global _pid
     if _pid != os.getpid():
         _pid = os.getpid()
@@ -30,7 +30,7 @@ def abort_at_exit() -> None:
 
 
 def _abort_open_groups(pid: int) -> None:
-    if pid == os.getpid():  # a forked child has none of its own
+    if pid == os.getpid():  # a forked child has no groups of its own
         for group in open_groups():
             if "nccl" in dist.get_backend_config(group):
                 group.abort()

@@ -1,18 +1,18 @@
-"""Point to point, for one group on one rank: which thread moves messages, deadlines, errors.
+"""Point to point for one group on one rank: which thread moves messages, deadlines, errors.
 
 A mailbox (`shm/mailbox.py`) moves messages only while a thread calls it. A thread that waits for a message drives the
-mailbox itself (`PointToPoint.drive`): a message that is already there costs no change of threads. While no thread
-waits, a background thread of the group drives it; that thread starts with the first operation that cannot finish at
-once. So operations continue while this rank computes or is in a collective. Both kinds of thread sleep when nothing has
-moved for a while, until a peer rings (`shm/doorbell.py`), and look at the peers as rarely as a collective does.
+mailbox itself (`PointToPoint.drive`): a message that is already there costs no thread switch. While no thread waits, a
+background thread of the group drives it; that thread is started by the first operation that cannot finish at once. So
+operations progress while this rank computes or is in a collective. Both kinds of thread go to sleep when nothing has
+moved for a while, until a peer wakes them (`shm/doorbell.py`), and check the peers as rarely as a collective does.
 
-[Note: deadlines] A receive may be posted long before its message is due. Its deadline runs from the moment at which a
+[Note: deadlines] A receive may be posted long before its message is due. Its deadline counts from the moment at which a
 thread waits for it. An operation that no thread waits for ends with its peer, or with the group.
 
-[Note: what breaks a group] A pair that disagrees about a message (CollectiveMismatch) has lost that message
-and nothing else. A rank that left in good order ends the messages with it and nothing else: a server continues with its
-other clients. A rank that died or failed, or did not come in time, is an error that breaks the group on this rank as it
-does in a collective: peers that wait for this rank learn of it at once.
+[Note: what breaks a group] A pair that disagrees about a message (CollectiveMismatch) has lost that message and nothing
+else. When a rank leaves in good order, only messages with it end: a server keeps serving its other clients. A rank that
+died or failed, or did not come in time, is an error that breaks the group on this rank as it does in a collective:
+peers that wait for this rank learn of it at once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _YIELD_FOR_S = 0.001
 _THREAD_NAPS_FOR_S = 0.002
 _IDLE_NAP_S = 0.002
 _THREAD_RESTS_AFTER_S = 0.02
-_THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # a wait that took that long wakes it afterwards, if need be
+_THREAD_RESTS_BESIDE_DRIVER_S = 0.004  # a wait that took longer wakes it afterwards, if needed
 _TRY_AGAIN_S = 0.002
-_THREAD_LOOKS_EVERY_S = 0.5  # a deadline may begin while it sleeps: that of a future
+_THREAD_LOOKS_EVERY_S = 0.5  # the deadline of a future may start while it sleeps
 _CLOSE_PATIENCE_S = 1.0
-_MAPPED_WITHIN_S = 1.0  # by then a rank whose memory cannot be mapped is known to be gone, if it is
+_MAPPED_WITHIN_S = 1.0  # if a rank whose memory cannot be mapped is gone, that is known by then
 _LABEL_CACHE_ENTRIES = 1024
 _NUM_HINTS = 3
 
@@ -61,8 +61,8 @@ class PointToPoint:
         team: the ranks of the group.
         recorder: its flight recorder.
         mailbox: moves the messages.
-        make_detector: of ranks that wait for each other, from what tells which message is waited for; None where nobody
-            can find them.
+        make_detector: creates the deadlock detector, given a function that describes the awaited message; None disables
+            detection.
     """
 
     def __init__(
@@ -83,20 +83,20 @@ class PointToPoint:
         self._thread: threading.Thread | None = None
         self._has_work = threading.Event()
         self._closed = False
-        self._awaited: Send | Receive | None = None  # by the thread that the detector looks for
+        self._awaited: Send | Receive | None = None  # the message that is checked for deadlocks
         self._detector = None if make_detector is None else make_detector(self._describe_awaited)
         note_messages(self)
 
     # ---- operations ----------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, timeout_s: float) -> DoneMessage | MessageWork:
-        """Begin to send a tensor. Local.
+        """Start sending a tensor. Local.
 
         Args:
-            tensor: any shape; must not change before this has finished.
+            tensor: any shape and dtype; must not change before the send has finished.
             peer: group rank of the receiver; may be this rank itself.
-            tag: what a receive must name to match, from 0 on.
-            timeout_s: seconds from the first wait to the deadline.
+            tag: a receive must have the same tag to match; at least 0.
+            timeout_s: seconds from the first wait until the deadline.
 
         Raises:
             RankLost: the peer is gone.
@@ -117,13 +117,13 @@ class PointToPoint:
         return DoneMessage(tensor, source_of(send)) if work is None else work
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float) -> DoneMessage | MessageWork:
-        """Begin to receive a tensor. Local.
+        """Start receiving a tensor. Local.
 
         Args:
-            tensor: of the shape and dtype that are sent.
+            tensor: of the shape and dtype of the sent one.
             peer: group rank of the sender; None for any.
-            tag: what the send must have named to match.
-            timeout_s: seconds from the first wait to the deadline.
+            tag: only a send with the same tag matches.
+            timeout_s: seconds from the first wait until the deadline.
 
         Raises:
             InputError, InputTypeError: not a dense tensor; no such rank or tag.
@@ -140,11 +140,11 @@ class PointToPoint:
         if work is None:
             item.write_back()
             return DoneMessage(tensor, source_of(receive))
-        self._advance(blocking=True)  # The message may be there, and nobody rings for it again.
+        self._advance(blocking=True)  # The message may already be there, and its sender does not wake this rank again.
         return work
 
     def _check_address(self, name: str, peer: int, tag: int, is_from_any: bool = False) -> tuple[int, int]:
-        """Peer and tag as Python's integers; those of NumPy and tensors of one element will do."""
+        """Peer and tag as Python integers; NumPy integers and one-element tensors are accepted."""
         if self._recorder.broken is not None:
             raise self._recorder.repeat()
         if threading.get_ident() != MAIN_THREAD:
@@ -170,13 +170,13 @@ class PointToPoint:
         return label
 
     def _refuse_if_gone(self, send: Send) -> None:
-        """Raise if the peer is gone: otherwise a small message goes into a ring that nobody reads."""
+        """Raise if the peer is gone: otherwise a small message would go into a ring that nobody reads."""
         gone = self._gone([send.peer])
         if gone:
             raise self._recorder.explain_message(PeerFailure(gone, 0.0), self.name_of(send))
 
     def _track(self, operation: Send | Receive, item: FlatTensor, timeout_s: float) -> MessageWork | None:
-        """A handle for an operation that is not over yet, or has gone wrong. Under the lock."""
+        """A handle for an operation that has not finished yet, or has failed; else None. Under the lock."""
         if operation.done and operation.conflict is None:
             return None
         work = MessageWork(self, operation, item, timeout_s)
@@ -192,7 +192,7 @@ class PointToPoint:
     # ---- moving along --------------------------------------------------------------------------------
 
     def drive(self, work: MessageWork, timeout_s: float | None) -> None:
-        """Move all messages along until `work` has finished, or `timeout_s` seconds have passed. Local."""
+        """Move messages until `work` has finished, or `timeout_s` seconds have passed. Local."""
         work.start_deadline()
         started = time.perf_counter()
         thread = threading.get_ident()
@@ -223,7 +223,7 @@ class PointToPoint:
         seen: int | None = None
         with _PublishedWait(self._team, self._recorder) as published:
             while not work.is_completed():
-                if self._closed:  # In a fork of the rank: a rank that shuts down ends its messages.
+                if self._closed:  # In a fork of the rank; when a rank shuts down, its messages end.
                     raise CollectiveAborted(f"{self.name_of(work.operation)}: not in this process")
                 has_moved = self._advance()
                 now = time.monotonic()
@@ -233,7 +233,7 @@ class PointToPoint:
                     published.publish(work.operation)
                     num_alarms = self._team.num_alarms
                     look_at = self._look_and_plan(began, now, left_s)
-                    if timeout_s is None:  # else the caller may do something else afterwards
+                    if timeout_s is None:  # otherwise the caller may do something else afterwards
                         look_at = min(look_at, now + self._look_for_deadlock(work, now - began))
                 if timeout_s is not None and now - began >= timeout_s:
                     return
@@ -251,17 +251,17 @@ class PointToPoint:
     def _sleep(
         self, is_over: Callable[[], bool], num_alarms: int, timeout_s: float, waited_s: float, seen: int | None
     ) -> int | None:
-        """Sleep until a peer rings, or for `timeout_s` at most. Call `_advance` before it.
+        """Sleep until a peer wakes this rank, at most `timeout_s` seconds. Call `_advance` before it.
 
         Args:
-            is_over: whether there is nothing more to wait for.
-            num_alarms: of the team, when the peers were last looked at.
+            is_over: returns whether there is nothing more to wait for.
+            num_alarms: the team's number of alarms when the peers were last checked.
             timeout_s: the longest sleep, in seconds.
-            waited_s: seconds since something moved last.
-            seen: what this returned the last time in this wait.
+            waited_s: seconds since something last moved.
+            seen: the return value of the previous call in this wait.
 
         Returns:
-            What the next sleep of this wait takes as `seen`; None, without sleep, if something has moved.
+            The `seen` for the next call in this wait; None, without sleep, if something has moved.
         """
         if seen is None or not self._mailbox.is_armed(seen):
             seen = self._mailbox.arm()
@@ -273,11 +273,11 @@ class PointToPoint:
         return seen
 
     def _is_needed(self) -> bool:
-        """Whether there is something to move along, and no other thread that does so."""
+        """Whether there are messages to move, and no other thread moves them."""
         return bool(self._works) and not self._drivers
 
     def _loop(self) -> None:
-        """The thread: moves messages along while nobody waits for one."""
+        """The background thread: moves messages while no thread waits for one."""
         needed_at = moved_at = look_at = time.monotonic()
         num_alarms = self._team.num_alarms
         seen: int | None = None
@@ -310,7 +310,7 @@ class PointToPoint:
                 time.sleep(_THREAD_RESTS_BESIDE_DRIVER_S if self._drivers else _IDLE_NAP_S)
 
     def _advance(self, blocking: bool = False) -> bool:
-        """Move what can move now, unless another thread does so or after it; whether something moved."""
+        """Move what can be moved now, unless another thread is doing so; returns whether something moved."""
         if not self._lock.acquire(blocking):
             return False
         try:
@@ -326,11 +326,11 @@ class PointToPoint:
         return moved
 
     def _progress(self) -> None:
-        """Under the lock."""
+        """Move messages once. Under the lock."""
         try:
             self._mailbox.progress()
         except BaseException as error:
-            # Some record may be half read: no way to continue.
+            # A record may be half read, so there is no way to continue.
             self._break(error)
             if not isinstance(error, Exception):
                 raise
@@ -345,18 +345,18 @@ class PointToPoint:
         self._recorder.break_with(broken)
 
     def _take_finished(self) -> list[MessageWork]:
-        """The handles of operations that have finished. Under the lock."""
+        """The handles of the operations that have finished. Under the lock."""
         done = self._mailbox.take_finished()
         return [self._works.pop(operation) for operation in done if operation in self._works]
 
     def _finish(self, works: Iterable[MessageWork]) -> None:
-        """Not under the lock."""
+        """Complete these handles. Not under the lock."""
         for work in works:
             conflict = work.operation.conflict
             self._end(work, None if conflict is None else self._mismatch(work.operation, conflict))
 
     def _end(self, work: MessageWork, error: CollectiveError | None) -> None:
-        """Hand over the outcome, and wake the thread that waits for it if that is another one."""
+        """Set the outcome, and wake the thread that waits for it if that is another one."""
         work.finish(error)
         if len(self._drivers) > (threading.get_ident() in self._drivers):
             self._mailbox.wake_here()
@@ -364,14 +364,14 @@ class PointToPoint:
     # ---- failures ------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """End the messages that cannot finish any more. False, with nothing done, if another thread does so."""
+        """End the messages that can no longer finish. False, with nothing done, if another thread does so."""
         if not self._lock.acquire(blocking=False):
             return False
         failed: list[tuple[MessageWork, PeerFailure | None]] = []
         try:
             if self._closed:
                 return True
-            # Before reading: what a peer sent before it left has been sent.
+            # Before reading: whatever a peer sent before it left is there by now.
             awaited = {operation.awaited for operation in self._works}
             peers = range(self._team.world_size) if ANY_SOURCE in awaited else awaited
             gone = self._gone(peer for peer in peers if peer != self._team.rank)
@@ -392,28 +392,28 @@ class PointToPoint:
         return True
 
     def _break_if_unmapped(self, now: float) -> None:
-        """Break the group if the memory of a rank that is there cannot be mapped. Under the lock."""
+        """Break the group if the memory of a living rank cannot be mapped. Under the lock."""
         for rank, (since, error) in self._mailbox.unmapped.items():
             if now - since >= _MAPPED_WITHIN_S and not self._gone([rank]):
                 self._break(error)
 
     def _look_and_plan(self, began: float, now: float, timeout_s: float) -> float:
-        """Look at the peers; returns the monotonic time of the next look."""
+        """Check the peers; returns the monotonic time of the next check."""
         if not self._look():
             return now + _TRY_AGAIN_S
         return next_look(began, now, timeout_s, self._team.failures_wake_waits)
 
     def _look_for_deadlock(self, work: MessageWork, waited_s: float) -> float:
-        """End the message if the rank that it waits for waits for this one; else seconds until the next look.
+        """End the message if its awaited rank waits for this one; otherwise return seconds until the next check.
 
         Args:
-            work: what this thread waits for.
-            waited_s: for so long.
+            work: the message that this thread waits for.
+            waited_s: seconds waited so far.
         """
         operation, detector = work.operation, self._detector
         if detector is None or operation.awaited in (ANY_SOURCE, self._team.rank):
             return math.inf
-        self._advance(blocking=True)  # before the wait is confirmed: what has come counts
+        self._advance(blocking=True)  # messages that have arrived count, before the wait is confirmed
         if work.is_completed():
             return math.inf
         self._awaited = operation
@@ -428,11 +428,11 @@ class PointToPoint:
             return math.inf
 
     def _describe_awaited(self) -> str:
-        """Which message a thread waits for. For the detector."""
+        """Describe the message that a thread waits for. For the deadlock detector."""
         return "" if self._awaited is None else self.name_of(self._awaited)
 
     def has_unfinished(self, besides: object = None) -> bool:
-        """Whether a send or receive other than this is under way."""
+        """Whether a send or receive other than `besides` is under way."""
         return any(operation is not besides for operation in list(self._works))
 
     def _gone(self, peers: Iterable[int]) -> dict[int, FailureKind]:
@@ -441,7 +441,7 @@ class PointToPoint:
         gone: dict[int, FailureKind] = {}
         for peer in peers:
             state = self._team.blocks.state(peer)
-            # What a rank said before it died says more than its death.
+            # What a rank said before it died is more informative than its death.
             if state is PeerState.FAILED:
                 gone[peer] = FailureKind.FAILED
             elif state is PeerState.LEFT:
@@ -458,7 +458,7 @@ class PointToPoint:
             kinds = {awaited: gone[awaited]} if awaited in gone else {}
         else:
             candidates = [peer for peer in range(self._team.world_size) if peer != self._team.rank]
-            # One that has left has no more to say; one that broke may have been the one to send.
+            # One that has left will send no more; one that broke the group might have been the sender.
             kinds = {peer: kind for peer, kind in gone.items() if kind is not FailureKind.LEFT}
             if len(gone) == len(candidates):
                 kinds = dict(gone)
@@ -511,12 +511,12 @@ class PointToPoint:
             self._thread.join(_CLOSE_PATIENCE_S)
 
     def disown(self) -> None:
-        """In a forked child: touch nothing shared any more. Local."""
+        """In a forked child: stop using shared state. Local."""
         self._closed = True
 
 
 class _PublishedWait:
-    """Shows to the peers and in the status file which message a thread waits for, until the block is left."""
+    """Publishes, to the peers and in the status file, which message a thread waits for; withdraws it on exit."""
 
     def __init__(self, team: Team, recorder: FlightRecorder) -> None:
         self._team = team
@@ -524,7 +524,7 @@ class _PublishedWait:
         self._is_published = False
 
     def publish(self, operation: Send | Receive) -> None:
-        """Show it, once."""
+        """Publish the message, unless one is published."""
         if not self._is_published:
             self._is_published = True
             self._show(_call_at(operation, self._recorder))

@@ -1,10 +1,10 @@
-"""Makes torch.distributed know the names "lockstep" and "mpi4py", without importing torch before the user does.
+"""Registers the names "lockstep" and "mpi4py" with torch.distributed, without importing torch before the user does.
 
 `import lockstep` calls `ensure`. If torch.distributed is loaded, `ensure` registers the names at once; otherwise as
-soon as it is loaded. So the launcher, which imports lockstep too, never pays for torch. mpi4py is imported when a
-group over it is made; "mpi" means the same where torch has no MPI (`mpi/name.py`). On the same occasion
-functions of torch that know its own groups alone learn of ours (`torch_functions.py`), and the interpreter is made to
-wait for gloo's threads when groups or it end (`gloo_threads.py`).
+soon as it is loaded. So the launcher, which imports lockstep too, never has to load torch. mpi4py is imported when a
+group over it is created; "mpi" means the same if torch has no MPI (`mpi/name.py`). At the same time functions of torch
+that only support its own groups are adapted to ours (`torch_functions.py`), and the interpreter is made to wait for
+gloo's threads when groups are destroyed or it exits (`gloo_threads.py`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["create", "ensure"]
 
 _TORCH_MODULE = "torch.distributed.distributed_c10d"
 
-# Functions of layers above that register something with torch.
+# Functions of higher layers that register something with torch.
 _registrars: list[Callable[[ModuleType], None]] = []
 
 
 def create(options: Any, _backend_options: Any) -> Any:
-    """Make the `lockstep` group that torch asks for, alone or with groups of others behind it.
+    """Create the `lockstep` group that torch asks for, alone or with underlying groups for other devices.
 
     Args:
-        options: its `_DistributedBackendOptions`.
+        options: torch's `_DistributedBackendOptions`.
 
     Raises:
-        BackendUnavailable: processes of this system cannot share memory; says why.
-        SetupError: there is no such rank in a group of that size.
+        BackendUnavailable: processes on this system cannot share memory; says why.
+        SetupError: the rank is not below the world size.
     """
     from lockstep.comm.backend import LockstepProcessGroup, make_group
     from lockstep.comm.mixed import kinds_beside
@@ -48,13 +48,13 @@ def create(options: Any, _backend_options: Any) -> Any:
     beside = kinds_beside(BACKEND_NAME)
     if not beside:
         return make_group(LockstepProcessGroup, options)
-    from lockstep.comm.mixed_group import MixedProcessGroup  # needed by few, and it changes fifty methods
+    from lockstep.comm.mixed_group import MixedProcessGroup  # rarely needed, and it wraps fifty methods
 
     return make_group(functools.partial(MixedProcessGroup, beside), options)
 
 
 def _create_mpi(options: Any, backend_options: Any) -> Any:
-    """Make a group over MPI, for torch."""
+    """Create a group over MPI, for torch."""
     from lockstep.comm.mpi.group import create
 
     _note(options)
@@ -62,7 +62,7 @@ def _create_mpi(options: Any, backend_options: Any) -> Any:
 
 
 def _note(options: Any) -> None:
-    """A group is about to be made."""
+    """Called when a group is about to be created."""
     from lockstep.comm import torch_functions
 
     torch_functions.register_hooks_of_ddp()
@@ -73,7 +73,7 @@ def _note(options: Any) -> None:
 
 
 def _register(module: ModuleType) -> None:
-    # Not before torch is there: the launcher and `lockstep --help` need none of them.
+    # Only once torch is loaded: the launcher and `lockstep --help` need none of these.
     from lockstep.comm import gloo_threads, mixed, torch_functions, torch_record, torch_version
     from lockstep.comm.mpi import name as mpi_name
 
@@ -96,10 +96,10 @@ def _register_imported() -> None:
 
 
 def ensure(also: Callable[[ModuleType], None] | None = None) -> None:
-    """Register the backends now, or as soon as torch.distributed is there. Local; may be called again.
+    """Register the backends now, or as soon as torch.distributed is loaded. Local; may be called again.
 
     Args:
-        also: called with torch's module right after, this time and every other.
+        also: called with torch's module after each registration, from now on.
     """
     if also is not None and also not in _registrars:
         _registrars.append(also)

@@ -16,11 +16,11 @@ __all__ = ["make_engine"]
 
 
 class _Algorithms(SharedMemoryAlgorithms, Algorithms):
-    """Those of `shm`, which knows no contract; what it lacks, the contract makes of other collectives."""
+    """The algorithms of `shm`, completed by the contract's default implementations."""
 
 
 def make_engine(team: SharedMemoryTeam, new: NewGroup) -> Engine:
-    """The collectives of a group on one host. Local."""
+    """Create the engine of a group on one host. Local."""
     recorder = FlightRecorder(team, new.name, new.ranks)
     make_mailbox = functools.partial(Mailbox, team.mail_area, team.rank, team.world_size)
     waits = team.blocks if new.is_default else new.default_waits

@@ -1,7 +1,7 @@
 """all_reduce of sparse tensors, such as the gradients of embeddings.
 
-Every rank brings entries of its own. All learn how many each has, then gather them, and each adds them up by
-itself: in the order of ranks, so that all get the same bits, and 16-bit floats in float32.
+Every rank has different entries. The ranks exchange their numbers of entries, then gather all entries, and each rank
+adds them up: in the order of ranks, so that all get the same bits, and 16-bit floats in float32.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def check_sparse(tensor: torch.Tensor, op: Any) -> None:
 
     Raises:
         InputError: it is neither on the CPU nor on a GPU.
-        InputTypeError: the operation is not SUM or AVG, or makes no sense for the dtype; or the tensor is complex.
+        InputTypeError: the operation is not SUM or AVG, or undefined for the dtype; or the tensor is complex.
     """
     base = base_of(tensor)
     if base is not None and base.is_complex():
-        # torch.distributed hands over a real view of it, and entries added to the view do not reach the tensor.
+        # torch.distributed passes a real view of it, and entries added to the view do not reach the tensor.
         raise InputTypeError("all_reduce of complex sparse tensors is not possible in place; use .to_dense()")
     if not tensor.is_cpu and not tensor.is_cuda:
         raise InputError(f"all_reduce: the lockstep group supports CPU and CUDA tensors, got {tensor.device}")
@@ -49,11 +49,11 @@ def all_reduce_sparse(algorithms: Algorithms, world_size: int, tensor: torch.Ten
     """Reduce a sparse COO tensor in place over all ranks. Collective.
 
     Args:
-        algorithms: the collectives of its team.
+        algorithms: the collectives of the team.
         world_size: ranks of the team.
-        tensor: the same shape and number of sparse dimensions on all ranks; entries may differ. Coalesced after it.
+        tensor: the same shape and number of sparse dimensions on all ranks; entries may differ. Coalesced afterwards.
         op: SUM or AVG.
-        timeout_s: seconds until a rank that does not come is an error.
+        timeout_s: seconds until a missing rank is an error.
     """
     own = tensor.detach().cpu().coalesce()  # see [Note: staging]
     counts = torch.empty(world_size, dtype=torch.int64, device="cpu")
@@ -76,7 +76,7 @@ def all_reduce_sparse(algorithms: Algorithms, world_size: int, tensor: torch.Ten
 
 
 def _gather(algorithms: Algorithms, rows: torch.Tensor, per_rank: list[int], timeout_s: float) -> torch.Tensor:
-    """The rows of all ranks, one below the other."""
+    """The rows of all ranks, concatenated."""
     row_numel = torch.Size(rows.shape[1:]).numel()
     outputs = [torch.empty(count * row_numel, dtype=rows.dtype, device="cpu") for count in per_rank]
     algorithms.all_gather(outputs, rows.contiguous().view(-1), timeout_s)

@@ -1,13 +1,13 @@
-"""Copies tensors of a GPU to memory of the host and back, for groups that move only that.
+"""Copies GPU tensors to host memory and back, for groups that only move host memory.
 
-[Note: staging] A tensor on a GPU is copied to pinned memory of the host, moved there as any other, and copied back. A
-call waits for its copies before it finishes, and leaves nothing queued on the GPU. So all work that the caller queues
-behind it sees the result, on any stream, and no memory of the tensor has to be kept for a stream. A call in another
-thread runs on a stream of its own, behind an event in the caller's stream, so it sees all work that the caller queued
-before the call. It does not wait for the caller's stream itself, which keeps computing meanwhile.
+[Note: staging] A GPU tensor is copied to pinned host memory, moved there like any other tensor, and copied back. A call
+waits for its copies before it finishes, and leaves nothing queued on the GPU. So all work that the caller queues after
+it sees the result, on any stream, and no memory of the tensor has to be kept for a stream. A call in another thread
+runs on a separate stream, after an event in the caller's stream, so it sees all work that the caller queued before the
+call. It does not wait for the caller's stream itself, which keeps computing meanwhile.
 
-Staging is for tensors that come now and then, and for ranks that share one GPU, which NCCL refuses. Between GPUs NCCL
-is faster: "cpu:lockstep,cuda:nccl", or `lockstep.init()`, which chooses it.
+Staging is meant for occasional tensors, and for ranks that share one GPU, which NCCL refuses. Between GPUs NCCL is
+faster: "cpu:lockstep,cuda:nccl", or `lockstep.init()`, which chooses it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def host_memory(tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
-    """Contiguous memory of the host for a tensor on a GPU.
+    """Allocate contiguous pinned host memory for a GPU tensor.
 
     Args:
-        tensor: on a GPU; any shape and dtype.
-        is_read: whether to fill it with the tensor's values, once the current stream has come to them.
+        tensor: GPU tensor of any shape and dtype.
+        is_read: whether to fill it with the tensor's values, once the current stream has computed them.
 
     Raises:
         InputError: the stream is being recorded as a CUDA graph.
@@ -50,22 +50,22 @@ def host_memory(tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
 
 
 def cuda_devices(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """The GPUs on which some of the tensors lie."""
+    """The GPUs on which these tensors lie."""
     return sorted({tensor.device for tensor in tensors if not tensor.is_cpu}, key=str)
 
 
 def mark_now(device: torch.device) -> Any:
-    """An event behind what this thread's stream of that GPU has queued by now."""
+    """An event after everything that this thread has queued on its stream of that GPU."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def behind_caller(tensors: Iterable[torch.Tensor], call: Callable[[], None]) -> Callable[[], None]:
-    """`call` for another thread, behind what this thread has queued by now for the GPUs of these tensors.
+    """`call` for another thread, ordered after what this thread has queued on the GPUs of these tensors.
 
     Returns:
-        `call` itself where no tensor is on a GPU.
+        `call` itself if no tensor is on a GPU.
     """
     events = [(device, mark_now(device)) for device in cuda_devices(tensors)]
     for device, event in events:
@@ -84,7 +84,7 @@ def _behind(device: torch.device, event: Any, call: Callable[[], None]) -> Calla
 
 
 def _own_stream(device: torch.device) -> Any:
-    """A stream that this thread shares with no other."""
+    """A stream that only this thread uses."""
     streams: dict[torch.device, Any] = _local.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

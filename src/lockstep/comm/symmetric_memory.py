@@ -1,4 +1,4 @@
-"""Tensors in memory that the ranks of a host share, as a script asks for them."""
+"""Symmetric memory for scripts: tensors in memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["symmetric_empty"]
 def symmetric_empty(
     shape: int | Sequence[int], dtype: torch.dtype = torch.float32, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """A zeroed tensor in memory that all ranks of a host share, at the same offset on each. Collective.
+    """Allocate a zeroed tensor at the same offset of memory shared by the ranks of a host. Collective.
 
-    `dist.all_reduce` of it, or of a contiguous part of it, works in place: nothing is copied in or out.
+    `dist.all_reduce` of it, or of a contiguous part of it, works in place, without copies.
 
     Args:
         shape: the same on all ranks.
@@ -26,11 +26,11 @@ def symmetric_empty(
         group: a lockstep group; default the default group.
 
     Returns:
-        A CPU tensor of that shape. It is this rank's own: others see it only through collectives.
+        A CPU tensor of that shape. Each rank has its own; others access it only through collectives.
 
     Raises:
         InputError: the group has no symmetric memory.
-        SharedMemoryError: not enough memory; on every rank.
+        SharedMemoryError: on every rank, if there is not enough memory.
     """
     chosen = group if group is not None else dist.group.WORLD
     if chosen is None:

@@ -15,8 +15,8 @@ class SymmetricRegions:
     """Regions by address, to recognise tensors that lie in one.
 
     Attributes:
-        starts: the address of this rank's part of each region, in order. Empty while there is none: a caller that
-            has to ask for every tensor looks at this first.
+        starts: the address of this rank's part of each region, in order. Empty if there are no regions: a caller on a
+            hot path checks this first.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class SymmetricRegions:
         self._regions: list[Region] = []
 
     def add(self, region: Region) -> None:
-        """Keep a region. Local."""
+        """Add a region. Local."""
         start = region.own.data_ptr()
         index = bisect_right(self.starts, start)
         self.starts.insert(index, start)

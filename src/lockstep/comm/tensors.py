@@ -1,4 +1,4 @@
-"""Checks the tensors that a group is given, and gets at their memory."""
+"""Checks the tensors passed to a group, and accesses their memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 _STRIDED = torch.strided
 
-# Types that torch can store but not copy: they travel as the bytes that they are.
+# Dtypes that torch can store but not copy: their tensors travel as bytes.
 _BYTES_ONLY = frozenset(
     getattr(torch, f"{sign}int{bits}")
     for sign in ("", "u")
@@ -38,7 +38,7 @@ _BYTES_ONLY = frozenset(
 
 
 def check_tensor(tensor: object, operation: str) -> torch.Tensor:
-    """A dense tensor on the CPU or a GPU, or an error that says what is wrong with it.
+    """Check for a dense tensor on the CPU or a GPU; returns it.
 
     Raises:
         InputTypeError: not a tensor, or not a dense one of plain numbers.
@@ -63,10 +63,10 @@ def check_tensor(tensor: object, operation: str) -> torch.Tensor:
 
 
 def check_output(tensor: object, operation: str) -> torch.Tensor:
-    """Check a tensor that is written: also, no two of its elements may share memory.
+    """Check a tensor that is written: in addition, no two of its elements may share memory.
 
     Raises:
-        InputError: an expanded tensor, as well.
+        InputError: on another device, or an expanded tensor.
     """
     checked = check_tensor(tensor, operation)
     if not checked.is_contiguous() and may_overlap(checked):
@@ -86,11 +86,11 @@ def check_row(
     check: Callable[[object, str], torch.Tensor] = check_tensor,
     same_numel: bool = False,
 ) -> None:
-    """A list with a tensor for each rank, all of `like`'s dtype.
+    """Check a list with a tensor for each rank, all of `like`'s dtype; returns it.
 
     Raises:
-        InputError: another number of tensors, or of elements.
-        InputTypeError: another dtype.
+        InputError: wrong number of tensors or of elements.
+        InputTypeError: wrong dtype.
     """
     if len(row) != world_size:
         raise InputError(
@@ -107,7 +107,7 @@ def check_row(
 
 
 def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
-    """Check that several calls in one have as many outputs as inputs.
+    """Check that a coalesced call has as many outputs as inputs.
 
     Raises:
         InputError: their numbers differ.
@@ -117,20 +117,20 @@ def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[obje
 
 
 def check_some(operation: str, tensors: Sequence[object]) -> None:
-    """Check that a call is given tensors at all: one of none would move nothing and so not meet its peers.
+    """Check that the list is not empty: an empty call would move nothing, and so not meet its peers.
 
     Raises:
-        InputError: an empty list, which torch refuses for its own groups, too.
+        InputError: an empty list, which torch's own groups refuse as well.
     """
     if not tensors:
         raise InputError(f"{operation}: got an empty list of tensors; pass one or more, the same number on all ranks")
 
 
 def check_root(operation: str, root: int, recorder: FlightRecorder) -> None:
-    """Check that a group has such a rank; torch.distributed does not, in the default group.
+    """Check that the root is a rank of the group; torch.distributed does not, for the default group.
 
     Raises:
-        InputError: it has none.
+        InputError: it is not.
     """
     world_size = len(recorder.global_ranks)
     if not 0 <= root < world_size:
@@ -156,13 +156,13 @@ def check_exchange(recorder: FlightRecorder, sent: torch.Tensor, expected: torch
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """What a functional collective has returned, waited for; any other tensor as it is."""
+    """Wait for the result of a functional collective; any other tensor is returned unchanged."""
     wait = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else cast(torch.Tensor, wait())
 
 
 def check_memory(tensor: torch.Tensor, operation: str) -> None:
-    """Check that a tensor has memory of its own, from which or to which bytes are copied.
+    """Check that a tensor has its own storage, so that its bytes can be copied.
 
     Raises:
         InputTypeError: it wraps another tensor.
@@ -171,7 +171,7 @@ def check_memory(tensor: torch.Tensor, operation: str) -> None:
         return
     try:
         has_memory = tensor.data_ptr() != 0
-    except RuntimeError:  # newer torch says so itself
+    except RuntimeError:  # newer torch reports it itself
         has_memory = False
     if not has_memory:
         raise InputTypeError(
@@ -181,16 +181,16 @@ def check_memory(tensor: torch.Tensor, operation: str) -> None:
 
 
 class FlatTensor:
-    """A tensor as flat contiguous memory of the host: the tensor itself if it is that, else a copy to write back.
+    """A tensor as flat contiguous host memory: the tensor itself if it is that, otherwise a copy to be written back.
 
     Args:
         tensor: on the CPU or a GPU; see [Note: staging].
-        is_read: whether its values matter. False for what is overwritten as a whole, which then need not be copied
-            from a GPU.
+        is_read: whether its values are needed. False for a tensor that is overwritten completely, which then need not
+            be copied from a GPU.
 
     Attributes:
         tensor: the tensor, detached from autograd.
-        flat: shape (numel,), of the tensor's dtype, or uint8 where torch cannot copy that.
+        flat: shape (numel,), of the tensor's dtype; uint8 if torch cannot copy that dtype.
     """
 
     __slots__ = ("_event", "flat", "tensor")
@@ -204,8 +204,8 @@ class FlatTensor:
         if plain.dtype in _BYTES_ONLY:
             plain = plain.view(torch.uint8)
         self._event = None
-        if not plain.is_cpu:  # not by is_cuda, which a stand-in of a rehearsal says of memory of the host
-            # Another thread may write back, whose stream does not wait for what is queued here.
+        if not plain.is_cpu:  # not is_cuda, which a simulated GPU tensor in host memory also claims
+            # Another thread may write back, and its stream does not wait for what is queued here.
             self._event = staging.mark_now(plain.device)
             plain = staging.host_memory(plain, is_read)
         plain = plain.contiguous()
@@ -214,11 +214,11 @@ class FlatTensor:
         elif plain.numel() > 1:
             self.flat = plain.view(-1)
         else:
-            # One element or none is contiguous whatever its strides, and keeps them in a view.
+            # A tensor of at most one element is contiguous whatever its strides, and a view keeps these.
             self.flat = plain.as_strided((plain.numel(),), (1,))
 
     def write_back(self) -> None:
-        """Copy the flat memory into the tensor if it is not the tensor's own."""
+        """Copy the flat memory into the tensor, unless it is the tensor's own memory."""
         if self.flat is not self.tensor and self.flat.data_ptr() != self.tensor.data_ptr():
             if self._event is not None:
                 torch.cuda.current_stream(self.tensor.device).wait_event(self._event)

@@ -1,19 +1,19 @@
-"""Functions of torch that ask for the classes of its own groups, and learn of ours here.
+"""Adapts functions of torch that only support its own groups to ours.
 
-- `monitored_barrier` turns away every backend but gloo by its name.
-- `_set_pg_timeout`, which Megatron-LM and `dist.breakpoint` call, asks for the classes of gloo and nccl.
-- `_shutdown_backend` of torch before 2.11 shuts down NCCL's groups alone when they are destroyed. Without it ranks that
-  wait for one that has left the group learn it only when their time is up.
+- `monitored_barrier` refuses every backend other than gloo by its name.
+- `_set_pg_timeout`, which Megatron-LM and `dist.breakpoint` call, checks for the classes of gloo and nccl.
+- `_shutdown_backend` of torch before 2.11 only shuts down NCCL groups when they are destroyed. Without the change,
+  ranks that wait for one that has left the group notice it only at their timeout.
 - `_maybe_attach_flight_recorder`, from 2.15 on, hooks torch's recorder to every group whose backends keep no record
-  themselves. The hook asks the group for a name that only groups with a C++ backend inside have, and ours have none:
-  `init_process_group` raised "ProcessGroup name not set". Nor could it record anything, because it is called by
-  torch's dispatcher, which our verbs do not pass; they have a record of their own (`flight_recorder.py`). Rejected: to
-  add our names to `_FR_SELF_RECORDING_BACKENDS`: torch asks for the backends of all devices, and so attaches its hook
-  for "cpu:lockstep,cuda:nccl" all the same.
+  themselves. The hook asks the group for a name that only groups with a C++ backend have, and ours have none:
+  `init_process_group` raised "ProcessGroup name not set". It could not record anything anyway, because it is called by
+  torch's dispatcher, which our verbs bypass; they have their own record (`flight_recorder.py`). Rejected: adding our
+  names to `_FR_SELF_RECORDING_BACKENDS`: torch checks the backends of all devices, and so still attaches its hook for
+  "cpu:lockstep,cuda:nccl".
 - `DistributedDataParallel._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)` computes in C++, where
-  the future of an all_reduce must hold a list of C++'s. That of a group written in Python holds one of Python's, which
-  ends in an internal error of torch. torch has the same hook in Python, too, so a model on a group of ours gets that
-  one. The other built-in hook, ALLREDUCE, takes either list.
+  the future of an all_reduce must hold a C++ list. The future of a group written in Python holds a Python list, which
+  causes an internal error in torch. torch has the same hook in Python, so a model on one of our groups gets that one.
+  The other built-in hook, ALLREDUCE, accepts either list.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Let the functions of torch.distributed know our groups. Local; may be called again.
+    """Make the functions of torch.distributed support our groups. Local; may be called again.
 
-    What `torch.distributed` took from its module before is replaced, too. A release that lacks one needs none.
+    Names that `torch.distributed` imported from the module are replaced too. Functions missing in a release are
+    skipped.
     """
     wrap_once(f"{_C10D}.monitored_barrier", _monitored_barrier, alias="torch.distributed")
     wrap_once(f"{_C10D}._set_pg_timeout", _set_timeout)
@@ -43,7 +44,7 @@ def register() -> None:
 
 
 def register_hooks_of_ddp() -> None:
-    """Let torch's DDP know our groups when it gets a built-in hook; torch is there as a whole. Local."""
+    """Make torch's DDP support our groups with built-in hooks. Local; torch must be completely imported."""
     wrap_once("torch.nn.parallel.distributed.DistributedDataParallel._register_builtin_comm_hook", _register_hook)
 
 

@@ -1,25 +1,24 @@
 """The flight record of torch's own groups (gloo, nccl, …), for the launcher.
 
-Such groups have no flight record that others could read, and do not ask for one: their errors say that a rank is
-late, not which. Under our launcher every rank writes into its status file (`lockstep.rank_status`) which collective it
-enters, from which line; when one of them times out or is killed, the launcher compares and names the missing ranks.
+Such groups have no flight record that others could read: their errors say that a rank is late, but not which one. Under
+our launcher every rank writes into its status file (`lockstep.rank_status`) which collective it enters, and from which
+line; when one of them times out or is killed, the launcher compares the files and names the missing ranks.
 
 [Note: where the record is taken] Python calls the verbs of a group as methods of torch's class `ProcessGroup`, and
-waits by its class `Work`. Those methods are wrapped, on the classes, once. That sees what `torch.distributed`, our
-engine, FSDP2 and scripts do, and changes nothing of what the group does: arguments, results and errors pass through
-untouched. They do not see what C++ calls by itself, which is the reducer of torch's DDP; its forward pass is recorded
-instead, and from torch 2.14 on its collectives too (`native_calls.py`).
+waits by its class `Work`. Those methods are wrapped, on the classes, once. That covers what `torch.distributed`, our
+engine, FSDP2 and scripts do, and does not change the group's behaviour: arguments, results and errors pass through
+unchanged. It misses calls made in C++, by the reducer of torch's DDP; its forward pass is recorded instead, and from
+torch 2.14 on its collectives too (`native_calls.py`).
 
-Rejected: a group of our own around torch's, which DDP's reducer would go through, but which would have to stand for
-nccl's streams, coalescing, splitting and aborts too; TORCH_DISTRIBUTED_DEBUG=DETAIL, which meets before every
-collective; torch's own flight recorder, which a rank that was killed cannot dump.
+Rejected: a wrapper group around torch's, which DDP's reducer would use, but which would also have to handle nccl's
+streams, coalescing, splitting and aborts; TORCH_DISTRIBUTED_DEBUG=DETAIL, which synchronizes before every collective;
+torch's own flight recorder, which a killed rank cannot dump.
 
-[Note: cost of a recorded call] What is recorded of a call is looked up by dtype, shape and line; texts are made for
-new ones only. Python pays for each call of a function of its own, which is why entering looks up two indices without
-one, and why handles are known by their place in memory. `make gpu` measures it beside torch's own methods
-(`measure-record`).
+[Note: cost of a recorded call] The record of a call is looked up by dtype, shape and line; texts are only made for new
+ones. Python function calls are expensive, which is why entering looks up two indices without one, and why handles are
+identified by their address. `make gpu` measures it next to torch's own methods (`measure-record`).
 
-For nccl a call counts as over when a stream waits for it, not when the GPU is through.
+For nccl a call counts as finished when a stream waits for it, not when the GPU has finished it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from lockstep.torch_private.patching import patch, wrap
 
 __all__ = ["register"]
 
-# Names of one verb in different releases of torch are all there is in that release.
+# For each verb, its names in different releases of torch; missing ones are skipped.
 _VERBS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -77,16 +76,16 @@ _LOCAL = "use_local_synchronization"
 _FEW_HANDLES = 1024
 
 _Call = tuple[Any, ...]
-"""The name of a call, and the dtype and shape of its first tensor if it has one; its text is made when it is new."""
+"""The name of a call, and dtype and shape of its first tensor if it has one; the text is only made for a new one."""
 _Handle = tuple["weakref.ref[Any]", "_GroupRecord", int, str]
-"""A torch Work, whose group that is of, and the number of its call; of messages 0, and what a wait for them says."""
+"""A torch Work, the record of its group, the number of its call (0 for messages), and the text while waiting for it."""
 
 
 class _GroupRecord:
-    """What this rank does in one group of torch's.
+    """What this rank is doing in one of torch's groups.
 
     Args:
-        name: how messages call the group.
+        name: the group's name in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -96,7 +95,7 @@ class _GroupRecord:
         self._lock = threading.Lock()
 
     def enter(self, call: _Call, site: CallSite) -> int:
-        """Record that this rank calls something; returns the number of the call."""
+        """Record that this rank makes a call; returns the number of the call."""
         status = self._status
         words = status.words
         with self._lock:
@@ -117,7 +116,7 @@ class _GroupRecord:
     def _add(
         self, known: dict[Any, int], key: Any, write: Callable[[int, str], None], make_text: Callable[[Any], str]
     ) -> int:
-        """Give a text its place in its ring. A full ring starts again: only the latest call needs its texts."""
+        """Store a text in its ring, and return its index. A full ring starts over: only the latest call needs texts."""
         if len(known) == RING:
             known.clear()
         index = known[key] = len(known)
@@ -125,25 +124,25 @@ class _GroupRecord:
         return index
 
     def finish(self, number: int) -> None:
-        """Record that this rank has come out of that call, and so of all before it."""
+        """Record that this rank has finished that call, and thereby all before it."""
         words = self._status.words
         with self._lock:
             if words[FINISHED] < number:
                 words[FINISHED] = number
 
     def publish_waiting(self, text: str) -> None:
-        """Record which message this rank waits for; empty for none."""
+        """Record which message this rank is waiting for; empty for none."""
         self._status.publish_waiting(text)
 
 
 class _Batch(threading.local):
-    """Messages that this thread has begun as one: their handle comes at the end."""
+    """Messages that this thread has started as a batch: their handle comes at the end."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
 
-# By identity, and so only as good as their weak references: what an object's successor in memory finds is not its own.
+# By id, valid only while the weak reference is alive: a new object at the same address must not match.
 _records: dict[int, tuple[weakref.ref[Any], _GroupRecord]] = {}
 _handles: dict[int, _Handle] = {}
 _clears_at = _FEW_HANDLES
@@ -153,7 +152,7 @@ _module: ModuleType | None = None
 
 
 def register(module: ModuleType) -> None:
-    """Record torch's groups from now on, if a launcher reads it. Local; once is enough.
+    """Record torch's groups from now on, if a launcher reads the record. Local; once is enough.
 
     Args:
         module: `torch.distributed.distributed_c10d`.
@@ -178,9 +177,9 @@ def register(module: ModuleType) -> None:
 
 
 def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_process_group` that tells the launcher, which can then name ranks that never joined a group.
+    """`init_process_group` that also tells the launcher, which can then name ranks that never joined a group.
 
-    And that ends nccl's groups which the script leaves open, as a world of ours does.
+    At exit it also aborts nccl groups that the script leaves open, as our worlds do.
     """
 
     locate = make_locator()
@@ -192,7 +191,7 @@ def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
         assert _module is not None
         rank_status.note_joined(_module.get_rank(), _module.get_world_size())
         if "nccl" in _module.get_backend():
-            from lockstep.comm.nccl_end import abort_at_exit  # needs all of torch.distributed, which was not there yet
+            from lockstep.comm.nccl_end import abort_at_exit  # needs all of torch.distributed, not loaded earlier
 
             abort_at_exit()
         return result
@@ -201,7 +200,7 @@ def _noting_that_it_joins(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name_of_joining(values: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """`rank_status.JOINING` where the numbers are those of the launcher, which then knows who is awaited."""
+    """`rank_status.JOINING` if the numbers are those of the launcher, which then knows which ranks are awaited."""
     given = dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), values, strict=False)) | options
     launched = {"rank": env.RANK.get(), "world_size": env.WORLD_SIZE.get()}
     numbers = {name: given[name] for name in launched if given.get(name, -1) != -1}
@@ -212,11 +211,11 @@ def _name_of_joining(values: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 
 def _noting_that_it_meets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`new_group` that tells the launcher for whom this rank waits."""
+    """`new_group` that tells the launcher which ranks this one is waiting for."""
     locate = make_locator()
 
     def new_group(ranks: Any = None, *values: Any, **options: Any) -> Any:
-        who = "" if ranks is None else ranks  # as it is: an iterator is torch's to walk
+        who = "" if ranks is None else ranks  # unchanged: an iterator must be left for torch to consume
         with rank_status.noting_meeting(f"new_group({who}) at {site_text(locate())}", _is_of_all(values, options)):
             return original(ranks, *values, **options)
 
@@ -224,7 +223,7 @@ def _noting_that_it_meets(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_all(values: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether all ranks of the launcher have to come to a new group, and not its members alone."""
+    """Whether all ranks of the launcher must call `new_group`, not only its members."""
     given = dict(zip(("timeout", "backend", "pg_options", _LOCAL), values, strict=False)) | options
     if _module is None or not _module.is_initialized() or given.get(_LOCAL, False):
         return False
@@ -238,7 +237,7 @@ def _record_of(group: Any) -> _GroupRecord:
     assert _module is not None
     ranks = sorted(_ranks_of(group))
     is_default = group is _module.GroupMember.WORLD
-    # Only other groups are asked for torch's name.
+    # torch's name is only needed for groups other than the default.
     record = _GroupRecord(describe_group("" if is_default else group.group_name, ranks, is_default))
     key = id(group)
     _records[key] = weakref.ref(group, lambda _: _records.pop(key, None)), record
@@ -259,7 +258,7 @@ def _ranks_of(group: Any) -> list[int]:
     assert _module is not None
     try:
         ranks: list[int] = _module.get_process_group_ranks(group)
-    except KeyError:  # torch has forgotten it, or never made it
+    except KeyError:  # torch has forgotten it, or did not create it
         return []
     return ranks
 
@@ -275,7 +274,7 @@ def _call_of(name: str, values: tuple[Any, ...]) -> _Call:
 
 
 def _text(call: _Call) -> str:
-    """`all_reduce(float32[4])`; `barrier()`; of a pass, its name alone."""
+    """`all_reduce(float32[4])`; `barrier()`; for a forward pass, just its name."""
     name, *tensor = call
     return name if name == _PASS else f"{name}({describe_shape(*tensor) if tensor else ''})"
 
@@ -292,7 +291,7 @@ def _recorded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             work = original(group, *values, **options)
         finally:
             from_python.depth -= 1
-        if work is None:  # monitored_barrier has waited already
+        if work is None:  # monitored_barrier has already waited
             record.finish(number)
         else:
             _note_handle(work, record, number, "")
@@ -305,7 +304,7 @@ def _native_noter() -> Callable[[Any, str, tuple[Any, ...]], None]:
     locate = make_locator()
 
     def note(group: Any, name: str, tensors: tuple[Any, ...]) -> None:
-        """Record a collective that C++ calls. Nothing tells when it is over."""
+        """Record a collective called from C++. Its end cannot be observed."""
         record = _record_of(group)
         record.finish(record.enter(_call_of(name, tensors), locate()))
 
@@ -313,7 +312,7 @@ def _native_noter() -> Callable[[Any, str, tuple[Any, ...]], None]:
 
 
 def _recorded_message(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Record a send or receive: no step of the group, without a number, shown only while a thread waits for it."""
+    """Record a send or receive: not a step of the group, not numbered, and shown only while a thread waits for it."""
     locate = make_locator()
     has_peer = original.__name__ != "recv_anysource"
 
@@ -322,7 +321,7 @@ def _recorded_message(original: Callable[..., Any], name: str) -> Callable[..., 
         work = original(group, *values, **options)
         peer = values[1] if has_peer and len(values) > 1 else None
         text = _message_text(_call_of(name, values), peer, locate())
-        if work is None:  # one of a batch, which has a handle as a whole
+        if work is None:  # part of a batch, which has a single handle
             _batch.texts.append(text)
         else:
             _note_handle(work, _record_of(group), 0, text)
@@ -338,7 +337,7 @@ def _message_text(call: _Call, peer: int | None, site: CallSite) -> str:
 
 
 def _recorded_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The end of a batch, which gives the handle of its messages."""
+    """Record the end of a batch, which returns the handle of its messages."""
 
     def end(group: Any, *values: Any, **options: Any) -> Any:
         texts, _batch.texts = _batch.texts, []
@@ -370,7 +369,7 @@ def _recorded_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded_pass(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record a forward pass of torch's DDP, which reduces gradients from C++: more cannot be known."""
+    """Record a forward pass of torch's DDP, which reduces gradients from C++: no more can be known."""
     locate = make_locator()
 
     def prepare(reducer: Any, *values: Any, **options: Any) -> Any:

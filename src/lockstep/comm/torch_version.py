@@ -1,7 +1,7 @@
-"""The releases of torch that this release was tested with, and what depends on the number of a release.
+"""The releases of torch that this release was tested with, and behaviour that depends on torch's version number.
 
-Elsewhere nothing depends on the number: code asks by name whether torch has something. How its C++ behaves has no name,
-so that is decided here.
+Everywhere else, code checks by name whether torch has a feature. The behaviour of its C++ code has no name, so it is
+decided by version here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_oldest(version: str) -> None:
 
 
 def warn_if_untested(version: str, rank: int) -> None:
-    """One warning for each job with a torch that is newer than the newest tested. Local.
+    """Warn once per job about a torch newer than the newest tested one. Local.
 
     Args:
         version: such as "2.16.0".
@@ -58,9 +58,9 @@ def warn_if_untested(version: str, rank: int) -> None:
 
 
 def drops_python_work(version: str) -> bool:
-    """Whether C++ of this torch keeps no reference to a `Work` written in Python. Local.
+    """Whether this torch's C++ keeps no reference to a `Work` written in Python. Local.
 
-    2.6 does not; 2.11 does. For the releases between them it is assumed, which costs some memory.
+    2.6 does not; 2.11 does. It is assumed not to in the releases between, which costs some memory.
 
     Args:
         version: such as "2.6.0".
@@ -69,9 +69,9 @@ def drops_python_work(version: str) -> bool:
 
 
 def forgets_of_storages(version: str) -> bool:
-    """Whether Python's garbage collector may take the attributes of a storage that lives on in C++. Local.
+    """Whether Python's garbage collector may drop the attributes of a storage that is still alive in C++. Local.
 
-    2.6 lets it, 2.11 does not.
+    True in 2.6, False in 2.11.
 
     Args:
         version: such as "2.6.0".
@@ -80,7 +80,7 @@ def forgets_of_storages(version: str) -> bool:
 
 
 def joins_gloo_with_gil(version: str) -> bool:
-    """Whether this torch joins gloo's threads while it keeps the GIL that they may need; 2.8 does not. Local.
+    """Whether this torch joins gloo's threads while holding the GIL, which they may need; 2.8 does not. Local.
 
     Args:
         version: such as "2.6.0".
@@ -89,7 +89,7 @@ def joins_gloo_with_gil(version: str) -> bool:
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Major and minor number of a version such as "2.13.0+cpu"; one that has none counts as tested. Local."""
+    """Major and minor number of a version such as "2.13.0+cpu"; one without numbers counts as tested. Local."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else NEWEST_TESTED
 

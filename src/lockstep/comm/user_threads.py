@@ -1,8 +1,8 @@
-"""Which threads of this process may come to run the user's code.
+"""Finds threads of this process that may run the user's code.
 
-[Note: what calls back] A thread of Python's own library has no frame of the user's while it waits, and may call a
-function of his later: a timer, a scheduler, an event loop with tasks, a server, a worker of a pool and what hands out
-the results of one. An idle one of these calls nothing before another thread gives it something to do.
+[Note: what calls back] A thread of Python's standard library has no frame of the user's while it waits, but may call a
+user's function later: a timer, a scheduler, an event loop with tasks, a server, a pool worker and the thread that
+delivers a pool's results. An idle one calls nothing before another thread gives it work.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MAIN_THREAD = threading.main_thread().ident
 
 
 def threads_of_user() -> set[int]:
-    """Threads that run, or have called, code of no installed library, or may: see [Note: what calls back].
+    """Threads that run user code, have called it, or may call it: see [Note: what calls back].
 
-    Neither the main thread nor the caller's is among them.
+    User code is code outside of installed libraries. Excludes the main thread and the caller's.
     """
     known = (MAIN_THREAD, threading.get_ident())
     frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in known}
@@ -55,12 +55,12 @@ def _always(_: Any) -> bool:
 
 def _loop_has_more(loop: Any) -> bool:
     asyncio = sys.modules["asyncio"]
-    # Where the private one is missing, tasks alone tell.
+    # If the private attribute is missing, only tasks count.
     return bool(asyncio.all_tasks(loop) or getattr(loop, "_scheduled", ()))
 
 
-# Class whose method `run` (or as below) is on the stack -> whether that object may yet call the user's code. By name,
-# because most programs import none of these modules.
+# Class whose method `run` (or as below) is on the stack -> whether that object may yet call user code. By name, because
+# most programs import none of these modules.
 _CALLERS_BACK: Mapping[tuple[str, str], Callable[[Any], bool]] = {
     ("threading", "Timer"): _always,
     ("sched", "scheduler"): _always,
@@ -76,7 +76,7 @@ _POOLS_RESULTS = "multiprocessing.pool", "_handle_results"
 def _calls_back(frame: FrameType) -> bool:
     module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
     if (module, function) == _POOLS_RESULTS:
-        return bool(frame.f_locals.get("cache"))  # of results that are still to come
+        return bool(frame.f_locals.get("cache"))  # of pending results
     if function not in _METHODS:
         return False
     caller = frame.f_locals.get("self")

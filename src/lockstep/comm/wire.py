@@ -1,8 +1,8 @@
-"""What float sums travel as between hosts.
+"""Wire formats: how float sums are encoded between hosts.
 
-A reduction over several hosts adds within each host first, in the dtype in which it accumulates. What then crosses the
-network is one partial sum per host, and these are what a wire format encodes. Every rank, also the one that encoded
-them, continues with the decoded values, so all ranks end with the same bits.
+A reduction over several hosts first adds within each host, in the dtype in which it accumulates. One partial sum per
+host then crosses the network, and a wire format encodes these. Every rank, including the one that encoded them,
+continues with the decoded values, so all ranks end with the same bits.
 
 | name | bits per value | error of one encoding of x |
 |---|---|---|
@@ -12,14 +12,14 @@ them, continues with the decoded values, so all ranks end with the same bits.
 | int8 | 8.06 | at most (max - min) / 509 of the block + 2**-22 m |
 
 Blocks hold 1024 consecutive values. A format applies to SUM, AVG and PREMUL_SUM of float32, float16 and bfloat16, which
-accumulate in float32. float64, integers and every other operation travel exactly, whatever the format.
+accumulate in float32. float64, integers and all other operations are sent exactly, whatever the format.
 
 [Note: error of a reduction] With two hosts each partial sum is encoded once, so the error of a SUM is at most the sum
-of the two bounds; of an AVG that divided by the world size. With more hosts, each value is reduced on one of them, from
-the encoded sums of all, and the result is encoded once more on its way back: the bound is the sum over all
-hosts, and that of the result. Rounding of the additions themselves comes on top, as always.
+of the two bounds; for an AVG, that divided by the world size. With more hosts, each value is reduced on one of them,
+from the encoded sums of all, and the result is encoded once more on its way back: the bound is the sum over all hosts,
+plus that of the result. Rounding of the additions themselves is added, as always.
 
-[Note: not a number] An infinity or NaN in a partial sum comes out as an infinity or NaN: in its place with bf16, for
+[Note: not a number] An infinity or NaN in a partial sum is decoded as an infinity or NaN: in its place with bf16, for
 its whole block with fp16 and int8. So a gradient scaler sees an overflow.
 """
 
@@ -43,16 +43,16 @@ _SCALE_BYTES = 4
 _INT8_HEAD_BYTES = 8  # scale and minimum, after each block: the layout of torch's row-wise quantisation
 # 65504 is float16's largest number; 2**15 leaves room for rounding.
 _FP16_EXPONENT = 15
-# Multipliers outside of this would be subnormal or infinite themselves.
+# Multipliers outside of this range would themselves be subnormal or infinite.
 _LARGEST_EXPONENT = 126
 
 
 class Wire(abc.ABC):
-    """One format. Stateless; all of it local.
+    """One wire format. Stateless; all methods are local.
 
     Attributes:
         name: the name by which users choose it.
-        is_exact: whether what is decoded is what was encoded.
+        is_exact: whether decoding restores exactly what was encoded.
     """
 
     name: str
@@ -77,15 +77,15 @@ class Wire(abc.ABC):
 
         Args:
             data: uint8, shape (num_bytes(n),).
-            out: float32, shape (n,), contiguous; memory that may be used.
+            out: float32, shape (n,), contiguous; may be used as memory.
 
         Returns:
-            float32, shape (n,): `out`, or memory of its own where that is faster.
+            float32, shape (n,): `out`, or other memory if that is faster.
         """
 
 
 class _Fp32(Wire):
-    """The values as they are: no error."""
+    """The values unchanged, without error."""
 
     name = "fp32"
     is_exact = True
@@ -121,10 +121,10 @@ class _Bf16(Wire):
 class _Fp16(Wire):
     """Rounded to nearest, 11 bits of significand, each block scaled by a power of two so that nothing overflows.
 
-    The largest magnitude m of a block is scaled into [2**14, 2**15). A value that is a normal number then has an error
-    of at most 2**-11 abs(x); one that is not has an absolute error of at most half of float16's smallest
-    step, 2**-25, which unscaled is at most 2**-39 m. The bound given is 2**-11 abs(x) + 2**-29 m + 2**-134: with
-    room for blocks whose m is so small or so large that its scale has reached its limit of 2**±126.
+    The largest magnitude m of a block is scaled into [2**14, 2**15). A value that is then a normal number has an error
+    of at most 2**-11 abs(x); otherwise the absolute error is at most half of float16's smallest step, 2**-25, which
+    unscaled is at most 2**-39 m. The bound given is 2**-11 abs(x) + 2**-29 m + 2**-134: it leaves room for blocks whose
+    m is so small or so large that its scale has reached its limit of 2**±126.
     """
 
     name = "fp16"
@@ -164,9 +164,9 @@ class _Fp16(Wire):
 class _Int8(Wire):
     """Affine quantised: each block has its minimum and a step of (max - min) / 255, and each value its nearest step.
 
-    The error is at most half a step, (max - min) / 510, and what float32 makes of min + step * q: together at
-    most (max - min) / 509 + 2**-22 m, m the largest magnitude in the block; or 2**-126 if that is more. The last block
-    is padded with its own last value.
+    The error is at most half a step, (max - min) / 510, and the rounding of min + step * q in float32: together at most
+    (max - min) / 509 + 2**-22 m, m the largest magnitude in the block; or 2**-126 if that is more. The last block is
+    padded with its last value.
     """
 
     name = "int8"
@@ -179,9 +179,9 @@ class _Int8(Wire):
         if blocks.numel() == 0:
             return
         rows = out.view(blocks.size(0), BLOCK + _INT8_HEAD_BYTES)
-        # The quantisation adds 1e-8 to every range, the end of small gradients: lift them far above that.
+        # Quantisation adds 1e-8 to every range, which would erase small gradients: scale them far above that.
         lifted = blocks * _INT8_LIFT
-        if not math.isfinite(float(lifted.sum())):  # It also passes over a NaN; a sum does not.
+        if not math.isfinite(float(lifted.sum())):  # the quantisation also ignores a NaN; a sum does not
             self._encode_carefully(blocks, rows)
             return
         rows.copy_(byte_prepack(lifted))
@@ -189,7 +189,7 @@ class _Int8(Wire):
         rows[:, BLOCK:] = heads.view(torch.uint8)
 
     def _encode_carefully(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
-        """The same for values that may be too large to be lifted, or not finite: their blocks come out as NaN."""
+        """The same for values that may be too large to be scaled, or not finite: their blocks are decoded as NaN."""
         is_odd = ~(blocks.amax(dim=1) - blocks.amin(dim=1)).isfinite()
         rows.copy_(byte_prepack(blocks.masked_fill(is_odd.unsqueeze(1), 0.0)))
         heads = rows[:, BLOCK:].contiguous().view(torch.float32)
@@ -209,7 +209,7 @@ def _num_blocks(numel: int) -> int:
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:
-    """Whole blocks, shape (blocks, BLOCK); what is missing in the last is filled with its last value."""
+    """Whole blocks, shape (blocks, BLOCK); the last one is filled up with its last value."""
     missing = -values.numel() % BLOCK
     if missing:
         values = torch.cat([values, values[-1:].expand(missing)])
@@ -225,7 +225,7 @@ def find_wire(name: object) -> Wire:
     """The wire format of that name.
 
     Raises:
-        SetupError: there is none; lists those there are.
+        SetupError: there is none; lists the existing ones.
     """
     wire = WIRES.get(name.lower()) if isinstance(name, str) else None
     if wire is None:
@@ -234,7 +234,7 @@ def find_wire(name: object) -> Wire:
 
 
 def choose_wire(name: str | None) -> None:
-    """Choose the format of groups made from now on; None for that of LOCKSTEP_WIRE. The same on all ranks.
+    """Set the format of groups created from now on; None for that of LOCKSTEP_WIRE. The same on all ranks.
 
     Raises:
         SetupError: there is no such format.

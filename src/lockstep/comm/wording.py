@@ -1,4 +1,4 @@
-"""How messages call a group and a tensor. Imports no torch, for the record of torch's own groups."""
+"""Names of groups and tensors in messages. Does not import torch, for the record of torch's own groups."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SHAPE", "describe_group", "describe_shape", "describe_tensor", "without_ones"]
 
-# The shape in what `describe_tensor` gives; its sizes are the group.
+# The shape in the output of `describe_tensor`; its sizes are the regex group.
 SHAPE = re.compile(r"(?<=\w)\[([\d, ]*)\]")
 
 
 def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> str:
-    """How errors call a group.
+    """The name of a group in errors.
 
     Args:
-        group_name: torch's name for it.
+        group_name: torch's name for the group.
         ranks: global rank of each of its ranks.
         is_default: whether it is the default group.
     """
@@ -34,14 +34,14 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def describe_shape(dtype: torch.dtype, shape: Iterable[int]) -> str:
-    """The same of a tensor that is not at hand."""
+    """The same for a tensor given by dtype and shape."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def without_ones(text: str) -> str:
-    """A text without the dimensions of size 1 in its shapes: tensors that differ in them alone hold the same elements.
+    """Remove dimensions of size 1 from the shapes in a text: tensors that differ only in them hold the same elements.
 
-    Of sparse tensors they count: indices go by dimensions.
+    Shapes of sparse tensors are kept: their indices depend on the dimensions.
 
     >>> without_ones("all_reduce(float32[1, 3], int64[1], SUM)")
     'all_reduce(float32[3], int64[], SUM)'

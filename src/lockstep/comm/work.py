@@ -1,14 +1,14 @@
 """Work handles of collectives and messages, and the thread that runs the asynchronous calls of a group in order.
 
-[Note: callbacks] Callbacks run in the thread that runs the calls of the group. One that waits for a call queued behind
-its own would wait for its own thread. The handle of that call knows this and runs it (`Runner.run_until`); the wait of
-a future is torch's C++, which does not. Nothing but a deadline ends it (`_CallbackWatch`).
+[Note: callbacks] Callbacks run in the thread that runs the calls of the group. A callback that waits for a call queued
+after its own would wait for its own thread. The handle of that call knows this and runs it (`Runner.run_until`);
+waiting for a future is torch's C++ code, which does not. Only a deadline ends that wait (`_CallbackWatch`).
 
 [Note: a thread of its own] A group's thread adds and copies while the thread that called it keeps computing with all
-its intra-op threads. OpenMP gives every thread that computes a team of its own: with eight intra-op threads a rank
-would have sixteen, and those that wait at the end of each operation take the cores by asking (torch's DDP over a group,
-2 ranks of 8 threads on 16 cores: 1.3 to 7.5 times slower than our engine, which computes in the caller's thread). So it
-computes alone, as gloo's threads do.
+its intra-op threads. OpenMP gives every computing thread a separate team: with eight intra-op threads a rank would have
+sixteen, and those that wait at the end of each operation take the cores by spinning (torch's DDP over a group, 2 ranks
+of 8 threads on 16 cores: 1.3 to 7.5 times slower than our engine, which computes in the caller's thread). So the
+group's thread computes with a single thread, as gloo's threads do.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Result = list[torch.Tensor]
 
 
 def _devices(result: Result) -> list[int | str | torch.device] | None:
-    """The GPUs of the tensors, which torch wants to know of a future."""
+    """The GPUs of the tensors, which torch needs when a future is created."""
     return [*staging.cuda_devices(result)] or None
 
 
 class DoneWork(_TorchWork):
-    """A call that had finished before it returned.
+    """The handle of a call that finished before it returned.
 
     Args:
         result: the tensors it wrote, for `get_future` and `result`.
@@ -58,7 +58,7 @@ class DoneWork(_TorchWork):
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Nothing to wait for."""
+        """True; there is nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:
@@ -84,17 +84,17 @@ class DoneWork(_TorchWork):
         return future
 
     def synchronize(self) -> None:
-        """Nothing to do on CPU."""
+        """Do nothing: the tensors are ready."""
 
 
 class PendingWork(_TorchWork):
-    """A call that the group's thread runs.
+    """The handle of a call that the group's thread runs.
 
     Args:
-        call: does the work; runs in the group's thread.
+        call: does the work, in the group's thread.
         result: the tensors that it writes.
         describe: names the call, for errors.
-        runner: what will run it; None if the thread that waits for it does what it takes.
+        runner: runs the call; None if the thread that waits for it makes it progress.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class PendingWork(_TorchWork):
         self._runner = runner
 
     def run(self) -> None:
-        """Run the call and keep its outcome. By the group's thread, once."""
+        """Run the call and store its outcome. Called once, by the group's thread."""
         try:
-            # Autograd may give an output its grad_fn while the call is under way (functional collectives), and what
-            # writes it is no operation to differentiate. Grad mode is a thread's own: the caller's stays.
+            # Autograd may attach a grad_fn to an output while the call is under way (functional collectives), and
+            # writing it is not an operation to differentiate. Grad mode is per thread: the caller's is unchanged.
             with torch.no_grad():
                 self._call()
         except BaseException as error:  # raised by `wait`
@@ -129,7 +129,7 @@ class PendingWork(_TorchWork):
         self._finish()
 
     def describe(self) -> str:
-        """What was called, such as `all_reduce(float32[10], SUM)`."""
+        """Describe the call, such as `all_reduce(float32[10], SUM)`."""
         return self._describe()
 
     def _finish(self) -> None:
@@ -150,7 +150,7 @@ class PendingWork(_TorchWork):
         """Wait until the call has finished.
 
         Raises:
-            CollectiveTimeout: it has not within `timeout` (zero or None: the group's own timeout rules).
+            CollectiveTimeout: it has not within `timeout` (zero or None: only the group's own timeout applies).
             CollectiveError: the error that the call raised.
         """
         timeout_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
@@ -164,7 +164,7 @@ class PendingWork(_TorchWork):
         return True
 
     def _await(self, timeout_s: float | None) -> bool:
-        """Whether it has finished by then. Without a limit, the runner knows that the main thread waits for it."""
+        """Whether it finishes in time. Without a limit, the runner notes that the main thread waits for it."""
         runner = self._runner
         if runner is not None and runner.is_current_thread:
             return runner.run_until(self, timeout_s)
@@ -177,7 +177,7 @@ class PendingWork(_TorchWork):
             runner.is_awaited_by_main = False
 
     def is_completed(self) -> bool:
-        """Whether the call has finished, well or not."""
+        """Whether the call has finished, successfully or not."""
         return self._finished.is_set()
 
     def is_success(self) -> bool:
@@ -185,7 +185,7 @@ class PendingWork(_TorchWork):
         return self._finished.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Its error, if it has finished with one."""
+        """Its error, if it has finished with one; else None."""
         return self._error
 
     def result(self) -> Result:
@@ -193,17 +193,17 @@ class PendingWork(_TorchWork):
         return self._result
 
     def result_numel(self) -> int:
-        """Elements of all tensors that the call writes."""
+        """Total number of elements of the tensors that the call writes."""
         return sum(tensor.numel() for tensor in self._result)
 
     def get_future(self) -> Future[Result]:
         """A future that finishes with the call.
 
-        An error has to come out of a callback: only there does torch's C++ side (DDP's reducer waits
-        in it) take it for an error rather than for a value.
+        An error has to be raised from a callback: only then does torch's C++ side (DDP's reducer waits in it) treat it
+        as an error rather than as a value.
         """
         if self._runner is not None and self._runner.is_current_thread:
-            # A callback asks, which may wait for it, in C++; see [Note: callbacks].
+            # The caller is a callback, which may wait for the future in C++; see [Note: callbacks].
             self._runner.run_until(self, None)
         with self._lock:
             if self._future is not None:
@@ -218,7 +218,7 @@ class PendingWork(_TorchWork):
         return self._future
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the call."""
         self.wait()
 
 
@@ -245,11 +245,11 @@ class _Owner(Protocol):
 
 
 class DoneMessage(DoneWork):
-    """A send or receive that had finished before it returned.
+    """The handle of a send or receive that finished before it returned.
 
     Args:
-        tensor: what was sent or received.
-        source: group rank it came from; -1 for a send.
+        tensor: the tensor that was sent or received.
+        source: group rank of its sender; -1 for a send.
     """
 
     def __init__(self, tensor: torch.Tensor, source: int) -> None:
@@ -257,21 +257,21 @@ class DoneMessage(DoneWork):
         self._source = source
 
     def _source_rank(self) -> int:
-        """Group rank of the sender; torch's `recv` from any source asks for it."""
+        """Group rank of the sender; torch's `recv` from any source reads it."""
         return self._source
 
 
 class MessageWork(PendingWork):
-    """A send or receive under way.
+    """The handle of a send or receive under way.
 
     Args:
         owner: moves the messages of the group.
-        operation: the operation of the mailbox.
+        operation: the mailbox's operation.
         item: the tensor that is sent, or received into.
-        timeout_s: seconds from the first wait to the deadline.
+        timeout_s: seconds from the first wait until the deadline.
 
     Attributes:
-        awaited_since_s: monotonic time at which a thread began to wait for it; None if none has.
+        awaited_since_s: monotonic time at which a thread first waited for it; None if none has.
     """
 
     def __init__(self, owner: _Owner, operation: Send | Receive, item: _Payload, timeout_s: float) -> None:
@@ -283,30 +283,30 @@ class MessageWork(PendingWork):
         self._item = item
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Keep the outcome and hand it to the waiting threads. Once, and under no lock: callbacks run in here."""
+        """Set the outcome and wake the waiting threads. Call it once, and without locks: callbacks run in here."""
         if error is None and isinstance(self.operation, Receive):
             self._item.write_back()
         self._error = error
         self._finish()
 
     def _await(self, timeout_s: float | None) -> bool:
-        """Whether it has finished by then. The thread that waits moves the messages of the group."""
+        """Whether it finishes in time. The waiting thread moves the messages of the group."""
         if not self.is_completed():
             self._owner.drive(self, timeout_s)
         return self.is_completed()
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A future that finishes with it. The deadline runs from now on."""
+        """A future that finishes with it. Starts the deadline."""
         self.start_deadline()
         return super().get_future()
 
     def start_deadline(self) -> None:
-        """Let the deadline run from now on, if it does not run yet."""
+        """Start the deadline, unless it has been started."""
         if self.awaited_since_s is None:
             self.awaited_since_s = time.monotonic()
 
     def _source_rank(self) -> int:
-        """Group rank of the sender; torch's `recv` from any source asks for it."""
+        """Group rank of the sender; torch's `recv` from any source reads it."""
         return source_of(self.operation)
 
 
@@ -314,25 +314,25 @@ class MessageWork(PendingWork):
 
 
 def compute_alone() -> None:
-    """Have torch compute in the calling thread with this thread alone; all others keep what they have. Local.
+    """Make torch compute in the calling thread with a single thread; other threads are unaffected. Local.
 
-    See [Note: a thread of its own]. Without OpenMP (macOS, some builds) torch's threads are one pool for all callers,
-    and there is nothing to limit.
+    See [Note: a thread of its own]. Without OpenMP (macOS, some builds) torch has one thread pool for all callers, and
+    there is nothing to limit.
     """
     limit = libc.function("omp_set_num_threads")
     if limit is not None:
-        # First, torch gives the thread its number, as it does once for each thread.
+        # First, because torch sets the number of threads once for each thread.
         torch.get_num_threads()
-        limit(1)  # `torch.set_num_threads` would hold for all threads that begin from now on
+        limit(1)  # `torch.set_num_threads` would apply to all threads created from now on
 
 
 class _CallbackWatch:
-    """Looks out for a callback that holds up queued calls for too long.
+    """Detects a callback that blocks queued calls for too long.
 
     Args:
-        limit_s: tells how many seconds are too long.
-        has_queued: tells whether calls are queued that the callback's thread is to run.
-        give_up: called with the seconds, in a thread of its own, when a callback has taken too long.
+        limit_s: returns how many seconds are too long.
+        has_queued: returns whether calls are queued for the callback's thread.
+        give_up: called with the seconds, in another thread, when a callback has taken too long.
     """
 
     def __init__(
@@ -341,14 +341,14 @@ class _CallbackWatch:
         self._limit_s = limit_s
         self._has_queued = has_queued
         self._give_up = give_up
-        self._since_s: float | None = None  # when the callback began that runs now
-        self._timer: threading.Timer | None = None  # from the first callback with a call behind it on
+        self._since_s: float | None = None  # start time of the current callback
+        self._timer: threading.Timer | None = None  # created by the first callback with a call queued after it
         self._lock = threading.Lock()
         self._is_closed = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Callbacks run, until the block is left."""
+        """Context manager in which callbacks run."""
         self._since_s = time.monotonic()
         self.look_out()
         try:
@@ -358,7 +358,7 @@ class _CallbackWatch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The callback runs calls, which have deadlines of their own, until the block is left."""
+        """Context manager in which the callback runs calls, which have their own deadlines."""
         is_running, self._since_s = self._since_s is not None, None
         try:
             yield
@@ -368,7 +368,7 @@ class _CallbackWatch:
                 self.look_out()
 
     def look_out(self) -> None:
-        """Begin to look, if a callback runs and calls are queued behind it. Local."""
+        """Start checking, if a callback runs and calls are queued after it. Local."""
         if self._since_s is None or not self._has_queued():
             return
         with self._lock:
@@ -394,7 +394,7 @@ class _CallbackWatch:
         self._give_up(limit_s)
 
     def close(self) -> None:
-        """Look no more. Local."""
+        """Stop checking. Local."""
         with self._lock:
             self._is_closed = True
             if self._timer is not None:
@@ -402,10 +402,10 @@ class _CallbackWatch:
                 self._timer = None
 
 
-# C++ of torch 2.6 holds the C++ half of a Work and lets its Python half go. If that is gone when C++ comes to wait, it
-# waits for a C++ half that nobody ever finishes. torch's DDP waits so for the counts of used parameters, which it may
+# C++ of torch 2.6 holds the C++ half of a Work but not its Python half. If that is gone when C++ comes to wait, it
+# waits for a C++ half that never finishes. torch's DDP waits like this for the counts of used parameters, which it may
 # reduce before all of its buckets: so works with small results are kept for long. Works with large results are kept for
-# a few calls: C++ waits for them soon, but broadcasts a module's state with two calls on their way at a time, and the
+# a few calls: C++ waits for them soon, but broadcasts a module's state with two calls under way at a time, and the
 # group's thread may have finished both before C++ comes to wait for the first.
 _MAX_KEPT = 1024
 _MAX_KEPT_NUMEL = 1 << 14
@@ -415,16 +415,16 @@ _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 class Runner:
-    """Runs calls in the order they were submitted, in a thread that exists from the first call on.
+    """Runs calls in the order they were submitted, in a thread that is created for the first call.
 
     Args:
         name: name of the thread.
-        limit_s: tells after how many seconds a callback may hold up queued calls no longer.
+        limit_s: returns the number of seconds for which a callback may block queued calls.
         give_up: given the first of these calls and the seconds, returns the error with which all of them end.
 
     Attributes:
         unfinished: calls that are queued or running.
-        is_awaited_by_main: whether the main thread waits for one of them, without a limit.
+        is_awaited_by_main: whether the main thread waits for one of them, without a timeout.
         watch: the deadline of callbacks.
     """
 
@@ -469,7 +469,7 @@ class Runner:
         self.watch.look_out()
 
     def run_now(self, work: PendingWork) -> None:
-        """Run a call at once, which a callback makes."""
+        """Run a call made by a callback at once."""
         with self.watch.paused():
             work.run()
 
@@ -487,13 +487,13 @@ class Runner:
             self.unfinished -= 1
 
     def run_until(self, awaited: PendingWork, timeout_s: float | None) -> bool:
-        """Run what is queued, in order, until `awaited` has finished. In this runner's thread, by a callback.
+        """Run queued calls, in order, until `awaited` has finished. Called by a callback, in this runner's thread.
 
-        A callback has the thread that would run the calls which it waits for.
+        The callback occupies the thread that would run the calls which it waits for.
 
         Args:
             awaited: a call that was submitted to this runner.
-            timeout_s: seconds after which no further call is begun; None for no limit.
+            timeout_s: seconds after which no further call is started; None for no limit.
 
         Returns:
             Whether it has finished.
@@ -508,13 +508,13 @@ class Runner:
         return awaited.is_completed()
 
     def _take(self) -> PendingWork | None:
-        """The call that is next; None if there is none."""
+        """The next call; None if there is none."""
         try:
             work = self._queue.get_nowait()
         except queue.Empty:
             return None
         if work is None:
-            self._queue.put(None)  # for the thread, which it ends
+            self._queue.put(None)  # put back: it ends the thread
         return work
 
     def _cancel_queued(self, error: CollectiveError | None = None) -> None:
@@ -534,14 +534,14 @@ class Runner:
         self._cancel_queued(error)
 
     def finish(self) -> None:
-        """Wait until the calls submitted so far have ended, well or not; each has a deadline of its own."""
+        """Wait until the calls submitted so far have ended, successfully or not; each has its own deadline."""
         if self.unfinished:
             last = PendingWork(lambda: None, [], lambda: "shutdown()", self)
             self.submit(last)
             last._await(None)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel what is queued, let the running call end, stop the thread."""
+        """Cancel queued calls, let the running one end, stop the thread."""
         self.watch.close()
         self._cancel_queued()
         thread = self._thread

@@ -1,22 +1,22 @@
-"""One start of all ranks, from the first fork to the last process gone.
+"""One start of all ranks, from the first fork until the last process has ended.
 
 [Note: phases of an attempt]
 RUNNING   all ranks work. A rank that exits with 0 is simply done.
-   │ a rank fails: the others get `settle_s`, so that they notice the loss by themselves and
-   │ report in which call
+   │ a rank fails: the others get `settle_s` to notice the loss by themselves and
+   │ report the call in which they lost it
 SETTLING
-   │ time is over: SIGTERM to every group. A rank that reported a failure has `grace_s` for its way out, on
-   │ which it may upload logs or write a checkpoint; one that hangs there gets here from RUNNING, too
-   │ (an interrupt gets here at once, with its own signal, and with `stop_grace_s` if ranks save before they end)
+   │ time is up: SIGTERM to every group. A rank that reported a failure has `grace_s` to exit by itself, as it
+   │ may upload logs or write a checkpoint; if one hangs there, this phase follows RUNNING, too
+   │ (an interrupt leads here at once, with its own signal, and with `stop_grace_s` if ranks save before they end)
 STOPPING
-   │ `grace_s` is over, or a second interrupt: SIGKILL to every group
+   │ `grace_s` is up, or a second interrupt: SIGKILL to every group
 KILLED
    │ all ranks have exited; this may follow any phase
 GONE      the sweep kills what ranks left behind, and pids are released
 
-[Note: one wish, two signals] `timeout` signals the launcher and then its whole group; a terminal that goes away hangs
-up the shell, which hangs up its jobs, and then the foreground group. So a signal soon after the first is no second
-interrupt, but for a second Ctrl-C, which a person presses.
+[Note: one wish, two signals] `timeout` signals the launcher and then its whole group; when a terminal closes, the shell
+gets SIGHUP and passes it to its jobs, and then the foreground group gets one. So a signal soon after the first does not
+count as a second interrupt, except for a second Ctrl-C, which a person presses.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lockstep.rank_status import find_missed, has_stopping_ranks
 
 __all__ = ["Attempt", "AttemptPhase"]
 
-# Seconds after an interrupt, see the note; fingers are not as fast as the second.
+# Seconds after an interrupt, see the note; people press Ctrl-C no faster than the second value.
 _SAME_WISH_S = 1.0
 _SAME_CTRL_C_S = 0.05
-# How long to wait for processes to go after a SIGKILL before giving up on them (uninterruptible sleep).
+# Seconds to wait for processes to end after a SIGKILL before giving up on them (uninterruptible sleep).
 _KILL_TIMEOUT_S = 10.0
-# Between two looks for ranks that wait for one that has ended; it counts when it is seen twice.
+# Seconds between two checks for ranks that wait for one that has ended; it counts when it is seen twice.
 _LOOK_EVERY_S = 0.5
 
 
@@ -54,22 +54,22 @@ class AttemptPhase(enum.Enum):
 
 
 class Attempt:
-    """The processes of all ranks, started once.
+    """The processes of all ranks of one start.
 
     Args:
         folder: where ranks announce failures.
-        reaper: learns of every session before the rank runs in it.
+        reaper: is told of every session before the rank runs in it.
         job: the job's id, for the final sweep.
-        grace_s: seconds from the signal that asks ranks to stop to SIGKILL; and those that a rank has to end by itself
-            when it has announced a failure.
-        settle_s: seconds from the first failure to that signal, where no rank is ending by itself.
-        stop_grace_s: as `grace_s`, after an interrupt, where a rank has said that it saves before it ends.
-        on_failure: called once, at the first sign of a failure, before any rank is stopped for it.
+        grace_s: seconds from the signal that asks ranks to stop until SIGKILL; also the time that a rank has to exit by
+            itself after it has announced a failure.
+        settle_s: seconds from the first failure until that signal, if no rank is exiting by itself.
+        stop_grace_s: like `grace_s`, after an interrupt, if a rank has announced that it saves before it ends.
+        on_failure: called once, at the first sign of a failure, before any rank is stopped because of it.
 
     Attributes:
         exits: rank -> how it ended; complete when `wait` has returned.
         interrupted_by: the signal of the first interrupt, or None.
-        is_cut_short: whether an interrupt, and not a failure, ended the attempt.
+        is_cut_short: whether an interrupt, rather than a failure, ended the attempt.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Attempt:
         self.interrupted_by: int | None = None
         self.is_cut_short = False
         self._suspected: set[int] = set()
-        self._look_s = 0.0  # monotonic; when to look for them again
+        self._look_s = 0.0  # monotonic; when to check for them again
         self._interrupted_at_s = 0.0  # monotonic
         self._on_failure: Callable[[], None] | None = on_failure
         self._folder = folder
@@ -100,17 +100,17 @@ class Attempt:
         self._deadline: float | None = None  # monotonic; when the current phase ends by itself
         self._processes: dict[int, RankProcess] = {}
         self._alive: set[int] = set()
-        self._settling_ends_s = 0.0  # monotonic, but for ranks on their way out
+        self._settling_ends_s = 0.0  # monotonic, except for ranks that are exiting by themselves
         self._announced: dict[int, float] = {}  # rank -> when it was read, monotonic
         self._selector = selectors.DefaultSelector()
         self._selector.register(folder.events_fd, selectors.EVENT_READ, self._on_announcement)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback` from `wait` each time `fd` is readable."""
+        """Make `wait` call `callback` each time `fd` is readable."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def start(self, commands: Iterable[RankCommand]) -> None:
-        """Start the ranks. If one cannot be started, the caller's `close` ends those that were.
+        """Start the ranks. If one cannot be started, the caller's `close` ends the others.
 
         Raises:
             LaunchError: a process cannot be started.
@@ -134,7 +134,7 @@ class Attempt:
 
     @property
     def failed_ranks(self) -> set[int]:
-        """Ranks whose exit code is that of a failure, or that announced that an exception went through."""
+        """Ranks whose exit code is that of a failure, or that announced an uncaught exception."""
         return self._announced.keys() | {rank for rank, ended in self.exits.items() if not ended.is_good}
 
     @property
@@ -144,18 +144,18 @@ class Attempt:
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether no rank has failed, and none was told to stop."""
+        """Whether no rank has failed or was told to stop."""
         return self._phase is AttemptPhase.RUNNING and not self.failed_ranks
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Watch the ranks until all have exited, ending them where need be.
+        """Watch the ranks until all have exited, ending them if necessary.
 
         Args:
-            timeout_s: seconds after which to return while the ranks continue; None for no limit, as a job has none,
-                but each phase of its ending has.
+            timeout_s: seconds after which to return while the ranks continue; None for no limit: a job has none, but
+                each phase of its ending has.
 
         Returns:
-            True if all have exited, False if the time was over first.
+            True if all have exited, False if the time was up first.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self._alive:
@@ -176,13 +176,13 @@ class Attempt:
     def interrupt(self, number: int) -> None:
         """Ask all ranks to end by this signal; a second call, or one while they are being stopped, kills them.
 
-        One wish may come as two signals; see the note.
+        One interrupt may come as two signals; see the note.
         """
         if self._is_same_wish(number):
             return
         if self.interrupted_by is None:
             self.interrupted_by, self._interrupted_at_s = number, time.monotonic()
-        # A failure that came before the interrupt counts, whichever of the two is read first.
+        # A failure before the interrupt counts, whichever of the two is read first.
         for rank in sorted(self._alive):
             self._on_exit(self._processes[rank])
         if self._phase is AttemptPhase.RUNNING:
@@ -206,9 +206,9 @@ class Attempt:
             self._deadline = self._end_of_settling()
 
     def _end_of_settling(self) -> float:
-        """When to ask those to stop that are left: later, while ranks that announced a failure are on their way out."""
+        """When to ask the remaining ranks to stop: later, while ranks that announced a failure are exiting."""
         on_way_out = self._announced.keys() & self._alive
-        # One that reports late, because another one failed, does not put off the end once more.
+        # A rank that reports late, because of another one's failure, does not extend the time again.
         began = [min(self._announced[rank], self._settling_ends_s) for rank in on_way_out]
         return max([self._settling_ends_s, *(one + self._grace_s for one in began)])
 
@@ -232,16 +232,16 @@ class Attempt:
         self._send(signal.SIGCONT)
 
     def close(self) -> None:
-        """End the processes that are left of the attempt and release everything.
+        """End the remaining processes of the attempt and release everything.
 
-        After success, processes that left their rank's session on purpose live on, as
-        under any shell. After anything else they are killed too.
+        After success, processes that left their rank's session on purpose are left running, as under any shell.
+        Otherwise they are killed too.
         """
         succeeded = not self._alive and not self.failed_ranks and self.interrupted_by is None
-        # Exited ranks included: their children may still be there.
+        # Exited ranks included: their children may still be running.
         for process in self._processes.values():
             process.send(signal.SIGKILL)
-        self._selector.close()  # whose descriptor the sweep may need
+        self._selector.close()  # frees a descriptor that the sweep may need
         sweep(set(self.pids.values()), None if succeeded else self._job, _KILL_TIMEOUT_S)
         for process in self._processes.values():
             process.reap()
@@ -250,14 +250,14 @@ class Attempt:
         return lambda: self._on_exit(process)
 
     def _on_exit(self, process: RankProcess) -> None:
-        # Handled already, if an interrupt came between the selector's answer and this.
+        # Already handled, if an interrupt came between the selector's answer and this.
         ended = process.poll() if process.rank in self._alive else None
         if ended is None:
             return
         self._selector.unregister(process.pidfd)
         self._alive.discard(process.rank)
         self.exits[process.rank] = ended
-        # Its announcement may be read after its exit: the order of two descriptors is chance.
+        # The announcement may be read after the exit: the order of the two descriptors is arbitrary.
         self._on_announcement()
         if process.rank in self.failed_ranks:
             self.settle()
@@ -270,14 +270,14 @@ class Attempt:
             self._announced.setdefault(rank, time.monotonic())
         if self._phase is AttemptPhase.SETTLING:
             self._deadline = self._end_of_settling()
-        # It should exit within moments. If it cannot (a thread of it blocks, a destructor hangs), nobody else would
-        # ever know that it failed, so its exit is not waited for without end.
+        # It should exit within moments. If it cannot (one of its threads blocks, a destructor hangs), nobody would ever
+        # notice its failure, so the wait for its exit is limited.
         if failures and self._phase is AttemptPhase.RUNNING and self._deadline is None:
             self._note_failure()
             self._deadline = time.monotonic() + self._grace_s
 
     def _look_for_missed(self) -> None:
-        """End the job if a rank waits for one that has ended: nobody else would, before half an hour is over."""
+        """End the job if a rank waits for one that has ended: otherwise it would wait for half an hour."""
         self._look_s = time.monotonic() + _LOOK_EVERY_S
         found = set(find_missed(self._folder.path, self.exits, self._alive))
         missed, self._suspected = found & self._suspected, found
@@ -292,7 +292,7 @@ class Attempt:
             callback()
 
     def _next_phase(self) -> None:
-        """Enter the next phase, because the time of the current one is over."""
+        """Enter the next phase, because the time of the current one is up."""
         if self._phase in (AttemptPhase.RUNNING, AttemptPhase.SETTLING):
             self._stop(signal.SIGTERM, self._grace_s)
         elif self._phase is AttemptPhase.STOPPING:
@@ -308,7 +308,7 @@ class Attempt:
         self._phase = AttemptPhase.STOPPING
         self._deadline = time.monotonic() + grace_s
         self._send(number)
-        self._send(signal.SIGCONT)  # one that is stopped takes no other signal but SIGKILL
+        self._send(signal.SIGCONT)  # a stopped process takes no other signal but SIGKILL
 
     def _send(self, number: int) -> None:
         for rank in sorted(self._alive):

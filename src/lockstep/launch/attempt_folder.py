@@ -2,16 +2,16 @@
 
 Folder layout::
 
-    events              FIFO: a rank announces that it failed, even if it then hangs on its way out
+    events              FIFO: a rank announces that it failed, even if it then hangs while exiting
     error-rank<r>.json  why rank r failed (report.py)
-    errors              a link to memory of the launcher's, for reports that the disk has no room for: a line each
+    errors              a link to the launcher's memory, for reports if the disk is full: a line each
     position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
-    store               a link to memory of the launcher's, for torch's FileStore of each lockstep.init(); without
-                        it the ranks make files
+    store               a link to the launcher's memory, for torch's FileStore of each lockstep.init(); without
+                        it the ranks create files
     result-rank<r>.pkl, exception-rank<r>.pkl   lockstep.spawn only (payload.py)
 
-Long runs outlive folders: what cleans up temporary files once a day spares folders that are locked, as systemd-tmpfiles
-does, or takes them away, after which groups are made all the same.
+Long runs outlive folders: cleaners of temporary files either spare folders that are locked, as systemd-tmpfiles does,
+or remove them, after which groups can still be created.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _DIGITS_OF_RANK = 9
 
 
 class AttemptFolder:
-    """A private folder (mode 0700), fresh for every attempt and removed at its end.
+    """A private folder (mode 0700), new for every attempt and removed at its end.
 
     Args:
-        watch: told of its path before it is made, so that one who dies meanwhile leaves nothing behind.
+        watch: told of its path before it is created, so that it is removed if this process is killed.
 
     Attributes:
         path: the path of the folder.
         events_fd: readable when a rank has announced something.
 
     Raises:
-        LaunchError: no folder can be made where temporary files go.
+        LaunchError: no folder can be created in the directory for temporary files.
     """
 
     def __init__(self, watch: Callable[[str], None] | None = None) -> None:
@@ -59,13 +59,13 @@ class AttemptFolder:
             ) from error
         try:
             os.mkfifo(self.path / _EVENTS, 0o600)
-            # Open for writing too, so that it never reads as ended when a rank closes it.
+            # Opened for writing too, so that it never reports end of file when a rank closes it.
             self.events_fd = os.open(self.path / _EVENTS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             self._fds = [os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
         except OSError as error:
             shutil.rmtree(self.path, ignore_errors=True)
             raise LaunchError(f"cannot make a FIFO in {self.path} ({error}); set TMPDIR to another folder") from error
-        import fcntl  # not on Windows, where this package can be imported
+        import fcntl  # not on Windows, where this package can still be imported
 
         with contextlib.suppress(OSError):
             fcntl.flock(self._fds[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -83,7 +83,7 @@ class AttemptFolder:
         return [int(word) for word in text.split() if word.isdigit() and len(word) <= _DIGITS_OF_RANK]
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it. May be called twice."""
+        """Remove the folder and its contents. May be called twice."""
         if self.events_fd >= 0:
             os.close(self.events_fd)
             self.events_fd = -1
@@ -93,7 +93,7 @@ class AttemptFolder:
 
 
 def announce_failure(folder: Path, rank: int) -> None:
-    """Called in a rank: announce that it failed, without ever waiting."""
+    """Called in a rank: announce that it failed, without blocking."""
     with contextlib.suppress(OSError):
         fd = os.open(folder / _EVENTS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

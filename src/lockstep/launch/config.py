@@ -19,7 +19,7 @@ from lockstep.launch.environment import visible_cores, visible_gpus
 
 __all__ = ["LaunchConfig", "check_target", "resolve_nproc"]
 
-# What a rank that imports torch takes at the very least; and how many are started whatever that comes to.
+# Minimum memory of a rank that imports torch; and the number of ranks that may always be started.
 _MIB_OF_RANK, _FEW_RANKS = 64, 16
 
 
@@ -29,27 +29,28 @@ class LaunchConfig:
 
     Attributes:
         target: path of a script (or of a folder or zip file with a `__main__.py`), or name of a module.
-        args: handed to it untouched.
+        args: passed on unchanged.
         nproc: number of ranks, "auto" (GPUs if there are any, else cores), "gpu" or "cpu".
         is_module: `target` is a module, run as `python -m` does.
-        prefix: put `[rank] ` before every line. False: ranks write to the launcher's own stdout and stderr.
-        all_bars: on a terminal, show the moving progress bars of all ranks, and not only of the first.
-        log_dir: folder for one file per rank, rank<r>.log, which then gets stdout and stderr. Made if missing.
+        prefix: put `[rank] ` before every line. If False, ranks write to the launcher's own stdout and stderr.
+        all_bars: on a terminal, show the progress bars of all ranks, not only of the first.
+        log_dir: folder for one file per rank, rank<r>.log, which then gets stdout and stderr. Created if missing.
         max_restarts: how often to start all ranks again after a failure.
-        grace_s: seconds from asking a rank to stop (SIGTERM) to SIGKILL, and until a rank that raised is asked to stop.
-        stop_grace_s: as `grace_s`, for ranks that were told to stop by a signal to this launcher and save before they
+        grace_s: seconds from asking a rank to stop (SIGTERM) until SIGKILL, and until a rank that raised is asked to
+            stop.
+        stop_grace_s: like `grace_s`, for ranks that were told to stop by a signal to this launcher and save before they
             end (`World.should_stop`); as long as Slurm, Kubernetes and torchrun give a job.
         settle_s: seconds that the other ranks get, after a failure, to report what they lost.
-        stacks_on_timeout: when a rank did not come in time, print the stacks of all ranks before they are stopped.
+        stacks_on_timeout: when a rank was late, print the stacks of all ranks before they are stopped.
         master_addr: MASTER_ADDR for the ranks.
         master_port: MASTER_PORT for the ranks; None for a free one, a new one for every attempt.
-        environment: for the ranks to start from; None for the launcher's own.
-        local_rank_option: spelling of an option, such as `--local_rank`; each rank gets it with its local rank before
-            `args`. None for no such option.
-        on_end: called with an attempt's private folder when its ranks are gone, before the folder is removed.
-        explained_code: exit code of ranks that have told the user what is wrong: no failure summary follows.
+        environment: variables for the ranks to start from; None for the launcher's own.
+        local_rank_option: an option, such as `--local_rank`, that each rank gets with its local rank before `args`;
+            None for no such option.
+        on_end: called with an attempt's private folder after its ranks have ended, before the folder is removed.
+        explained_code: exit code of ranks that have already told the user what is wrong: no failure summary follows.
         forks: fork the ranks from this process, which has imported what they need; see `forked.py`.
-        warns_unjoined: warn at a good end if several ranks imported torch and none of them joined a process group.
+        warns_unjoined: warn at a successful end if several ranks imported torch and none joined a process group.
     """
 
     target: str
@@ -75,7 +76,7 @@ class LaunchConfig:
 
     @property
     def rehearsable(self) -> str | None:
-        """Target and arguments as one would type them after `lockstep rehearse`; None if this is a rehearsal."""
+        """Target and arguments as typed after `lockstep rehearse`; None if this is a rehearsal."""
         if self.on_end is not None:
             return None
         return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.args])
@@ -85,10 +86,10 @@ class LaunchConfig:
         return self.args if self.local_rank_option is None else (f"{self.local_rank_option}={local_rank}", *self.args)
 
     def check(self) -> None:
-        """Find options that cannot work, before anything is started.
+        """Reject invalid options before anything is started.
 
         Raises:
-            LaunchError: names the option, what it got and what it takes.
+            LaunchError: names the option, its value and what is expected.
         """
         check_target(self.target, self.is_module)
         if self.max_restarts < 0:
@@ -136,10 +137,10 @@ def resolve_nproc(nproc: int | str, variables: Mapping[str, str]) -> int:
 
 
 def _check_memory(number: int) -> None:
-    """Refuse ranks with which the system would do nothing but page, or kill at random.
+    """Refuse a number of ranks with which the system would only page, or kill processes at random.
 
     Raises:
-        LaunchError: there is not the memory for their interpreters and torch.
+        LaunchError: there is not enough memory for their interpreters and torch.
     """
     free_mib = available_mib() if number > _FEW_RANKS else None
     if free_mib is not None and number * _MIB_OF_RANK > free_mib:
@@ -154,7 +155,7 @@ def _has_module(name: str) -> bool:
     outermost = name.partition(".")[0]
     if not outermost or os.sep in outermost:
         return False
-    # `python -m` looks in the current folder first, where a console script does not look.
+    # `python -m` searches the current folder first, unlike a console script.
     if importlib.machinery.PathFinder.find_spec(outermost, [os.getcwd()]) is not None:
         return True
     try:
@@ -164,10 +165,10 @@ def _has_module(name: str) -> bool:
 
 
 def check_target(target: str, is_module: bool) -> None:
-    """Make sure that there is something to run.
+    """Check that the target exists and can be run.
 
     Raises:
-        LaunchError: no such script or module, or a folder without `__main__.py`; suggests what was meant.
+        LaunchError: no such script or module, or a folder without `__main__.py`; with a suggestion.
     """
     if is_module:
         if not _has_module(target):

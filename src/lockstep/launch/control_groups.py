@@ -1,8 +1,8 @@
-"""What a container's control groups leave a process of the machine's cores and memory.
+"""The cores and memory that a container's control groups allow to a process.
 
-[Note: control groups] A container sees all cores and all memory of its host in most places, and what it may use of them
-only in its control groups: version 2 in files such as `cpu.max`, version 1 in `cpu/cpu.cfs_quota_us`. The limits of the
-groups above count as well, so the smallest one decides.
+[Note: control groups] A container usually sees all cores and memory of its host; how much of them it may use is only
+stated in its control groups: version 2 in files such as `cpu.max`, version 1 in `cpu/cpu.cfs_quota_us`. The limits of
+parent groups apply as well, so the smallest one counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 
 def allowed_cores() -> float | None:
-    """Cores' worth of time that control groups allow; None for no limit. See [Note: control groups]."""
+    """CPU time, in cores, that control groups allow; None for no limit. See [Note: control groups]."""
     found = []
     for text in settings_of("cpu", "cpu.max"):  # "150000 100000", or "max 100000"
         quota, _, period = text.partition(" ")
@@ -34,7 +34,7 @@ def allowed_cores() -> float | None:
 
 
 def available_mib() -> int | None:
-    """Memory that a new process may still take: of the machine, and of the control groups. None if nobody says."""
+    """MiB that a new process may still allocate, on the machine and in the control groups. None if unknown."""
     found = []
     with contextlib.suppress(OSError):
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
@@ -47,7 +47,7 @@ def available_mib() -> int | None:
 
 
 def settings_of(controller: str, name: str) -> list[str]:
-    """What that file says in the control groups of this process, from its own up to the root."""
+    """The contents of that file in the control groups of this process, from its own up to the root."""
     texts = []
     for folder in _folders(controller):
         with contextlib.suppress(OSError):
@@ -56,7 +56,7 @@ def settings_of(controller: str, name: str) -> list[str]:
 
 
 def _folders(controller: str) -> list[Path]:
-    """The folders of a controller's groups, the innermost first; of both versions."""
+    """The folders of a controller's groups, innermost first; of both versions."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         for line in _OF_PROCESS.read_text().splitlines():

@@ -1,21 +1,23 @@
 """The environment variables that each rank gets.
 
-On top of the launcher's own environment, every rank has
+In addition to the launcher's own environment, every rank has
 
-* `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`: its number and how many there are, in the job and on its host;
-* `MASTER_ADDR`, `MASTER_PORT`: where rank 0 puts the store if the script asks torch for `env://`;
-* `GROUP_RANK` and `GROUP_WORLD_SIZE`: the number of this host, and how many there are;
+* `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`: its number and the number of ranks, in the job and on its
+  host;
+* `MASTER_ADDR`, `MASTER_PORT`: where rank 0 opens the store if the script uses torch's `env://`;
+* `GROUP_RANK` and `GROUP_WORLD_SIZE`: the number of this host, and the number of hosts;
 * `ROLE_NAME=default`, `ROLE_RANK`, `ROLE_WORLD_SIZE`,
   `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_MAX_RESTARTS`,
   `TORCHELASTIC_USE_AGENT_STORE=False`, `TORCHELASTIC_ERROR_FILE`: as torchrun sets them;
-* `OMP_NUM_THREADS`: cores divided by ranks of this host, at least 1; only if it is not set already;
-* `PYTHONHASHSEED=0`: all ranks walk a set of texts in one order; only if it is not set already;
+* `OMP_NUM_THREADS`: cores divided by ranks on this host, at least 1; unless it is already set;
+* `PYTHONHASHSEED=0`: all ranks iterate over a set of strings in the same order; unless it is already set;
 * `LOCKSTEP_RENDEZVOUS`: the private folder of this attempt on this host;
-* `LOCKSTEP_SHOWS_ERRORS=True`: only if the launcher shows what a rank raises, so that the rank need not;
-* `LOCKSTEP_TOKEN`: the secret of the job's ranks, the same on all hosts; not if the launchers of several have none;
-* `LOCKSTEP_PARENT_PID`: the launcher; a rank that finds another parent exits;
-* `LOCKSTEP_JOB`: the job's id, after the ids of the jobs that this one runs inside of;
-* `HOROVOD_RANK`, `HOROVOD_SIZE` and the others that horovodrun sets, if the launcher's environment has HOROVOD_SIZE.
+* `LOCKSTEP_SHOWS_ERRORS=True`: if the launcher shows the errors of ranks, so that a rank need not;
+* `LOCKSTEP_TOKEN`: the secret of the job's ranks, the same on all hosts; unless the launchers of several hosts have
+  none;
+* `LOCKSTEP_PARENT_PID`: the pid of the launcher; a rank with another parent exits;
+* `LOCKSTEP_JOB`: the job's id, preceded by the ids of the jobs inside which it runs;
+* `HOROVOD_RANK`, `HOROVOD_SIZE` and others, as set by horovodrun, if the launcher's environment has HOROVOD_SIZE.
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ __all__ = ["AttemptEnvironment", "new_job_id", "reaper_environment", "visible_co
 
 
 def new_job_id() -> str:
-    """A name that no other job has: 32 hexadecimal digits."""
+    """A unique name for a job: 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def visible_cores() -> int:
-    """Cores that this process may run on; all of the machine's where the system does not say."""
+    """Cores that this process may run on; all of the machine's if the system does not tell."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def visible_gpus(variables: Mapping[str, str], devices: str = "/dev") -> int:
-    """GPUs that CUDA would show to a process with these variables, without asking CUDA.
+    """Number of GPUs that CUDA would show to a process with these variables, determined without CUDA.
 
     Args:
-        variables: an environment; CUDA_VISIBLE_DEVICES restricts the count as CUDA reads it, up to
-            the first entry that names no GPU.
+        variables: an environment; CUDA_VISIBLE_DEVICES restricts the count in the same way as CUDA: up to the first
+            entry that names no GPU.
         devices: folder with the driver's device files.
     """
     try:
@@ -58,7 +60,7 @@ def visible_gpus(variables: Mapping[str, str], devices: str = "/dev") -> int:
         )
     except OSError:
         installed = 0
-    # Read directly: set but empty means no GPU, and `get` does not tell that from unset.
+    # Read directly: set but empty means no GPU, and `get` does not distinguish that from unset.
     allowed = variables.get(env.CUDA_VISIBLE_DEVICES.name)
     if allowed is None or installed == 0:
         return installed
@@ -71,9 +73,9 @@ def visible_gpus(variables: Mapping[str, str], devices: str = "/dev") -> int:
 
 
 def reaper_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without the mark of an outer job, whose sweep must not find the reaper.
+    """The launcher's environment without the id of an outer job, whose sweep must not find the reaper.
 
-    The secret is left out too: the reaper needs none.
+    Without the secret as well, which the reaper does not need.
     """
     bare = dict(variables)
     env.LOCKSTEP_JOB.unset(bare)
@@ -83,24 +85,24 @@ def reaper_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AttemptEnvironment:
-    """What the ranks of one attempt have in common.
+    """The common part of the environments of an attempt's ranks.
 
     Attributes:
         base: the environment to start from, usually the launcher's.
         job: the job's id.
         folder: the attempt's private folder.
-        world_size: number of ranks, on all hosts together.
-        master_addr: where rank 0 listens if the script asks torch for env://.
+        world_size: number of ranks, on all hosts.
+        master_addr: where rank 0 listens if the script uses torch's env://.
         master_port: the port there.
         restart_count: number of attempts before this one.
-        max_restarts: number of restarts that the job may have.
-        first_rank: the lowest rank of this host.
-        local_world_size: number of ranks of this host; None: all ranks are here.
+        max_restarts: maximum number of restarts of the job.
+        first_rank: the lowest rank on this host.
+        local_world_size: number of ranks on this host; None: all ranks are here.
         node_rank: number of this host.
         num_nodes: number of hosts.
-        shows_errors: whether the launcher shows what ranks raise.
+        shows_errors: whether the launcher shows the errors of ranks.
         run_id: TORCHELASTIC_RUN_ID, the same on all hosts; None for the job's id.
-        token: the secret of the ranks; None where there is none that all hosts know.
+        token: the secret of the ranks; None if there is none that all hosts know.
     """
 
     base: Mapping[str, str]
@@ -121,12 +123,12 @@ class AttemptEnvironment:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this host."""
+        """The ranks on this host."""
         count = self.world_size if self.local_world_size is None else self.local_world_size
         return range(self.first_rank, self.first_rank + count)
 
     def of_rank(self, rank: int) -> dict[str, str]:
-        """The whole environment of one rank."""
+        """The complete environment of one rank."""
         variables = dict(self.base)
         env.RANK.set(rank, variables)
         env.LOCAL_RANK.set(rank - self.first_rank, variables)
@@ -155,7 +157,7 @@ class AttemptEnvironment:
         env.LOCKSTEP_PARENT_PID.set(os.getpid(), variables)
         outer = env.LOCKSTEP_JOB.get(variables)
         env.LOCKSTEP_JOB.set(f"{outer}:{self.job}" if outer else self.job, variables)
-        if env.HOROVOD_SIZE.get(variables) is not None:  # `lockstep horovodrun` asks, or a rank of such a job
+        if env.HOROVOD_SIZE.get(variables) is not None:  # set by `lockstep horovodrun`, or for a rank of such a job
             _set_horovod(variables, self)
         if env.OMP_NUM_THREADS.get(variables) is None:
             env.OMP_NUM_THREADS.set(str(max(1, visible_cores() // len(self.ranks))), variables)
@@ -165,7 +167,7 @@ class AttemptEnvironment:
 
 
 def _set_horovod(variables: dict[str, str], shared: AttemptEnvironment) -> None:
-    """Add the same facts under Horovod's names."""
+    """Add the same values under Horovod's names."""
     for ours, theirs in (
         (env.RANK, env.HOROVOD_RANK),
         (env.WORLD_SIZE, env.HOROVOD_SIZE),

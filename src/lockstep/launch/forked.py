@@ -1,8 +1,8 @@
-"""Ranks that are forked from the launcher, which has imported what they need, instead of started anew.
+"""Ranks that are forked from the launcher, which has already imported what they need, instead of started as programs.
 
-Importing torch takes seconds, and a fork milliseconds. A forked rank then does what `worker.py` does, with the
-launcher's modules and interpreter, in an environment and with streams of its own. It is for launchers that have no
-thread and have computed nothing: neither OpenMP nor CUDA outlives a fork. `lockstep verify` is one.
+Importing torch takes seconds, a fork milliseconds. A forked rank then does what `worker.py` does, with the launcher's
+modules and interpreter, in its own environment and with its own streams. This is for launchers that have no threads and
+have computed nothing: neither OpenMP nor CUDA survives a fork. `lockstep verify` is one.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.S
 
 
 class ForkedProcess:
-    """A child of this process, as far as `RankProcess` uses `subprocess.Popen`.
+    """A child of this process, with the part of the interface of `subprocess.Popen` that `RankProcess` uses.
 
     Args:
-        arguments: of `worker.py`.
-        environment: all of its variables.
+        arguments: the arguments of `worker.py`.
+        environment: all environment variables of the child.
         streams: descriptors for its stdin, stdout and stderr; None for this process's own.
 
     Attributes:
-        pid: of the child, which leads a session of its own.
+        pid: pid of the child, which leads a new session.
 
     Raises:
-        OSError: no process can be made.
+        OSError: no process can be created.
     """
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str], streams: tuple[int | None, ...]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        gc.freeze()  # a collection in the child then leaves the shared pages alone: it would copy them all
+        gc.freeze()  # so that collections in the child do not touch the shared pages, which would copy them all
         self.pid = os.fork()
         if self.pid == 0:
             _become_rank(arguments, environment, streams)
@@ -68,7 +68,7 @@ def _become_rank(arguments: list[str], environment: Mapping[str, str], streams: 
         os.setsid()
         _take(environment, streams)
         if "torch" in sys.modules:
-            # The fork has left its thread pool unusable, and torch replaces it at the first use: of two threads that
+            # torch replaces its thread pool, which the fork has left unusable, at its first use: of two threads that
             # come at once, one finds none ("Invalid thread pool!").
             torch = sys.modules["torch"]
             torch.set_num_threads(torch.get_num_threads())
@@ -85,7 +85,7 @@ def _become_rank(arguments: list[str], environment: Mapping[str, str], streams: 
 
 
 def _take(environment: Mapping[str, str], streams: tuple[int | None, ...]) -> None:
-    """Leave what is the launcher's: its handlers, descriptors, streams and variables, and what it does at its exit."""
+    """Replace what belongs to the launcher: its signal handlers, descriptors, streams, variables and exit handlers."""
     signal.set_wakeup_fd(-1)
     for number in _HEARD:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -95,7 +95,7 @@ def _take(environment: Mapping[str, str], streams: tuple[int | None, ...]) -> No
             os.dup2(os.open(os.devnull, os.O_RDWR), target)
         elif source is not None:
             os.dup2(source, target)
-    # Nobody in this process closes these once more: their owners are on the stack, and never run again.
+    # These are not closed again in this process: their owners are on the stack, and never run again.
     os.closerange(3, _MOST_DESCRIPTORS)
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, closefd=False, errors="replace") for number, mode in ((0, "r"), (1, "w"), (2, "w"))
@@ -106,7 +106,7 @@ def _take(environment: Mapping[str, str], streams: tuple[int | None, ...]) -> No
 
 
 def _end(code: int) -> NoReturn:
-    """As the interpreter ends, without what has been there before the fork."""
+    """Exit like the interpreter does, but without exit handlers from before the fork."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):

@@ -1,4 +1,4 @@
-"""A free port for torch's env://, which the launcher finds and rank 0 uses."""
+"""Finds a free port for torch's env://, which rank 0 will use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRIES = 200
 
 
 def _candidate_ports() -> range:
-    """Ports that the kernel does not hand out by itself, so nobody takes ours before rank 0 does."""
+    """Ports that the kernel does not assign by itself, so that nobody takes ours before rank 0 does."""
     try:
         with open(_PORT_RANGE_FILE, encoding="ascii") as file:
             low, high = (int(word) for word in file.read().split())
@@ -29,7 +29,7 @@ def _candidate_ports() -> range:
 
 
 def _is_free(port: int) -> bool:
-    """Whether a store could listen on `port` of every address; tried by binding, never by listening."""
+    """Whether a store could listen on `port` of every address; tested by binding, without listening."""
     return _can_bind(socket.AF_INET, port) and _can_bind(socket.AF_INET6, port)
 
 
@@ -40,19 +40,19 @@ def _can_bind(family: socket.AddressFamily, port: int) -> bool:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind(("", port))
     except OSError as error:
-        # Any other error means that the host does not have this family at all.
+        # Any other error means that the host does not support this family at all.
         return error.errno not in (errno.EADDRINUSE, errno.EACCES)
     return True
 
 
 def find_free_port() -> int:
-    """A port on which rank 0 can put torch's store.
+    """Find a port on which rank 0 can open torch's store.
 
-    Found by binding and closing, so the launcher never listens, and below the range that the
-    kernel hands out to outgoing connections, so that none of those takes it in between.
+    Found by binding and closing, so the launcher never listens, and below the range that the kernel assigns to outgoing
+    connections, so that none of those takes it in between.
 
     Raises:
-        LaunchError: no free port in many tries.
+        LaunchError: no free port after many attempts.
     """
     ports = _candidate_ports()
     chooser = random.SystemRandom()

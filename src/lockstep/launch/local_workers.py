@@ -1,6 +1,6 @@
-"""The local workers: the ranks of one attempt on this host, from their start to what went wrong with them.
+"""The local workers: the ranks of one attempt on this host, from their start to the causes of their failures.
 
-Jobs on one host (`supervisor.py`) and on several (`hosts/`) use it. environment.py lists the variables that ranks get,
+Used by jobs on one host (`supervisor.py`) and on several (`hosts/`). environment.py lists the variables that ranks get,
 attempt.py describes how an attempt ends, root_cause.py finds the first failure.
 """
 
@@ -44,9 +44,9 @@ class Outcome:
 
     Attributes:
         failures: the failures of its ranks, the first one first; empty if something else ended the attempt.
-        last_words: what ranks raised after they were told to end, as `format_last_words` formats it.
-        interrupted_by: the signal that the launcher got at any moment of the attempt, or None.
-        is_stopped: whether ranks were told to stop, and ended so that they may be started again; see `EXIT_STOPPED`.
+        last_words: errors that ranks raised after they were told to end, formatted by `format_last_words`.
+        interrupted_by: the signal that the launcher got at any time during the attempt, or None.
+        is_stopped: whether ranks were told to stop, and ended so that they may be restarted; see `EXIT_STOPPED`.
         output_error: why the ranks' output could not be passed on, if that is what ended it.
     """
 
@@ -58,12 +58,12 @@ class Outcome:
 
 
 class LocalWorkers:
-    """The ranks that one attempt has on this host. Used once: `start`, `attempt.wait`, `end`, and in any case `close`.
+    """The ranks of one attempt on this host. Used once: `start`, `attempt.wait`, `end`, and in any case `close`.
 
     Args:
         config: the options of the job.
         job: the job's id.
-        signals: the signals that the launcher gets meanwhile.
+        signals: the signals that the launcher receives meanwhile.
         reaper: ends the ranks if this process cannot.
         logs: the files of their output; None for this process's own stdout and stderr.
 
@@ -116,7 +116,7 @@ class LocalWorkers:
         """Start all ranks.
 
         Raises:
-            LaunchError: not all can be started; `close` ends those that were.
+            LaunchError: not all can be started; `close` ends the others.
         """
         self._stack.callback(_close_all, make_status_files(self.folder, environment.ranks))
         with launch_errors(f"cannot start {len(environment.ranks)} ranks"):
@@ -125,7 +125,7 @@ class LocalWorkers:
                 self._relay.close_writers()
 
     def end(self) -> Outcome:
-        """End the ranks that are left, pass on the rest of their output, and return how the attempt ended."""
+        """End the remaining ranks, pass on the rest of their output, and return how the attempt ended."""
         attempt, relay = self.attempt, self._relay
         self._processes.close()
         self.reports = reports = read_reports(self.folder, attempt.pids)
@@ -136,7 +136,7 @@ class LocalWorkers:
         if relay is not None:
             may_wait = not failures and interrupted_by is None
             interrupted_by = self._drain(relay, may_wait) or interrupted_by
-            # A reader that went away has ended the job by SIGTERM, unless something else had ended it before.
+            # If the reader of the output is gone, that has ended the job by SIGTERM, unless it had ended before.
             if relay.error is not None and not failures and interrupted_by in (None, signal.SIGTERM):
                 return Outcome([], output_error=relay.error)
         codes = {ended.code for ended in attempt.exits.values()}
@@ -144,12 +144,12 @@ class LocalWorkers:
         return Outcome(failures, interrupted_by, last_words=last_words, is_stopped=is_stopped)
 
     def format_last_words(self) -> str:
-        """What ranks raised of themselves in a job that no failure of theirs ended; empty if nothing. After `end`."""
+        """The ranks' own errors in a job that none of them ended; empty if there are none. Call it after `end`."""
         attempt = self.attempt
         return format_last_words(find_first_failure(attempt.exits, self.reports, attempt.failed_ranks))
 
     def close(self) -> None:
-        """End the ranks that are left and release everything. May be called twice."""
+        """End the remaining ranks and release everything. May be called twice."""
         self._stack.close()
 
     def _commands(self, environment: AttemptEnvironment) -> Sequence[RankCommand]:
@@ -186,7 +186,7 @@ class LocalWorkers:
             self.attempt.resume()
 
     def _print_interrupt(self, number: int) -> None:
-        """Say in one sentence which signal came, how to end the ranks sooner, and where they were."""
+        """Print in one sentence which signal came, how to end the ranks sooner, and where they were."""
         behind_key = "\n" if number == signal.SIGINT and os.isatty(2) else ""  # the terminal's ^C
         statuses = describe_statuses(look(self.folder, self.attempt.pids))
         say(behind_key + describe_interrupt(number, self.attempt.interrupt_grace_s, statuses))
@@ -196,14 +196,15 @@ class LocalWorkers:
         if self._config.stacks_on_timeout:
             reports = read_reports(self.folder, self.attempt.pids)
             if any(report.is_timeout for report in reports.values()):
-                # Those that have raised show where in their tracebacks; their stacks are gone.
+                # Ranks that have raised show the place in their tracebacks; their stacks are gone.
                 waiting = {rank: pid for rank, pid in self.attempt.alive_pids.items() if rank not in reports}
                 say(dump_stacks(waiting))
 
     def _on_breakage(self) -> None:
         assert self._relay is not None
         os.eventfd_read(self._relay.broken_fd)
-        # Ctrl-C in `lockstep run … | tee log` ends tee as well: the ranks then have their grace, without a reader.
+        # Ctrl-C in `lockstep run … | tee log` ends tee as well: the ranks then have their grace period, without a
+        # reader.
         self._on_signals()
         if self.attempt.is_undisturbed:
             self.attempt.interrupt(signal.SIGTERM)
@@ -211,8 +212,8 @@ class LocalWorkers:
     def _drain(self, relay: Relay, may_wait: bool) -> int | None:
         """Let the relay pass on the rest of the output.
 
-        Waits for a slow reader (a pager) after success, as `python | less` does, and for a few seconds after
-        anything else. A signal ends the wait.
+        Waits for a slow reader (a pager) after success, as `python | less` does, and for a few seconds otherwise. A
+        signal ends the wait.
 
         Returns:
             The signal that ended the wait, or None.
@@ -236,14 +237,14 @@ class LocalWorkers:
 
 
 def announce_restart(why: str, restart: int, config: LaunchConfig, logs: LogFolder | None, trace: str) -> None:
-    """Say that all ranks start again.
+    """Announce that all ranks are being restarted.
 
     Args:
-        why: a clause.
+        why: the reason, a clause.
         restart: number of this restart, from 1.
-        config: says how many there may be.
+        config: has the maximum number of restarts.
         logs: where the ranks' output goes; None for the screen.
-        trace: the traceback of what failed, for the screen; empty for none.
+        trace: the traceback of the failure, for the screen; empty for none.
     """
     text = f"lockstep: {why}; starting all ranks again (restart {restart} of {config.max_restarts})\n"
     if logs is not None:
@@ -253,7 +254,7 @@ def announce_restart(why: str, restart: int, config: LaunchConfig, logs: LogFold
 
 
 def end_without_reader(error: OSError) -> int:
-    """The exit code of a job whose output could not be passed on; says why on stderr."""
+    """The exit code of a job whose output could not be passed on; prints the reason on stderr."""
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE_CODE
     say(f"lockstep: error: cannot pass on the output of the ranks: {error}; the job was stopped\n")
@@ -266,9 +267,9 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 def _may_read_stdin() -> bool:
-    """Whether a rank may read our stdin: not from a terminal that belongs to another job right now.
+    """Whether a rank may read our stdin: not from a terminal that currently belongs to another job.
 
-    A rank has its own session, so the terminal itself would not hold it back.
+    A rank is in a separate session, so the terminal itself would not stop it.
     """
     try:
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()

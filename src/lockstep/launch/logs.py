@@ -15,10 +15,10 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class LogFolder:
-    """The files rank<r>.log of a job in one folder. They begin empty with the job; what comes later is appended.
+    """The files rank<r>.log of a job in one folder. They are emptied when the job starts; later output is appended.
 
     Args:
-        path: the folder; made if it is missing.
+        path: the folder; created if missing.
     """
 
     def __init__(self, path: str) -> None:
@@ -26,14 +26,14 @@ class LogFolder:
         self._fds: dict[int, int] = {}
 
     def open(self, ranks: Iterable[int], *, has_begun: bool = False) -> None:
-        """Make sure that these ranks have files; those that this job has opened before continue where they are.
+        """Open a file for each of these ranks; files that this job has opened before are continued.
 
         Args:
-            ranks: of this host.
-            has_begun: the job had ranks before: files that are there may be theirs, written by another launcher.
+            ranks: the ranks of this host.
+            has_begun: the job has had ranks before: existing files may be theirs, written by another launcher.
 
         Raises:
-            LaunchError: the folder cannot be written.
+            LaunchError: the folder is not writable.
         """
         is_first = not self._fds
         try:
@@ -52,7 +52,7 @@ class LogFolder:
         return self._fds[rank]
 
     def write(self, text: str) -> None:
-        """Put a line of the launcher's own into every file."""
+        """Write a line of the launcher's own into every file."""
         for fd in self._fds.values():
             with contextlib.suppress(OSError):
                 write_all(fd, text.encode("utf-8", "backslashreplace"))

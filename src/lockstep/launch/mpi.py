@@ -1,4 +1,4 @@
-"""`mpirun -np N lockstep run script.py`: mpirun has started the ranks, and the launcher steps aside."""
+"""`mpirun -np N lockstep run script.py`: mpirun has started the ranks, so the launcher only runs the script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["is_rank_of_mpirun", "run_as_rank"]
 
 
 def is_rank_of_mpirun(variables: Mapping[str, str]) -> bool:
-    """Whether mpirun started this process as one of several ranks, and no launcher stands in between."""
+    """Whether mpirun started this process as one of several ranks, with no launcher in between."""
     if any(one.get(variables) is not None for one in (env.LOCKSTEP_RENDEZVOUS, env.TORCHELASTIC_RUN_ID)):
         return False
     topology = read_mpi(variables)
@@ -23,15 +23,15 @@ def is_rank_of_mpirun(variables: Mapping[str, str]) -> bool:
 
 
 def run_as_rank(target: str, args: Collection[str], *, is_module: bool, given: Collection[str]) -> int:
-    """Run the script in this process, as the rank of MPI that it is. Comes back only if the script ends well.
+    """Run the script in this process, as the MPI rank that it is. Returns only if the script ends without an error.
 
     As under our launcher, torch.distributed knows Lockstep's names.
 
     Args:
         target: path of a script, or name of a module.
-        args: handed to it untouched.
+        args: passed on unchanged.
         is_module: `target` is a module, run as `python -m` does.
-        given: options of the launcher that the user gave, and that mpirun decides here.
+        given: options of the launcher that the user gave, but that mpirun decides here.
 
     Raises:
         LaunchError: there is nothing to run, such an option was given, or RANK and WORLD_SIZE are left over.

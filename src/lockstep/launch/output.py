@@ -1,18 +1,16 @@
-"""Many ranks, one terminal: every line whole and with its rank in front.
+"""The output of many ranks on one terminal: every line complete and with its rank in front.
 
-Each rank writes into two pipes, or, where the launcher's output is a terminal, into a pseudo terminal,
-so that it finds one, too, and prints in colour. One thread reads them all and writes to the
-launcher's own stdout and stderr. It is a thread so that a slow reader at the other end (a pager, a stopped
-terminal) holds back the ranks' output, as it would hold back a single process, and never
-the launcher's watch over them.
+Each rank writes into two pipes, or, if the launcher's output is a terminal, into a pseudo terminal, so that it detects
+one and prints in colour. One thread reads them all and writes to the launcher's own stdout and stderr. It is a thread
+so that a slow reader at the other end (a pager, a stopped terminal) blocks the ranks' output, as it would block a
+single process, but never the launcher's monitoring.
 
 Rules for a stream of bytes, of whatever encoding:
 
 * A line is passed on when its newline has arrived, in one write. What is left at the end gets a newline.
-* A carriage return makes the text before it provisional, as in a progress bar. A terminal shows
-  it and lets the next text overwrite it; a file or pipe gets the final state, and what the
-  bar shows every few seconds. On a terminal only the first rank's bars move, unless all are asked for:
-  there is one line for them, in which they would take turns.
+* A carriage return makes the text before it provisional, as in a progress bar. A terminal shows it and lets the next
+  text overwrite it; a file or pipe gets the final state, and the bar's current state every few seconds. On a terminal
+  only the first rank's bars move, unless all are requested: there is only one line for them, so they would alternate.
 * A line of more than a megabyte is passed on in pieces, so memory stays bounded.
 """
 
@@ -38,7 +36,7 @@ _MIN_COLUMNS = 20
 
 
 def _prefix_columns(rank: int) -> int:
-    """Columns of the prefix, and one more: a line that ends at the edge of a terminal is not erased cleanly."""
+    """Width of the prefix, plus one: a line that ends at the edge of a terminal is not erased cleanly."""
     return len(f"[{rank}] ") + 1
 
 
@@ -58,16 +56,16 @@ def _are_one_terminal(first: int | TextIO, second: int | TextIO) -> bool:
 class Relay:
     """Passes on the output of the ranks of one attempt.
 
-    Call `attach` for each rank before it starts, `close_writers` after all have, then `finish`
-    and, when `done_fd` is readable, `close`.
+    Call `attach` for each rank before it starts, `close_writers` after all have, then `finish` and, when `done_fd` is
+    readable, `close`.
 
     Args:
-        stdout: gets the ranks' stdout: a file descriptor, or a text stream that has none.
-        stderr: gets the ranks' stderr.
-        all_bars: where lines can be overwritten, show the bars of all ranks, and not only of the first attached.
+        stdout: receives the ranks' stdout: a file descriptor, or a text stream without one.
+        stderr: receives the ranks' stderr.
+        all_bars: if lines can be overwritten, show the progress bars of all ranks, not only of the first attached.
 
     Attributes:
-        broken_fd: readable once stdout or stderr cannot be written any more.
+        broken_fd: readable once stdout or stderr is no longer writable.
         done_fd: readable once everything has been passed on after `finish`.
     """
 
@@ -97,7 +95,7 @@ class Relay:
             self._first_rank = rank
         stdout = self._open(rank, self._stdout, has_bars)
         if self._stdout.screen is self._stderr.screen and isinstance(self._streams[-1], TerminalStream):
-            self._writers.append(os.dup(stdout))  # what it writes stays in its order
+            self._writers.append(os.dup(stdout))  # keeps its output in order
             return stdout, self._writers[-1]
         return stdout, self._open(rank, self._stderr, has_bars)
 
@@ -111,21 +109,21 @@ class Relay:
         return write_fd
 
     def close_writers(self) -> None:
-        """Close our write ends, once all ranks are started and hold theirs, and start the thread.
+        """Close our write ends, once all ranks have been started and have theirs, and start the thread.
 
         Raises:
-            OSError: there is no room for a thread.
+            OSError: no thread can be started.
         """
         for fd in self._writers:
             os.close(fd)
         self._writers.clear()
         try:
             self._thread.start()
-        except RuntimeError as error:  # Python's word for what the system calls EAGAIN
+        except RuntimeError as error:  # how Python reports EAGAIN here
             raise OSError(errno.EAGAIN, str(error)) from error
 
     def end(self, timeout_s: float) -> None:
-        """Pass on the rest, for `timeout_s` at most, and release everything. After all ranks are gone."""
+        """Pass on the rest, for `timeout_s` at most, and release everything. Call it after all ranks have ended."""
         if self._thread.ident is not None:
             self.finish()
             poll = select.poll()
@@ -134,11 +132,11 @@ class Relay:
         self.close()
 
     def finish(self) -> None:
-        """Pass on what is still in the pipes, then make `done_fd` readable. After all ranks are gone."""
+        """Pass on what is left in the pipes, then make `done_fd` readable. Call it after all ranks have ended."""
         os.eventfd_write(self._finish_fd, 1)
 
     def close(self) -> None:
-        """Release everything, if the thread is done. If it is stuck in a write, the process's end releases it."""
+        """Release everything, if the thread has ended. If it is stuck in a write, that is left to the process's end."""
         for fd in self._writers:
             os.close(fd)
         self._writers.clear()
@@ -184,7 +182,7 @@ class Relay:
                 self._fit()
 
     def _fit(self) -> None:
-        """Give the ranks' terminals the present width of ours."""
+        """Set the size of the ranks' terminals to the current size of ours."""
         for stream in self._streams:
             if isinstance(stream, TerminalStream):
                 _fit(stream.fd, stream.sink.fd, _prefix_columns(stream.rank))
@@ -199,20 +197,20 @@ class Relay:
 
 
 def _open_terminal(like: int, prefix_columns: int) -> tuple[int, int] | None:
-    """A pseudo terminal that hands on bytes as they are written, without echo.
+    """Open a pseudo terminal that passes on bytes as they are written, without echo.
 
     Args:
         like: descriptor of the terminal whose size it gets.
-        prefix_columns: how many columns are not the rank's.
+        prefix_columns: number of columns that the rank cannot use.
 
     Returns:
-        The end to read from and the end for the rank; None if there is none to be had.
+        The end to read from and the end for the rank; None if none is available.
     """
-    import tty  # not on Windows, where this package can be imported
+    import tty  # not on Windows, where this package can still be imported
 
     try:
         read_fd, write_fd = os.openpty()
-    except OSError:  # a container without them, or too many
+    except OSError:  # a container without pseudo terminals, or too many
         return None
     tty.setraw(write_fd)
     _fit(write_fd, like, prefix_columns)
@@ -220,7 +218,7 @@ def _open_terminal(like: int, prefix_columns: int) -> tuple[int, int] | None:
 
 
 def _fit(fd: int, like: int, prefix_columns: int) -> None:
-    """Give one terminal the size of another, less some columns."""
+    """Set the size of one terminal to that of another, less some columns."""
     with contextlib.suppress(OSError):
         rows, columns = _size(like)
         wanted = (rows, max(columns - prefix_columns, _MIN_COLUMNS)) if columns else (rows, columns)

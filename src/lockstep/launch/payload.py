@@ -1,13 +1,13 @@
-"""A function call on its way to the ranks, and its result on the way back.
+"""Sends a function call to the ranks, and its results back.
 
-The way there is multiprocessing's "spawn" method without its Process class: the same
-preparation (module path, `__main__` imported again as `__mp_main__`, authentication key) and the
-same pickler, so what can be an argument of a spawned `multiprocessing.Process` can be one here: queues, locks,
-pipes, tensors in shared memory. Process itself cannot be used, because a rank must be in its own session and
-tied to the launcher's life before the user's modules are imported, and must not be reaped behind the supervisor's back.
+The call is sent like by multiprocessing's "spawn" method, but without its Process class: the same preparation (module
+path, `__main__` imported again as `__mp_main__`, authentication key) and the same pickler, so arguments can be anything
+that a spawned `multiprocessing.Process` accepts: queues, locks, pipes, tensors in shared memory. Process itself cannot
+be used, because a rank must be in a separate session and tied to the launcher's life before the user's modules are
+imported, and only the supervisor may reap it.
 
-The call travels in anonymous memory that only the ranks inherit. Results and exceptions come
-back as pickles in the attempt's private folder (mode 0700): written by our own children, read by us.
+The call is passed in anonymous memory that only the ranks inherit. Results and exceptions come back as pickles in the
+attempt's private folder (mode 0700): written by our own children, read by us.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.errors import InputTypeError, LaunchError
 
 __all__ = ["PackedCall", "check_main_is_ready", "load_exception", "load_result", "run_call"]
 
-# Of files that IPython runs, which Python does not.
+# Extensions of files that IPython runs, but Python does not.
 _CELL_SUFFIXES = (".ipy", ".ipynb")
 
 
@@ -44,7 +44,7 @@ class _DupFd:
 
 
 class _Spawning:
-    """The object that multiprocessing's reducers use while a process is being started."""
+    """The object that multiprocessing's reducers expect while a process is being started."""
 
     DupFd = _DupFd
 
@@ -74,14 +74,14 @@ def _name_of(fn: Callable[..., object]) -> str:
 
 
 def _is_interactive() -> bool:
-    """Whether the main module cannot be imported: a notebook, a session, `python -c`, a file of cells."""
+    """Whether the main module cannot be imported: a notebook, an interactive session, `python -c`, a file of cells."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     return getattr(main, "__spec__", None) is None and (file is None or file.endswith(_CELL_SUFFIXES))
 
 
 def _pickler_by_value(fn: Callable[..., object]) -> Callable[[object], bytes] | None:
-    """The pickler that takes things of the main module by value; None where none is needed or possible.
+    """The pickler that pickles objects of the main module by value; None if unnecessary or impossible.
 
     Raises:
         InputTypeError: `fn` needs it, and cloudpickle is not installed.
@@ -100,9 +100,9 @@ def _pickler_by_value(fn: Callable[..., object]) -> Callable[[object], bytes] | 
         ) from None
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # as Any
-        """Queues, locks and tensors go as they go to a spawned Process."""
+        """Pickles queues, locks and tensors like for a spawned Process."""
 
-        # Of the class: a pickler reads it once, when it is made.
+        # A class attribute: a pickler reads it once, when it is created.
         dispatch_table: ClassVar[ChainMap[Any, Any]] = ChainMap(
             ForkingPickler(io.BytesIO()).dispatch_table, cloudpickle.Pickler.dispatch_table
         )
@@ -119,11 +119,11 @@ class PackedCall:
     """`fn(*args)`, pickled once for all ranks.
 
     Args:
-        fn: a function of a module's top level.
+        fn: a function defined at a module's top level.
         args: its arguments, the same for every rank.
 
     Attributes:
-        fds: what every rank must inherit, `call_fd` and `tracker_fd` included.
+        fds: descriptors that every rank must inherit, including `call_fd` and `tracker_fd`.
 
     Raises:
         InputTypeError: `fn` cannot be called or pickled, or `args` cannot be pickled.
@@ -137,7 +137,7 @@ class PackedCall:
                 f"args is a {type(args).__name__}; expected a sequence of arguments, such as ({args!r},)"
             )
         by_value = _pickler_by_value(fn)
-        # Before anything is pickled: a semaphore among the arguments is registered with it.
+        # Before anything is pickled: a semaphore among the arguments is registered with the tracker.
         self.tracker_fd = resource_tracker.getfd()
         assert self.tracker_fd is not None
         spawning = _Spawning()
@@ -160,12 +160,12 @@ class PackedCall:
         self.fds = (self.call_fd, self.tracker_fd, *spawning.fds)
 
     def close(self) -> None:
-        """Free the memory; ranks that have started keep their own hold on it."""
+        """Free the memory; ranks that have started keep theirs."""
         os.close(self.call_fd)
 
 
 def _open_unnamed() -> int:
-    """A new file without a name: in memory, or on disk where a filter refuses memfds."""
+    """Create a file without a name: in memory, or on disk if a filter blocks memfds."""
     try:
         return os.memfd_create("lockstep-call", os.MFD_CLOEXEC)
     except OSError:
@@ -193,12 +193,12 @@ def _dump_call(
 
 
 def run_call(call_fd: int, tracker_fd: int) -> None:
-    """In a rank: unpack the call, run it, leave its result in the private folder. Local.
+    """In a rank: unpickle the call, run it, and write its result into the private folder. Local.
 
     Raises:
-        Exception: what the function raises, after leaving that in the folder too if it can be pickled.
+        Exception: what the function raises, after writing that into the folder too if it can be pickled.
     """
-    # The ranks share the parent's tracker, or theirs would unlink what they only borrowed.
+    # The ranks share the parent's tracker; their own would unlink resources that they only borrowed.
     resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]
     folder, rank = env.LOCKSTEP_RENDEZVOUS.get(), env.RANK.get()
     assert folder is not None
@@ -222,7 +222,7 @@ def run_call(call_fd: int, tracker_fd: int) -> None:
 
 def _unpack(call_fd: int) -> tuple[Callable[..., object], tuple[object, ...]]:
     current = process.current_process()
-    # Opened anew, as the inherited descriptors of all ranks share one position.
+    # Reopened, as the inherited descriptors of all ranks share one file position.
     with open(f"/proc/self/fd/{call_fd}", "rb") as file:
         os.close(call_fd)
         current._inheriting = True  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ def _dump_result(value: object, fn: Callable[..., object], rank: int) -> bytes:
 
 
 def _dump_back(value: object) -> bytes:
-    """Pickle what came by value by value again, so that the caller finds its own classes."""
+    """Pickle by value what was received by value, so that the caller gets its own classes."""
     try:
         return pickle.dumps(value)
     except Exception:
@@ -257,7 +257,7 @@ def _dump_back(value: object) -> bytes:
 
 
 def _dump_exception(error: BaseException) -> bytes | None:
-    """The pickled exception; None if unpickling would give another, as with a constructor of several arguments."""
+    """The pickled exception; None if unpickling would not restore it, as with a constructor of several arguments."""
     try:
         content = _dump_back(error)
         return content if type(pickle.loads(content)) is type(error) else None
@@ -284,14 +284,14 @@ def load_result(folder: Path, rank: int) -> object:
 
     Raises:
         FileNotFoundError: the rank ended without returning.
-        Exception: what unpickling raises.
+        Exception: raised by unpickling.
     """
     with open(_result_path(folder, rank), "rb") as file:
         return pickle.load(file)
 
 
 def load_exception(folder: Path, rank: int) -> BaseException | None:
-    """The exception that a rank's call raised; None if it could not be carried over."""
+    """The exception that a rank's call raised; None if it could not be passed on."""
     try:
         with open(_exception_path(folder, rank), "rb") as file:
             error = pickle.load(file)

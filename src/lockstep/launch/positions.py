@@ -1,7 +1,7 @@
-"""Tells where the ranks are, or were: in which collective, since when, at which line of the user's code.
+"""Determines where the ranks are, or were: in which collective, since when, at which line of the user's code.
 
-Read from the status file of each rank in the attempt's private folder (`lockstep.rank_status`), so a rank that was
-killed is among them. The launcher looks at the first failure, before it stops any rank, and on every SIGUSR1.
+Read from the status file of each rank in the attempt's private folder (`lockstep.rank_status`), which includes ranks
+that were killed. The launcher reads them at the first failure, before it stops any rank, and on every SIGUSR1.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class RankStatus:
     Attributes:
         rank: global rank.
         pid: pid of its process.
-        state: the scheduler's letter for the process; X if it is gone.
-        positions: its position in each group in which it has called something, the latest first.
-        has_raised: whether it has raised in a world, and the others were told.
+        state: the scheduler's letter for the process; X if it has ended.
+        positions: its position in each group in which it has made a call, the latest first.
+        has_raised: whether it has raised an exception in a world, and the others were told.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class RankStatus:
 
     @property
     def latest(self) -> Position | None:
-        """Its latest position; None if it has not called anything yet, in a group that is recorded."""
+        """Its latest position; None if it has not made a call in a recorded group."""
         return self.positions[0] if self.positions else None
 
     @property
@@ -91,7 +91,7 @@ def _short_site(site: str) -> str:
 
 
 def short_path(file: str) -> str:
-    """Relative to the current folder if it lies below."""
+    """The path relative to the current folder, if it is below it."""
     try:
         return str(Path(file).relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -99,10 +99,10 @@ def short_path(file: str) -> str:
 
 
 def look(folder: Path, pids: Mapping[int, int]) -> dict[int, RankStatus]:
-    """The status of all ranks now.
+    """Read the current status of all ranks.
 
     Args:
-        folder: private folder of the attempt.
+        folder: the attempt's private folder.
         pids: rank -> pid of all ranks of the attempt.
     """
     found = read_positions(folder, pids)
@@ -125,7 +125,7 @@ def describe_statuses(statuses: Mapping[int, RankStatus]) -> str:
     for rank, status in sorted(statuses.items()):
         if status.latest is not None:
             ranks.setdefault(status.describe(), []).append(rank)
-    # Where most of them are comes first.
+    # The largest party comes first.
     groups = sorted(ranks.items(), key=lambda item: -len(item[1]))
     parts = [f"{name_ranks(own)} {'was' if len(own) == 1 else 'were'} {text}" for text, own in groups[:_MAX_PLACES]]
     if len(groups) > _MAX_PLACES:
@@ -134,11 +134,11 @@ def describe_statuses(statuses: Mapping[int, RankStatus]) -> str:
 
 
 def describe_interrupt(number: int, grace_s: float, statuses: str) -> str:
-    """One line after a signal: which it was, how to end sooner, and where the ranks were.
+    """One line after a signal: which signal it was, how to end sooner, and where the ranks were.
 
     Args:
-        number: of the signal.
-        grace_s: the time until SIGKILL.
+        number: number of the signal.
+        grace_s: seconds until SIGKILL.
         statuses: from `describe_statuses`.
     """
     is_key = number == signal.SIGINT
@@ -151,7 +151,7 @@ def describe_interrupt(number: int, grace_s: float, statuses: str) -> str:
 
 
 def find_missing(statuses: Mapping[int, RankStatus], rank: int) -> tuple[int, ...]:
-    """The ranks that have not come to where `rank` waits: those whose count in that group is behind.
+    """The ranks that have not arrived where `rank` waits: those with a lower count in that group.
 
     Args:
         statuses: the status of all ranks of the job.
@@ -163,7 +163,7 @@ def find_missing(statuses: Mapping[int, RankStatus], rank: int) -> tuple[int, ..
     missing = []
     for other, status in statuses.items():
         same = next((one for one in status.positions if one.group == waiting.group), None)
-        # In a group of some ranks, one that has never called anything may have no part at all.
+        # In a group of some ranks, one without any calls may not be a member at all.
         has_come = same.number >= waiting.number if same is not None else waiting.group != DEFAULT_GROUP
         if not has_come:
             missing.append(other)
@@ -171,7 +171,7 @@ def find_missing(statuses: Mapping[int, RankStatus], rank: int) -> tuple[int, ..
 
 
 def format_table(statuses: Mapping[int, RankStatus]) -> str:
-    """One line for each rank: rank, pid, state, what it is in and since when, from which line."""
+    """One line for each rank: rank, pid, state, current call and since when, and its line."""
     lines = ["lockstep: where every rank is"]
     for rank, status in sorted(statuses.items()):
         latest = status.latest

@@ -1,12 +1,11 @@
-"""One rank's process: started in a session of its own, watched through a pidfd, signalled.
+"""The process of one rank: started in a separate session, watched through a pidfd, signalled.
 
-A signal that asks a rank to end goes to the rank alone, as `docker stop` and systemd's KillMode=mixed have it: it may
-need the processes that it has started, such as the workers of a DataLoader, to finish its step and save. What a
-terminal sends, and what cannot be caught, goes to its whole process group.
+A signal that asks a rank to end is sent to the rank only, as by `docker stop` and systemd's KillMode=mixed: it may need
+the processes that it has started, such as the workers of a DataLoader, to finish its step and save. Signals that a
+terminal would send, and those that cannot be caught, go to its whole process group.
 
-The launcher reads how a rank exited, but does not reap it until the whole attempt ends. Until then its pid, which
-names its process group and its session too, cannot become that of another process, so a signal to the group never
-reaches one.
+The launcher reads how a rank exited, but does not reap it until the whole attempt ends. Until then its pid, which is
+also the id of its process group and session, cannot be reused, so a signal to the group never reaches another process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankCommand", "RankExit", "RankProcess", "launch_errors", "start_reaper", "worker_command_line"]
 
-# Another part of the program reaped the process (it ignores SIGCHLD, or waits for any child): its code is lost.
+# Another part of the program reaped the process (it ignores SIGCHLD, or waits for any child): its exit code is lost.
 _UNKNOWN_CODE = 255
 _REAP_TIMEOUT_S = 2.0
 _LIMITS = {errno.EMFILE: "open files (ulimit -n)", errno.EAGAIN: "processes (ulimit -u, or the container's)"}
@@ -41,9 +40,9 @@ _FOR_RANK_ALONE = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1",
 
 
 def worker_command_line() -> tuple[str, ...]:
-    """Beginning of the command line that starts a rank by worker.py; what to run follows.
+    """The beginning of the command line that starts a rank by worker.py; the target follows.
 
-    Interpreter options (-W, -X, -O, …) are handed on, as multiprocessing does for its children.
+    Interpreter options (-W, -X, -O, …) are passed on, as by multiprocessing to its children.
     """
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return (sys.executable, *options, os.path.abspath(Path(__file__).with_name("worker.py")))
@@ -54,7 +53,7 @@ def start_reaper(job: str, variables: Mapping[str, str]) -> Reaper:
 
     Args:
         job: the job's id.
-        variables: the environment that the job starts from.
+        variables: the environment of the job.
 
     Raises:
         LaunchError: the process cannot be started.
@@ -65,7 +64,7 @@ def start_reaper(job: str, variables: Mapping[str, str]) -> Reaper:
 
 @contextlib.contextmanager
 def launch_errors(what: str) -> Iterator[None]:
-    """Make a LaunchError of what the system refuses meanwhile, with the limit that may be raised."""
+    """Turn errors of system calls in the block into a LaunchError, naming the limit that may be raised."""
     try:
         yield
     except OSError as error:
@@ -80,12 +79,12 @@ class RankCommand:
     Attributes:
         rank: global rank.
         argv: program and arguments.
-        environment: all of its variables.
-        stdin: where it reads from: a file descriptor, `subprocess.DEVNULL`, or None to inherit the launcher's.
-        stdout: where its output goes: a file descriptor, or None to inherit.
-        stderr: where its errors go: a file descriptor, or None to inherit.
-        pass_fds: file descriptors that it gets under the same numbers.
-        forks: `argv` starts worker.py, and this process is forked for it; see `forked.py`.
+        environment: all environment variables.
+        stdin: input: a file descriptor, `subprocess.DEVNULL`, or None to inherit the launcher's.
+        stdout: output: a file descriptor, or None to inherit.
+        stderr: error output: a file descriptor, or None to inherit.
+        pass_fds: file descriptors that it inherits under the same numbers.
+        forks: `argv` starts worker.py, and this process is forked instead; see `forked.py`.
     """
 
     rank: int
@@ -110,7 +109,7 @@ class RankExit:
         time: when the launcher saw the exit, in seconds since the epoch.
         stopped: whether the launcher had already told it to stop.
         host: the host on which it ran; empty for this one.
-        is_missed: whether it never joined the group of all ranks, and another waits in vain to join it.
+        is_missed: whether it never joined the group of all ranks, while another waits in vain to join it.
     """
 
     rank: int
@@ -124,16 +123,16 @@ class RankExit:
 
     @property
     def is_good(self) -> bool:
-        """Whether the rank has ended as it wanted to: done, or told to stop and ready to be started again."""
+        """Whether the rank has ended as intended: done, or told to stop and ready to be restarted."""
         return self.code in (0, EXIT_STOPPED) and not self.is_missed
 
 
 @contextlib.contextmanager
 def _sigint_held_back() -> Iterator[None]:
-    """Block SIGINT: a process started meanwhile inherits that, and gets an early SIGINT when it unblocks it.
+    """Block SIGINT: a process started meanwhile inherits that, and receives an early SIGINT when it unblocks it.
 
-    So a Ctrl-C between the start of the interpreter and the bootstrap's own handling is neither
-    lost nor answered with a traceback.
+    So a Ctrl-C between the start of the interpreter and the bootstrap's own handling is not lost, and does not cause a
+    traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -155,14 +154,14 @@ def _start(command: RankCommand) -> subprocess.Popen[bytes] | ForkedProcess:
         stdout=command.stdout,
         stderr=command.stderr,
         pass_fds=command.pass_fds,
-        # A session rather than just a group: reading the terminal stays allowed, as job control concerns only the
+        # A session rather than just a group: reading the terminal stays allowed, as job control only concerns the
         # terminal's own session.
         start_new_session=True,
     )
 
 
 class RankProcess:
-    """A running rank, leader of its own session and process group.
+    """A running rank, leader of a new session and process group.
 
     Attributes:
         rank: global rank.
@@ -188,13 +187,13 @@ class RankProcess:
             raise LaunchError(f"rank {self.rank}: cannot watch its process: {error} (needs Linux 5.4)") from error
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank; but for SIGTERM and the like also to its whole process group."""
+        """Send a signal to the rank; also to its whole process group, except for SIGTERM and the like."""
         self.was_signalled = self.was_signalled or number not in (signal.SIGCONT, signal.SIGSTOP)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             (os.kill if number in _FOR_RANK_ALONE else os.killpg)(self.pid, number)
 
     def poll(self) -> RankExit | None:
-        """How it ended, or None while it runs. Leaves it unreaped."""
+        """How it ended, or None while it is running. Does not reap it."""
         try:
             found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
@@ -207,7 +206,7 @@ class RankProcess:
         return RankExit(self.rank, self.pid, code, number, time.time(), self.was_signalled)
 
     def reap(self) -> None:
-        """Release the pid. Only after the last signal to the group."""
+        """Release the pid. Call it only after the last signal to the group."""
         # It has exited by now; the deadline is for one that not even SIGKILL could end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=_REAP_TIMEOUT_S)

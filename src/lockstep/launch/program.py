@@ -1,7 +1,7 @@
-"""A rank that is no Python script: `python -m lockstep.launch.program PROGRAM ARGS…` becomes that program.
+"""Runs a rank that is not a Python script: `python -m lockstep.launch.program PROGRAM ARGS…` becomes that program.
 
-Run by the bootstrap (`worker.py`), so that the program dies with the launcher as every rank does: what a process has
-asked the kernel to send it when its parent dies outlives exec.
+Run by the bootstrap (`worker.py`), so that the program is killed with the launcher like every rank: the parent death
+signal survives exec.
 """
 
 from __future__ import annotations

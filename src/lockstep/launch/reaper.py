@@ -1,17 +1,17 @@
-"""Ends every process of a job, and is the small program that does so when the launcher cannot.
+"""Ends every process of a job; also the small program that does so when the launcher cannot.
 
-A rank leads a session of its own, so all processes that it starts (DataLoader workers, subprocesses,
-their children) are in that session, in any process group and with any signals ignored. A process that
-left the session with setsid still carries the job's id in its environment. `sweep` kills both.
+A rank leads a new session, so all processes that it starts (DataLoader workers, subprocesses, their children) are in
+that session, in any process group and with any signals ignored. A process that left the session with setsid still has
+the job's id in its environment. `sweep` kills both.
 
-The launcher sweeps when a job ends. For the case that the launcher is killed with -9, it
-starts this file as a program in a session of its own, which holds the read end of a pipe: the
-launcher writes each session and folder of the job into the pipe, and when the pipe or the launcher
-ends, the reaper sweeps and removes the folders. When a job has ended, the launcher kills the reaper.
+The launcher sweeps when a job ends. In case the launcher is killed with -9, it starts this file as a program in a
+separate session, which holds the read end of a pipe: the launcher writes each session and folder of the job into the
+pipe, and when the pipe or the launcher ends, the reaper sweeps and removes the folders. When a job has ended, the
+launcher kills the reaper.
 
-It is started by path as `python -I -S reaper.py`, and not forked, because a launch from
-Python may come from a process with threads and gigabytes of memory, and because a `pkill -9 -f
-"lockstep run"` must not find it. So it imports nothing but a few modules of the standard library.
+It is started by path as `python -I -S reaper.py`, and not forked, because a launch from Python may come from a process
+with threads and gigabytes of memory, and because a `pkill -9 -f "lockstep run"` must not match it. So it only imports a
+few modules of the standard library.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from collections.abc import Collection, Iterable
 
 __all__ = ["Reaper", "sweep"]
 
-# The one name of env.py that is repeated: this file must run without the package.
+# The only name of env.py that is repeated: this file must run without the package.
 _JOB_VARIABLE = b"LOCKSTEP_JOB="
 
 
 def _session_of(pid: int) -> int | None:
-    """Session of a process, or None if it is gone or only waits to be reaped."""
+    """The session of a process; None if it has ended, even if not reaped yet."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command name stands in brackets and may hold anything, brackets too.
+            # The command name is in parentheses and may contain anything, even parentheses.
             state, _parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
     except (OSError, ValueError):
         return None
@@ -41,7 +41,7 @@ def _session_of(pid: int) -> int | None:
 
 
 def _carries(pid: int, job: str) -> bool:
-    """Whether the process was started inside `job`, as its environment tells."""
+    """Whether the process was started inside `job`, according to its environment."""
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
             return False
@@ -63,10 +63,10 @@ def _belongs(pid: int, sessions: Collection[int], job: str | None) -> bool:
 
 
 def _strike(pid: int, sessions: Collection[int], job: str | None) -> int | None:
-    """Kill the process if it belongs to the job; its pidfd, or None if there was nothing to do.
+    """Kill the process if it belongs to the job; returns its pidfd, or None if there was nothing to do.
 
-    Looking twice closes the gap in which the number could come to mean another process:
-    once the pidfd is open, it stays the one that was looked at the second time.
+    Checking twice avoids a race in which the pid is reused: once the pidfd is open, it refers to the process that was
+    checked the second time.
     """
     if not _belongs(pid, sessions, job):
         return None
@@ -79,7 +79,7 @@ def _strike(pid: int, sessions: Collection[int], job: str | None) -> int | None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             return pidfd
     except OSError:
-        pass  # It ended by itself, or runs as another user: nothing is left to do.
+        pass  # it ended by itself, or runs as another user: nothing left to do
     os.close(pidfd)
     return None
 
@@ -98,15 +98,15 @@ def _wait_for_exits(pidfds: Iterable[int], deadline: float) -> None:
 def sweep(sessions: Collection[int], job: str | None, timeout_s: float = 5.0) -> bool:
     """Kill every process of these sessions and of this job, until there is none.
 
-    Local. Repeats until a pass over /proc finds none, so the next pass finds a process that was being started.
+    Local. Repeats until a pass over /proc finds none, so that the next pass finds a process that was being started.
 
     Args:
         sessions: session ids, which are the pids of the ranks.
-        job: the job's id, to find processes that left their session too; None leaves those alone.
-        timeout_s: how long to wait for killed processes to be gone.
+        job: the job's id, to find processes that left their session too; None leaves those running.
+        timeout_s: seconds to wait for killed processes to end.
 
     Returns:
-        True if none is left; False if the time was over first (a process in uninterruptible sleep).
+        True if none is left; False if the time was up first (a process in uninterruptible sleep).
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -127,12 +127,12 @@ class Reaper:
     """The launcher's handle on its reaper process.
 
     Args:
-        job: the job's id, as it stands in the ranks' environment.
-        environment: the environment of the reaper; must not carry the id of any job, or a sweep would find it.
+        job: the job's id, as in the ranks' environment.
+        environment: the environment of the reaper; must not contain the id of any job, or a sweep would find it.
     """
 
     def __init__(self, job: str, environment: dict[str, str]) -> None:
-        # Here and not above: the reaper itself has no use for it, and starts quicker without.
+        # Imported here, because the reaper itself does not need it, and starts faster without.
         import subprocess
 
         self._process = subprocess.Popen(
@@ -147,11 +147,11 @@ class Reaper:
         )
 
     def watch_session(self, session: int) -> None:
-        """Have the session killed if this process dies."""
+        """Let the reaper kill the session if this process dies."""
         self._send(f"session {session}")
 
     def watch_folder(self, folder: str) -> None:
-        """Have the folder removed if this process dies."""
+        """Let the reaper remove the folder if this process dies."""
         self._send(f"folder {folder}")
 
     def _send(self, record: str) -> None:
@@ -159,7 +159,7 @@ class Reaper:
         try:
             self._process.stdin.write(os.fsencode(record) + b"\0")
         except BrokenPipeError:
-            # The reaper was killed. The launcher still ends the job, and ranks have a death signal.
+            # The reaper was killed. The launcher still ends the job, and ranks have a parent death signal.
             return
 
     def dismiss(self) -> None:
@@ -171,11 +171,10 @@ class Reaper:
 
 
 def _read_records(launcher: int) -> list[str]:
-    """The records that the launcher wrote into the pipe, once it is gone.
+    """The records that the launcher wrote into the pipe, once it has ended.
 
-    The pipe alone would do if no other process held its write end, but one that the user's
-    own code forked may. The launcher's pidfd settles it. The one wait without a deadline:
-    the reaper lives as long as its launcher.
+    The pipe alone would be enough if no other process held its write end, but one forked by the user's code may. The
+    launcher's pidfd decides. This is the only wait without a deadline: the reaper lives as long as its launcher.
     """
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -183,7 +182,7 @@ def _read_records(launcher: int) -> list[str]:
         pidfd = os.pidfd_open(launcher)
     except OSError:
         pidfd = -1
-    # If our parent is another process by now, the pid may be that of another one.
+    # If our parent is another process by now, the pid may have been reused.
     gone = pidfd < 0 or os.getppid() != launcher
     if not gone:
         poll.register(pidfd, select.POLLIN)

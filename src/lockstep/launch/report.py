@@ -1,7 +1,7 @@
 """The error report of a failing rank: one JSON file in the private folder of the attempt.
 
-The bootstrap writes it in the rank, and the launcher reads it. It is JSON and not pickle, so that
-reading it runs no code. The file appears whole or not at all.
+The bootstrap writes it in the rank, and the launcher reads it. It is JSON rather than pickle, so that reading it runs
+no code. The file is written atomically.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "without_leading_frames",
 ]
 
-# A report goes to a terminal in the end. Of longer texts, head and tail are kept.
+# A report is finally shown on a terminal. Of longer texts, the beginning and the end are kept.
 _MAX_TEXT_CHARS = 64 * 1024
 
 _SECONDARY_TYPES = frozenset({"lockstep.errors.RankLost", "lockstep.errors.CollectiveAborted"})
@@ -45,11 +45,11 @@ _OWN_BASE, _SETUP_BASE = "lockstep.errors.LockstepError", "lockstep.errors.Setup
 _TIMEOUT_TYPE = "lockstep.errors.CollectiveTimeout"
 # Phrases of gloo, nccl's watchdog and torch's stores.
 _TIMEOUT_PHRASES = ("timed out", "timeout")
-# What torch's futures make of an error of Lockstep's in a callback, such as one that a communication hook adds.
+# How torch's futures word an error of Lockstep's in a callback, such as one that a communication hook adds.
 _THROUGH_CALLBACK = re.compile(
     r"(?:Got the following error when running the callback: (?:RuntimeError: )?)+(?:RankLost|CollectiveAborted): "
 )
-# What `rank_zero` tells the other ranks of an error that is not one of Lockstep's.
+# What `rank_zero` tells the other ranks about an error that is not one of Lockstep's.
 _TOLD_OF_ANOTHER = re.compile(r"rank \d+ failed: ")
 SECONDARY_PHRASES = ("connection reset", "connection closed", "closed by peer", "reset by peer", "broken pipe")
 
@@ -64,15 +64,15 @@ class ErrorReport:
         host: name of the host on which it ran.
         type: name of the exception, with its module unless it is a builtin.
         message: the text of the exception.
-        traceback: as Python prints it, without Lockstep's own leading frames.
-        file: where it was raised, in the user's code if it passed through any; empty if unknown.
+        traceback: as printed by Python, without Lockstep's own leading frames.
+        file: where it was raised, in the user's code if that is in the traceback; empty if unknown.
         line: the line there; 0 if unknown.
         time: seconds since the epoch.
-        secondary: whether it is a secondary failure, which follows from another rank's, such as `RankLost`.
-        culprits: ranks that the exception blames; empty where it blames none.
-        is_timeout: whether it says that a rank did not come before the deadline; of any backend.
+        secondary: whether it is a secondary failure, caused by another rank's, such as `RankLost`.
+        culprits: ranks that the exception blames; empty if none.
+        is_timeout: whether it says that a rank missed the deadline; of any backend.
         in_import: whether it was raised while a module was imported.
-        after_interrupt: whether it was raised by what the script did after a KeyboardInterrupt, such as a save.
+        after_interrupt: whether it was raised by code that the script ran after a KeyboardInterrupt, such as a save.
     """
 
     rank: int
@@ -91,14 +91,14 @@ class ErrorReport:
     after_interrupt: bool = False
 
     def write(self, folder: Path) -> None:
-        """Put it into `folder`, in one step: as error-rank<r>.json, or into memory where no file can be written."""
+        """Write it to `folder`, atomically: as error-rank<r>.json, or into memory if no file can be written."""
         final = _report_path(folder, self.rank)
         draft = final.with_suffix(f".{self.pid}.tmp")
         text = json.dumps(asdict(self))  # one line
         try:
             draft.write_text(text, encoding="utf-8")
             os.replace(draft, final)
-        except OSError:  # a full disk may be the error itself
+        except OSError:  # the error itself may be that the disk is full
             with open(os.open(folder / ERRORS, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb", buffering=0) as memory:
                 memory.write(f"{text}\n".encode())
 
@@ -115,9 +115,9 @@ def _shorten(text: str) -> str:
 
 
 def without_leading_frames(trace: TracebackType | None, files: frozenset[str]) -> TracebackType | None:
-    """The traceback from the first frame that is not in one of `files` on.
+    """The traceback, starting with the first frame that is not in one of `files`.
 
-    Frames of the import system that directly follow count as ours too: it was our call.
+    Frames of the import system that directly follow are removed as well: they come from our call.
     """
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -128,12 +128,12 @@ def without_leading_frames(trace: TracebackType | None, files: frozenset[str]) -
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether it is one of Lockstep's own errors, told apart by name because not every job imports them."""
+    """Whether it is one of Lockstep's own errors, recognised by name because not every job imports them."""
     return any(_qualified_name(kind) == _OWN_BASE for kind in type(error).__mro__)
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether it is an error before the first collective that explains itself, so that no rank need print it too."""
+    """Whether it is a self-explanatory error before the first collective, so that ranks need not print it too."""
     return any(_qualified_name(kind) == _SETUP_BASE for kind in type(error).__mro__)
 
 
@@ -154,7 +154,7 @@ def _is_secondary_itself(error: BaseException) -> bool:
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     if names & _SECONDARY_TYPES or (_OWN_BASE in names and _TOLD_OF_ANOTHER.match(_text_of(error))):
         return True
-    # torch's own, told apart by name because torch must not be imported to find out.
+    # torch's own, recognised by name because torch must not be imported for this.
     if any(name.startswith("torch.") and name.rpartition(".")[2] in _TORCH_SECONDARY_TYPES for name in names):
         return True
     if isinstance(error, RuntimeError | ConnectionError):
@@ -164,7 +164,7 @@ def _is_secondary_itself(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what it was raised from, as a traceback shows them."""
+    """The exception and its causes, as shown in a traceback."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -174,10 +174,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def error_behind(end: SystemExit) -> Exception | None:
-    """The exception in whose handler a program called `sys.exit(1)`, as hydra does, having printed it its own way.
+    """The exception in whose handler a program called `sys.exit(1)`, like hydra, after printing it in its own way.
 
-    None for other codes, such as those of usage errors; after Ctrl-C; where `from None` says that it does not matter;
-    and for the exceptions of click, which are words to the user and know their exit code.
+    None for other codes, such as those of usage errors; after Ctrl-C; if `from None` says that it does not matter; and
+    for the exceptions of click, which are messages to the user and have their own exit code.
     """
     _, *chain = _chain(end)
     behind = [one for one in chain if isinstance(one, Exception)]
@@ -187,12 +187,12 @@ def error_behind(end: SystemExit) -> Exception | None:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether the exception only says that another rank failed, itself or through what it was raised from."""
+    """Whether the exception, or one that caused it, only says that another rank failed."""
     return any(_is_secondary_itself(one) for one in _chain(error))
 
 
 def _culprits_of(error: BaseException) -> tuple[int, ...]:
-    """The ranks that it blames, if it is one of Lockstep's own errors or was raised from one."""
+    """The ranks that it blames, if it is one of Lockstep's own errors or was caused by one."""
     for one in _chain(error):
         ranks = getattr(one, "culprits", None)
         if type(one).__module__ == "lockstep.errors" and isinstance(ranks, tuple):
@@ -201,29 +201,29 @@ def _culprits_of(error: BaseException) -> tuple[int, ...]:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Whether the exception says, in the words of Lockstep, gloo or nccl, that a rank did not come in time."""
+    """Whether the exception says, in the words of Lockstep, gloo or nccl, that a rank missed the deadline."""
     if any(_qualified_name(kind) == _TIMEOUT_TYPE for kind in type(error).__mro__):
         return True
     if not isinstance(error, RuntimeError) or type(error).__module__.startswith("lockstep."):
         return False
-    # Of other exceptions only those out of torch count: a script may have timeouts of another kind.
+    # Of other exceptions only those raised by torch count: a script may have other kinds of timeouts.
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     text = _text_of(error).lower()
     return any(map(is_torch_file, files)) and any(phrase in text for phrase in _TIMEOUT_PHRASES)
 
 
 def _is_in_import(error: BaseException) -> bool:
-    """Whether a module other than the script was at its top level. Python leaves its own frames of an import out."""
+    """Whether a module other than the script was being imported. Python leaves its own frames of imports out."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
     return any(frame.f_globals.get("__name__") != "__main__" for frame in frames)
 
 
 def _location_of(error: BaseException, trace: TracebackType | None) -> tuple[str, int]:
-    """File and line to point at: the innermost frame of the user's own code, else the innermost frame."""
+    """File and line to point at: the innermost frame of the user's code, otherwise the innermost frame."""
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno or 0
     locations = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
-    # The frames of a worker, a replica or a spawned process are only in the text, and further in.
+    # The frames of a worker, a replica or a spawned process are only in the text, and further inside.
     for one in _chain(error):
         locations += locations_in(_text_of(one))
     libraries = library_folders()
@@ -236,7 +236,7 @@ def capture(error: BaseException, trace: TracebackType | None, rank: int) -> Err
 
     Args:
         error: the exception.
-        trace: the traceback to show, without the bootstrap's frames and others that say nothing.
+        trace: the traceback to show, without the bootstrap's frames and other uninformative ones.
         rank: the rank of this process.
     """
     file, line = _location_of(error, trace)
@@ -269,7 +269,7 @@ def _parse(text: str) -> ErrorReport | None:
 
 
 def _parse_elastic(path: Path, rank: int, pid: int) -> ErrorReport | None:
-    """Read the report of torch.distributed.elastic's `@record`, for a rank that ended without one of ours."""
+    """Parse the report of torch.distributed.elastic's `@record`, for a rank that ended without one of ours."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         kind, _, text = str(message["message"]).partition(": ")
@@ -294,12 +294,11 @@ def read_reports(folder: Path, pids: dict[int, int]) -> dict[int, ErrorReport]:
     """The reports of the ranks that wrote one.
 
     Args:
-        folder: private folder of the attempt.
+        folder: the attempt's private folder.
         pids: rank -> pid of all ranks of the attempt.
 
     Returns:
-        rank -> report. A file that cannot be read as a report is passed over, with a line on stderr:
-        it must not hide the failure itself.
+        rank -> report. An unreadable report is skipped, with a line on stderr: it must not hide the failure itself.
     """
     reports: dict[int, ErrorReport] = {}
     in_memory = _read_memory(folder)

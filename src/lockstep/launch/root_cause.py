@@ -1,15 +1,15 @@
-"""Which failure is the root cause, and the failure summary that says so.
+"""Determines which failure is the root cause, and writes the failure summary.
 
-When one rank fails the others fail too, because they waited for it, and all of them print
-tracebacks. The failure summary ends the output, where people look: it names the failure that started it, and where the
-other ranks were at that moment.
+When one rank fails the others fail too, because they waited for it, and all of them print tracebacks. The failure
+summary comes last, where people look: it names the failure that came first, and where the other ranks were at that
+moment.
 
-[Note: whose failure it is] A rank that raises is not always the one to look at. `RankLost` and what gloo says of a
-closed connection are secondary failures: they sort after all others. A timeout is raised by the ranks that waited, so
-the summary begins with the rank that did not come. A rank that ended in the middle with exit code 0 has failed if
-others say that they lost it, or, where they cannot say whom they lost, if it is behind them. So has one that we
-stopped while it was on its way out. But one that raised, and caught that outside of its world, is not blamed: what the
-others say of it tells more.
+[Note: whose failure it is] The rank that raises is not always the one to blame. `RankLost` and gloo's message about a
+closed connection are secondary failures: they are sorted after all others. A timeout is raised by the ranks that
+waited, so the summary begins with the rank that did not come. A rank that ended early with exit code 0 has failed if
+others say that they lost it, or, if they cannot name whom they lost, if its count is behind theirs. So has one that we
+stopped while it was exiting by itself. But a rank that raised, and caught the exception outside of its world, is not
+blamed: the errors of the others are more informative.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class RankFailure:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the whole job: the rank's own, or 1 if that does not tell of a failure."""
+        """Exit code for the whole job: the rank's own, or 1 if that is not the code of a failure."""
         if self.is_blamed or (self.report is not None and (self.ended.stopped or self.ended.is_good)):
             return 1
         return self.ended.code
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """For a timeout, the ranks that did not come; empty where that is unknown."""
+        """For a timeout, the ranks that did not come; empty if unknown."""
         if self.report is None or not self.report.is_timeout:
             return ()
         named = self.report.culprits or find_missing(self.statuses, self.rank)
@@ -95,7 +95,7 @@ class RankFailure:
         return self.ended.stopped, False, self.ended.time
 
     def describe(self) -> str:
-        """A clause without full stop: `rank 2 (pid 4711) failed with ValueError at train.py:81: bad rate`."""
+        """A clause without a full stop: `rank 2 (pid 4711) failed with ValueError at train.py:81: bad rate`."""
         host = f" on {self.ended.host}" if self.ended.host else ""
         who = f"rank {self.rank} (pid {self.ended.pid}{host})"
         if self.report is not None:
@@ -112,7 +112,7 @@ class RankFailure:
         return f"{who} exited with code {self.ended.code}{where}"
 
     def is_like(self, other: RankFailure) -> bool:
-        """Whether both report the same error; the text of an error of ours may differ by the names of ranks."""
+        """Whether both report the same error; the texts of our own errors may differ in the names of ranks."""
         mine, yours = self.report, other.report
         if self.is_blamed and other.is_blamed:
             return True
@@ -126,7 +126,7 @@ class RankFailure:
 
 
 def _short_message(report: ErrorReport) -> str:
-    """All lines of a message of ours, which belong together; of other messages the line with the reason."""
+    """All lines of one of our messages; of other messages the line with the reason."""
     is_own = report.type.startswith(_OWN_ERRORS)
     limit = _MAX_OWN_MESSAGE_CHARS if is_own else _MAX_MESSAGE_CHARS
     line = origin_of(report.type, report.message) or why_worker_is_gone(report.message, report.traceback)
@@ -136,7 +136,7 @@ def _short_message(report: ErrorReport) -> str:
 
 
 def _as_paragraph(text: str) -> str:
-    """Lines of a list become clauses."""
+    """Turn the lines of a list into clauses."""
     text = text.strip().replace(":\n  ", ": ").replace("\n  ", "; ")
     return ". ".join(line.strip() for line in text.splitlines())
 
@@ -156,17 +156,16 @@ def find_first_failure(
     announced: set[int],
     statuses: Mapping[int, RankStatus] | None = None,
 ) -> list[RankFailure]:
-    """All failures, the one that started it first. See [Note: whose failure it is].
+    """All failures, the root cause first. See [Note: whose failure it is].
 
     Args:
         exits: rank -> how it ended, for all ranks.
         reports: rank -> its error report, for those that wrote one.
-        announced: ranks that are known to have failed, with any exit code.
+        announced: ranks that are known to have failed, whatever their exit code.
         statuses: where every rank was when the first failure was seen, if known.
 
     Returns:
-        Causes by time, then secondary failures by time, then ranks that were only
-        stopped. Empty if no rank failed.
+        Causes by time, then secondary failures by time, then ranks that were only stopped. Empty if no rank failed.
     """
     known = statuses or {}
     failures = [
@@ -183,17 +182,17 @@ def find_first_failure(
 def _find_lost(
     failures: list[RankFailure], exits: Mapping[int, RankExit], statuses: Mapping[int, RankStatus]
 ) -> list[RankExit]:
-    """Ranks that left without an error, if that is what all failures follow from."""
+    """The ranks that left without an error, if all failures follow from that."""
     report = failures[0].report if failures else None
     if report is None or not report.secondary:
         return []
-    named = report.culprits or find_missing(statuses, report.rank)  # gloo names nobody
+    named = report.culprits or find_missing(statuses, report.rank)  # gloo names no ranks
     lost = [exits[rank] for rank in named if rank in exits and not (rank in statuses and statuses[rank].has_raised)]
     return [one for one in lost if one.is_good or (one.stopped and report.culprits)]
 
 
 def _fate_of_others(failures: list[RankFailure], num_ranks: int) -> str:
-    """Where the other ranks were, or how they ended; without those that `_after` names."""
+    """Where the other ranks were, or how they ended; without those that `_after` lists."""
     first, others = failures[0], failures[1:]
     if num_ranks == 1:
         return ""
@@ -213,7 +212,7 @@ def _fate_of_others(failures: list[RankFailure], num_ranks: int) -> str:
 
 
 def _accuse_missing(first: RankFailure) -> str:
-    """The first line on a timeout: which ranks did not come and where they are; then where the waiting ranks are."""
+    """The first line for a timeout: which ranks did not come and where they are; then where the waiting ranks are."""
     clauses = []
     waiting = first.statuses[first.rank].latest if first.rank in first.statuses else None
     call = describe_position(waiting).partition(" ")[2] if waiting else ""
@@ -230,7 +229,7 @@ def _accuse_missing(first: RankFailure) -> str:
 
 
 def _accuse_different(first: RankFailure) -> str:
-    """The first line on a mismatch: the ranks outside the majority; the message says what each of them called."""
+    """The first line for a mismatch: the ranks outside the majority; the message says what each of them called."""
     assert first.report is not None
     culprits = [rank for rank in first.report.culprits if rank in first.statuses]
     names = ", ".join(f"rank {rank} (pid {first.statuses[rank].pid})" for rank in culprits)
@@ -242,7 +241,7 @@ def _is_mismatch(failure: RankFailure) -> bool:
 
 
 def _opening(failures: list[RankFailure], num_ranks: int) -> str:
-    """The paragraph with the root cause, and where the others were."""
+    """The paragraph with the root cause and the positions of the other ranks."""
     first = failures[0]
     if first.missing:
         return _accuse_missing(first)
@@ -252,14 +251,14 @@ def _opening(failures: list[RankFailure], num_ranks: int) -> str:
 
 
 def _causes_among(failures: list[RankFailure]) -> list[RankFailure]:
-    """The others that failed of themselves: neither secondary nor stopped, unless with the error of the first one."""
+    """The other independent failures: neither secondary nor stopped, unless with the same error as the first."""
     first, *others = failures
     own = [one for one in others if one.report is None or not one.report.secondary]
     return [one for one in own if not one.ended.stopped or one.is_like(first)]
 
 
 def _after(failures: list[RankFailure]) -> list[str]:
-    """Lines for other ranks that failed of themselves; none on a mismatch, whose message names all ranks."""
+    """Lines for other independent failures; none for a mismatch, whose message names all ranks."""
     first, own = failures[0], _causes_among(failures)
     alike = [other for other in own if other.is_like(first)]
     own = [other for other in own if not other.is_like(first)]
@@ -274,7 +273,7 @@ def _after(failures: list[RankFailure]) -> list[str]:
 
 
 def _failure_to_show(failures: list[RankFailure]) -> RankFailure:
-    """The failure whose traceback leads to the cause: on a mismatch, that of a rank that called something else."""
+    """The failure whose traceback shows the cause: for a mismatch, that of a rank that called something else."""
     first = failures[0]
     if not _is_mismatch(first):
         return first
@@ -283,7 +282,7 @@ def _failure_to_show(failures: list[RankFailure]) -> RankFailure:
 
 
 def _tracebacks(failures: list[RankFailure], ranks: Collection[int] | None) -> list[str]:
-    """The traceback that leads to the cause, then those of others that failed of themselves in another way."""
+    """The traceback that shows the cause, then those of independent failures of other kinds."""
     first, others = failures[0], failures[1:]
     shown_first = _failure_to_show(failures)
     shown = []
@@ -307,7 +306,7 @@ def _is_here(failure: RankFailure, ranks: Collection[int] | None) -> bool:
 
 
 def _way_of(failure: RankFailure) -> tuple[object, ...]:
-    """The type and the frames, which two errors share that differ in a number; the rank where no frame is known."""
+    """A key by type and frames, equal for errors that only differ in a number; by rank if no frame is known."""
     report = failure.report
     lines = report.traceback.splitlines() if report is not None else []
     frames = [line for line in lines if line.lstrip().startswith('File "')]
@@ -320,7 +319,7 @@ def _traceback_of(failure: RankFailure) -> list[str]:
 
 
 def _without_what_was_said(failure: RankFailure) -> str:
-    """The traceback, without the message of an error of ours, which the summary has shown already."""
+    """The traceback, without the message of one of our errors, which the summary has already shown."""
     report = failure.report
     assert report is not None
     trace, said = report.traceback.rstrip("\n"), f"{report.type}: {report.message}".rstrip()
@@ -331,7 +330,7 @@ def _without_what_was_said(failure: RankFailure) -> str:
 
 
 def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]:
-    """What to do instead, for errors that have a known way out."""
+    """Advice for errors with a known solution."""
     if first.is_blamed:
         return [
             "lockstep: nothing failed there. If it stopped because of its own value, such as its loss, let all ranks "
@@ -358,7 +357,7 @@ def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]
 
 
 def _advise_after_ctrl_c(failures: list[RankFailure]) -> list[str]:
-    """What to write where a rank that Ctrl-C met communicates, and another has not left its collective yet."""
+    """Advice if a rank communicates after Ctrl-C, while another has not left its collective yet."""
     reports = [each.report for each in failures if each.report is not None]
     if not any(one.after_interrupt and one.type.endswith(CollectiveMismatch.__name__) for one in reports):
         return []
@@ -372,13 +371,13 @@ def format_summary(
     script: str | None = None,
     ranks: Collection[int] | None = None,
 ) -> str:
-    """The block that a failed job ends with: the root cause, then the tracebacks of those who failed of themselves.
+    """The text with which a failed job ends: the root cause, then the tracebacks of independent failures.
 
     Args:
         failures: from `find_first_failure`; not empty.
-        num_ranks: number of ranks of the whole job.
+        num_ranks: number of ranks in the whole job.
         log_dir: folder with the ranks' output, if that went to files.
-        script: what was run, as the command line has it, arguments included; None if it is a rehearsal already.
+        script: target and arguments, as on the command line; None if this is already a rehearsal.
         ranks: the ranks of this host, in a job on several, where each host shows its own tracebacks. None for all.
     """
     first = failures[0]
@@ -391,12 +390,11 @@ def format_summary(
 
 
 def find_own_errors(failures: list[RankFailure]) -> list[RankFailure]:
-    """Those of ranks that raised, and not because of another rank, in a job that was told to end.
+    """The failures of ranks that raised independently of others, in a job that was told to end.
 
-    Where all raised because of another rank, those that did so after Ctrl-C: what they meant to save is not saved.
-
-    Nor because of an import: Ctrl-C in the middle of one becomes errors of other kinds, where a library catches
-    everything, or continues with half a module.
+    If all raised because of another rank, these are the ones that did so after Ctrl-C: what they meant to save is not
+    saved. Errors during an import do not count: Ctrl-C in the middle of one becomes another error if a library catches
+    all exceptions, or continues with a partly imported module.
 
     Args:
         failures: from `find_first_failure`.
@@ -408,7 +406,7 @@ def find_own_errors(failures: list[RankFailure]) -> list[RankFailure]:
 
 
 def format_last_words(failures: list[RankFailure]) -> str:
-    """What ranks raised although they were only told to end, in the form of a failure summary; empty if nothing.
+    """Errors that ranks raised although they were only told to end, as a failure summary; empty if there are none.
 
     Args:
         failures: from `find_first_failure`.

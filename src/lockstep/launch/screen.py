@@ -1,4 +1,4 @@
-"""Writes the lines of the ranks: to the launcher's stdout and stderr, and at the bottom of a terminal."""
+"""Writes the ranks' lines: to the launcher's stdout and stderr, and at the bottom of a terminal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ERASE_REST = b"\x1b[K"
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write everything, waiting as long as the reader needs, also where `fd` is non-blocking.
+    """Write everything, waiting as long as the reader needs, even if `fd` is non-blocking.
 
     Raises:
-        OSError: the other end is gone or the disk is full.
+        OSError: the other end is closed or the disk is full.
     """
     view = memoryview(data)
     poll = select.poll()
@@ -29,7 +29,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr past Python's buffers; do nothing if it has no reader."""
+    """Write to stderr without Python's buffers; do nothing if it has no reader."""
     with contextlib.suppress(OSError):
         write_all(2, text.encode("utf-8", "backslashreplace"))
 
@@ -38,11 +38,11 @@ class Screen:
     """The bottom of a terminal. Shared by stdout and stderr if they go to the same one.
 
     Attributes:
-        is_dirty: the line of the cursor shows something that the next write overwrites.
-        is_behind: the cursor stands after what is shown there, not at the start of the line.
+        is_dirty: the cursor's line shows text that the next write overwrites.
+        is_behind: the cursor is at the end of that text, not at the start of the line.
         owner: the stream that wrote the last lines.
-        rows: how many of its own lines stand right above the cursor.
-        below: how many it has below the cursor, since it went up.
+        rows: number of that stream's lines directly above the cursor.
+        below: number of that stream's lines below the cursor, after it went up.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Screen:
         self.below = 0
 
     def take_over(self, owner: object) -> bytes:
-        """Make `owner` the stream that writes; returns what to write first, to get below the lines of another."""
+        """Make `owner` the stream that writes; returns what to write first, to get below another stream's lines."""
         if owner is self.owner:
             return b""
         leave = b"\x1b[%dB\n" % self.below if self.below else b""
@@ -68,7 +68,7 @@ class Sink:
     Attributes:
         error: the error that ended writing, or None.
         is_terminal: whether it is a terminal, so that ranks get one too.
-        can_overwrite: whether it shows text that a later one overwrites.
+        can_overwrite: whether it can show text that a later write overwrites.
     """
 
     def __init__(self, fd: int, screen: Screen) -> None:
@@ -82,7 +82,7 @@ class Sink:
         self.can_overwrite = self.is_terminal
 
     def write(self, data: bytes) -> None:
-        """Write, or drop it if this sink is broken."""
+        """Write, or discard the data if this sink is broken."""
         if self.error is None and data:
             try:
                 write_all(self.fd, data)
@@ -111,12 +111,12 @@ class Sink:
         self.write(leave + prefix + text + _ERASE_REST + end)
 
     def _go_back(self) -> bytes:
-        """To the start of the line, if the cursor is elsewhere."""
+        """Move the cursor to the start of the line, if it is elsewhere."""
         is_behind, self.screen.is_behind = self.screen.is_behind, False
         return b"\r" if is_behind else b""
 
     def go_up(self, num_lines: int, owner: object) -> None:
-        """Let the next lines of `owner` overwrite its last ones, as far as no other stream has written since."""
+        """Let the next lines of `owner` overwrite its last ones, unless another stream has written since."""
         screen = self.screen
         count = min(num_lines, screen.rows) if owner is screen.owner else 0
         if count:
@@ -127,7 +127,7 @@ class Sink:
 
 
 class FileSink(Sink):
-    """Python's own `sys.stdout` or `sys.stderr`, where that is no descriptor: a notebook's cell, a test's ear."""
+    """Python's `sys.stdout` or `sys.stderr`, if it is not a descriptor: the cell of a notebook, a test's capture."""
 
     def __init__(self, file: TextIO) -> None:
         self.fd = -1
@@ -136,7 +136,7 @@ class FileSink(Sink):
         self.is_terminal = False
         self.can_overwrite = type(file).__module__.startswith("ipykernel.")
         self._file = file
-        self._width = 0  # of the text that the next one overwrites
+        self._width = 0  # of the text that the next write overwrites
 
     def write(self, data: bytes) -> None:
         if self.error is None and data:
@@ -150,7 +150,7 @@ class FileSink(Sink):
         if lines:
             text = b"".join(prefix + line + b"\n" for line in lines)
             width, self._width = self._width, 0
-            # No sequence erases here: spaces do.
+            # Escape sequences do not erase here; spaces do.
             self.write((b"\r" + b" " * width + b"\r" if width else b"") + text)
 
     def write_provisional(self, prefix: bytes, text: bytes, owner: object = None, end: bytes = b"") -> None:

@@ -16,10 +16,10 @@ _INTERRUPTED_CODE = 128 + signal.SIGINT
 
 @contextlib.contextmanager
 def ends_by_ctrl_c() -> Iterator[None]:
-    """While it is entered, Ctrl-C ends the process at once, with one line. For the imports of a command.
+    """Context manager in which Ctrl-C ends the process at once, with one line. For the imports of a command.
 
-    Not by KeyboardInterrupt: that prints a traceback of Python's own modules, some of which swallow it, as the
-    callbacks of the import locks do. Handlers of others stay, and so do all outside the main thread.
+    KeyboardInterrupt would print a traceback of Python's own modules, some of which swallow it, such as the callbacks
+    of the import locks. Other handlers are kept, and outside the main thread nothing changes.
     """
     is_free = threading.current_thread() is threading.main_thread()
     if not is_free or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -39,14 +39,14 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the number has gone through the wakeup pipe as well."""
+    """Do nothing: the number is also written to the wakeup pipe."""
 
 
 class SignalWatch:
-    """While it is entered, SIGINT, SIGTERM, SIGHUP, SIGTSTP and SIGUSR1 arrive at `fileno()`, with no other effect.
+    """Context manager in which SIGINT, SIGTERM, SIGHUP, SIGTSTP and SIGUSR1 arrive at `fileno()` without other effect.
 
-    A signal that was ignored before stays ignored (`nohup`, or `&` in a script). Outside the
-    main thread Python allows no handlers, and signals stay what they are.
+    A signal that was ignored before stays ignored (`nohup`, or `&` in a script). Outside the main thread Python allows
+    no handlers, and signals keep their effects.
     """
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class SignalWatch:
         self._is_installed = True
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1):
-            # None: a handler that Python did not install and could not put back.
+            # None: a handler that was not installed by Python and could not be restored.
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._previous[number] = signal.signal(number, _ignore)
-        # Ranks are waited for by pid, which an inherited "ignore" would make impossible.
+        # Ranks are waited for by pid, which is impossible if SIGCHLD is ignored.
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
             self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
@@ -80,11 +80,11 @@ class SignalWatch:
         os.close(self._write_fd)
 
     def fileno(self) -> int:
-        """Readable when a signal has arrived."""
+        """A descriptor that is readable when a signal has arrived."""
         return self._read_fd
 
     def read(self) -> list[int]:
-        """Numbers of the signals that arrived since the last call."""
+        """The numbers of the signals that arrived since the last call."""
         with contextlib.suppress(BlockingIOError):
             return [number for number in os.read(self._read_fd, 4096) if number in self._previous]
         return []

@@ -1,15 +1,15 @@
-"""`lockstep run --slurm`: write a batch script for a cluster, and submit it.
+"""`lockstep run --slurm`: writes a batch script for a cluster, and submits it.
 
-The script asks Slurm for the nodes and lets `srun` start one process per rank; `lockstep.init()` in each reads its rank
-from Slurm. Nothing of Lockstep runs between Slurm and the script, and the file has no name anywhere: Slurm keeps it
-(`scontrol write batch_script JOB`), and `--dry-run` prints it.
+The script requests nodes from Slurm and lets `srun` start one process per rank; `lockstep.init()` in each reads its
+rank from Slurm's variables. Nothing of Lockstep runs between Slurm and the script, and the batch script is not kept in
+a file: Slurm stores it (`scontrol write batch_script JOB`), and `--dry-run` prints it.
 
-[Note: requeue] With `--requeue` Slurm signals the batch shell a minute before the time limit. The shell hands the
-signal on to the ranks, which save and end if they ask `World.should_stop`, and puts the job back into the queue when
-they have ended, or after two thirds of the time to the limit. So does Slurm itself when a node fails, and the shell
-when ranks say by their exit code (`EXIT_STOPPED`) that they were told to stop. The job then starts again from the top,
-with SLURM_RESTART_COUNT one higher and its output appended to the same log. The script itself has to look for
-checkpoints. A run that was done when the signal came starts once more, and finds that it is done.
+[Note: requeue] With `--requeue` Slurm signals the batch shell a minute before the time limit. The shell passes the
+signal on to the ranks, which save and end if they check `World.should_stop`, and requeues the job when they have ended,
+or after two thirds of the time to the limit. Slurm itself does so when a node fails, and the shell when ranks report by
+their exit code (`EXIT_STOPPED`) that they were told to stop. The job then starts again from the beginning, with
+SLURM_RESTART_COUNT one higher and its output appended to the same log. The script itself has to look for checkpoints. A
+run that was complete when the signal came is started once more, and finds that it is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.topology.slurm import read_step
 
 __all__ = ["BatchJob", "Submission", "add_arguments", "job_from", "submit", "warn_of_other_tasks"]
 
-# Runs a script as plain python does, after installing the shims. By name, as it stands above this package.
+# Runs a script like plain python, after installing the shims. By name, because it is a layer above this package.
 _SHIM_RUNNER = "lockstep.compat.script"
 _REQUEUE_BEFORE_S = 60
 _SIGNAL_OPTION = re.compile(r"--signal=\S*@(?P<seconds>\d+)")
@@ -57,20 +57,20 @@ step= timer=
 trap stop USR1
 """
 
-# Made where the job runs, so that Slurm, which keeps the script, never has it; srun hands it on in the environment. On
-# how many hosts that is, options of sbatch may say that are unknown here.
+# Generated where the job runs, so that it is not in the script that Slurm stores; srun passes it on in the environment.
+# How many hosts there are may depend on sbatch options that are unknown here.
 _TOKEN_LINE = (
     '[ "${{SLURM_NNODES:-1}}" -le 1 ] || export LOCKSTEP_TOKEN='
     '"${{LOCKSTEP_TOKEN:-$({python} -c "import secrets; print(secrets.token_hex(32))")}}"\n'
 )
 
-# Since 22.05 srun does not take the number of cores over from the job. Without one it may use all that the job has.
+# Since 22.05 srun does not inherit the number of cores from the job. Without it, it may use all of the job's cores.
 _CORES_LINES = """\
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 [ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 """
 
-# `wait` returns early when the signal comes, with a code that is not the step's. Where it comes before the first line,
+# `wait` returns early when the signal comes, with a code that is not the step's. If it comes before the first line,
 # `$!` is the timer.
 _REQUEUE_TAIL = """\
 step="${{step:-$!}}"
@@ -88,28 +88,28 @@ done
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What to run on a cluster and what to ask Slurm for.
+    """What to run on a cluster, and what to request from Slurm.
 
     Attributes:
         target: path of a script, or name of a module.
-        args: handed to it untouched.
+        args: passed on unchanged.
         is_module: `target` is a module, run as `python -m` does.
         nodes: number of hosts.
-        ntasks_per_node: number of ranks on each host; None for one per GPU, or one where no GPUs are asked for.
-        gpus_per_node: GPUs of each host, as Slurm takes them ("4", "a100:4"); None for none.
+        ntasks_per_node: number of ranks on each host; None for one per GPU, or one if no GPUs are requested.
+        gpus_per_node: GPUs on each host, in Slurm's format ("4", "a100:4"); None for none.
         cpus_per_task: cores of each rank; None for Slurm's default.
-        partition: None for Slurm's default.
-        time: limit as Slurm takes it ("30", "2:00:00", "1-0"); None for Slurm's default.
-        job_name: None for the name of the script.
-        output: file for what the ranks write, with Slurm's patterns (%j, %x); None for "%x-%j.out".
+        partition: partition of the cluster; None for Slurm's default.
+        time: time limit in Slurm's format ("30", "2:00:00", "1-0"); None for Slurm's default.
+        job_name: name of the job; None for the name of the script.
+        output: file for the ranks' output, with Slurm's patterns (%j, %x); None for "%x-%j.out".
         requeue: see [Note: requeue].
         prefix: put the rank before every line.
-        sbatch_args: more options for sbatch; they win over all others.
+        sbatch_args: additional options for sbatch, which override all others.
         python: interpreter that runs the target on every host.
-        folder: where the job runs.
-        with_shims: let `import horovod` and `import apex` find Lockstep's own where they are not installed, and change
-            torch as far as an old script needs it.
-        compat: change torch for old scripts, also where the script does not look old.
+        folder: working directory of the job.
+        with_shims: make `import horovod` and `import apex` find Lockstep's shims if they are not installed, and change
+            torch as required by an old script.
+        compat: change torch for old scripts, even if the script does not look old.
     """
 
     target: str
@@ -148,7 +148,7 @@ class BatchJob:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks on all hosts together."""
+        """Number of ranks over all hosts."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -157,10 +157,10 @@ class BatchJob:
         return os.path.join(os.path.abspath(self.folder), self.output if self.output is not None else "%x-%j.out")
 
     def check(self) -> None:
-        """Find options that cannot work, before Slurm is asked.
+        """Reject invalid options before Slurm is called.
 
         Raises:
-            LaunchError: names the option, what it got and what it takes.
+            LaunchError: names the option, its value and what is expected.
         """
         check_target(self.target, self.is_module)
         for name, number in (
@@ -196,19 +196,19 @@ class BatchJob:
         return f"{head}exec {step}\n"
 
     def _requeue_before_s(self) -> int:
-        """Seconds from the signal to the time limit: those of the last `--signal` in `sbatch_args`, else ours."""
+        """Seconds from the signal to the time limit: those of the last `--signal` in `sbatch_args`, or ours."""
         found = [_SIGNAL_OPTION.fullmatch(option) for option in self.sbatch_args]
         given = [int(match["seconds"]) for match in found if match is not None]
         return given[-1] if given else _REQUEUE_BEFORE_S
 
     def arguments(self) -> list[str]:
-        """What was asked for and stands in the script too, as arguments: sbatch's variables win over its script."""
+        """The options in the script, also as arguments: sbatch's environment variables override its script."""
         is_default = {"--chdir": True, "--job-name": self.job_name is None, "--output": self.output is None}
         own = [option for option in self._options() if not is_default.get(option.partition("=")[0], False)]
         return [*own, *self.sbatch_args]
 
     def _options(self) -> list[str]:
-        """Options of sbatch, without those of `sbatch_args`, which come after them: the last one of a name counts."""
+        """Options of sbatch, except for `sbatch_args`, which come after them: the last one of a name counts."""
         chosen: list[tuple[str, object]] = [
             ("job-name", self.name),
             ("partition", self.partition),
@@ -227,7 +227,7 @@ class BatchJob:
 
     def _step(self) -> list[str]:
         """The command that starts the ranks."""
-        # Otherwise the ranks that wait for one that died would wait on until the time limit.
+        # Otherwise ranks that wait for one that died would keep waiting until the time limit.
         srun = ["srun", "--kill-on-bad-exit=1"]
         if self.prefix:
             srun.append("--label")
@@ -241,7 +241,7 @@ class Submission:
 
     Attributes:
         job_id: number of the job.
-        log: path of its output. Patterns that depend on more than the job stand as they are.
+        log: path of its output. Patterns that depend on more than the job are not expanded.
     """
 
     job_id: str
@@ -249,15 +249,15 @@ class Submission:
 
 
 def submit(job: BatchJob) -> Submission:
-    """Hand a job to Slurm.
+    """Submit a job to Slurm.
 
     Raises:
-        LaunchError: the job cannot be right, sbatch is not there, or Slurm refuses; says why.
+        LaunchError: an option is invalid, sbatch is missing, or Slurm refuses the job; says why.
     """
     job.check()
     folder = os.path.dirname(job.log)
     if "%" not in folder:
-        # Slurm does not make the folder, and a job without it fails silently.
+        # Slurm does not create the folder, and without it the job fails silently.
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
@@ -272,7 +272,7 @@ def submit(job: BatchJob) -> Submission:
 
 
 def _sbatch(job: BatchJob) -> str:
-    """What sbatch says to a job."""
+    """Call sbatch for a job; returns its output."""
     command = ["sbatch", "--parsable", *job.arguments()]
     try:
         done = subprocess.run(command, input=job.script(), capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S)
@@ -290,14 +290,14 @@ def _sbatch(job: BatchJob) -> str:
 
 
 def _quote_directive(option: str) -> str:
-    """An option as sbatch reads it from a line of its script: quotes and backslashes, but no variables."""
+    """Quote an option for a line of sbatch's script: quotes and backslashes, but no variables."""
     if not any(character in option for character in " \t\"'\\#"):
         return option
     return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _expand(text: str, patterns: dict[str, str]) -> str:
-    """Slurm's file name patterns, read from left to right."""
+    """Expand Slurm's file name patterns, from left to right."""
     parts, position = [], 0
     while position < len(text):
         pattern = text[position : position + 2]
@@ -355,16 +355,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_from(options: argparse.Namespace, target: str, args: Sequence[str]) -> BatchJob:
-    """The job that the options of `add_arguments` describe."""
+    """The job described by the options of `add_arguments`."""
     values = {name: value for name, value in vars(options).items() if name not in ("slurm", "dry_run")}
     values["sbatch_args"] = tuple(values["sbatch_args"])
     return BatchJob(target=target, args=tuple(args), **values)
 
 
 def warn_of_other_tasks() -> None:
-    """Say, in the first of several tasks of a step, that launchers that each start a job do not make one job."""
+    """Warn, in the first of several tasks of a step, that launchers that each start a job do not form one job."""
     step = None
-    with contextlib.suppress(SetupError):  # what is wrong with Slurm's variables is nothing to a job on one host
+    with contextlib.suppress(SetupError):  # errors in Slurm's variables do not matter to a job on one host
         step = read_step(env.snapshot())
     if step is not None and step.num_tasks > 1 and step.rank == 0:
         say(

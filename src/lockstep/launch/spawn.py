@@ -139,7 +139,7 @@ def _results(attempt: Attempt, folder: Path, statuses: Mapping[int, RankStatus])
 
 
 def _target_of(stream: TextIO | None, fd: int) -> int | TextIO:
-    """The descriptor if Python's stream writes to it, else the stream, such as a notebook's cell."""
+    """The descriptor if Python's stream writes to it, otherwise the stream, such as a notebook's cell."""
     if stream is None:
         return fd
     stream.flush()  # earlier output comes first
@@ -161,7 +161,7 @@ def _commands(call: PackedCall, shared: AttemptEnvironment, relay: Relay | None)
 def _run(
     attempt: Attempt, commands: list[RankCommand], relay: Relay | None, timeout_s: float | None, folder: Path
 ) -> None:
-    """Start the ranks and wait for their end; returns after Ctrl-C, too.
+    """Start the ranks and wait for their end; also returns after Ctrl-C.
 
     Raises:
         WorkerFailed: the ranks were not done in time.
@@ -172,8 +172,8 @@ def _run(
             relay.close_writers()
         is_over = attempt.wait(timeout_s)
     except KeyboardInterrupt:
-        # The ranks are not in the terminal's session: this is the only Ctrl-C they get. A second one
-        # ends the wait, and the caller's `close` kills them.
+        # The ranks are not in the terminal's session: this is the only Ctrl-C they get. A second one ends the wait, and
+        # the caller's `close` kills them.
         with contextlib.suppress(KeyboardInterrupt):
             if attempt.is_undisturbed:
                 _print_interrupt(attempt.interrupt_grace_s, describe_statuses(look(folder, attempt.pids)))
@@ -196,15 +196,15 @@ def _run(
 
 
 def _print_interrupt(grace_s: float, statuses: str) -> None:
-    """Write to Python's own stderr, which in a notebook is the cell's."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it does not exist, is closed, or has no reader
+    """Write to Python's own stderr, which in a notebook is that of the cell."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it is None, closed, or has no reader
         text = describe_interrupt(signal.SIGINT, grace_s, statuses)
-        sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text)  # after the terminal's ^C
+        sys.stderr.write(("\n" if sys.stderr.isatty() else "") + text)  # a newline after the terminal's ^C
         sys.stderr.flush()
 
 
 def _error_of(failure: RankFailure, folder: Path) -> BaseException:
-    """The rank's exception, with its traceback as the cause; else a WorkerFailed."""
+    """The rank's exception, with its traceback as the cause; otherwise a WorkerFailed."""
     text = failure.report.traceback if failure.report is not None else ""
     error = load_exception(folder, failure.rank)
     if error is not None:

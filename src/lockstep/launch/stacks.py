@@ -1,6 +1,6 @@
 """Prints the stacks of each rank's threads, by py-spy, which reads the memory of a process from outside.
 
-It needs no help from the process, so a rank that hangs in native code, or is stopped, shows its stack too.
+It needs no cooperation of the process, so it works for a rank that hangs in native code, or is stopped.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _MISSING = "lockstep: no stacks: py-spy is not installed (pip install py-spy)\n"
 
 
 def find_py_spy() -> str | None:
-    """The program, or None where it is not installed: beside the interpreter first, which need not be on the path."""
+    """The path of py-spy, or None if it is not installed. Next to the interpreter first, which may not be on PATH."""
     own = Path(sys.executable).with_name("py-spy")
     return str(own) if own.exists() else shutil.which("py-spy")
 
 
 def dump_stacks(pids: Mapping[int, int]) -> str:
-    """The Python stacks of all threads of some ranks. Local; takes a fraction of a second, at most ten.
+    """The Python stacks of all threads of some ranks. Local; takes a fraction of a second, at most ten seconds.
 
     Args:
         pids: rank -> pid of the ranks that are alive.
 
     Returns:
-        Text to print: a block for each rank, or one line that says what is missing.
+        Text to print: a block for each rank, or one line if py-spy is not installed.
     """
     program = find_py_spy()
     if program is None:
         return _MISSING
-    # Nonblocking: py-spy cannot stop a rank that is stopped already.
+    # Nonblocking: py-spy cannot stop a rank that is already stopped.
     running = {
         rank: subprocess.Popen(
             [program, "dump", "--nonblocking", "--pid", str(pid)],

@@ -8,14 +8,14 @@ __all__ = ["fill_closed"]
 
 
 def fill_closed() -> None:
-    """Open /dev/null wherever stdin, stdout or stderr is closed. At the start of a program, before it opens anything.
+    """Open /dev/null wherever stdin, stdout or stderr is closed. Call it before the program opens anything.
 
-    Else the next thing that is opened, such as the pipe of the signals, gets the number, and what is written to stdout
-    goes there.
+    Otherwise the next descriptor that is opened, such as the pipe of the signals, gets that number, and receives what
+    is written to stdout.
     """
     for fd in (0, 1, 2):
         if not _is_open(fd):
-            # The lowest free number, hence this one. Ranks inherit it, as they would the stream.
+            # The lowest free number, hence this one. Ranks inherit it, like the stream.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 

@@ -1,10 +1,10 @@
-"""The output of one rank, cut into lines: from a pipe, or from a pseudo terminal.
+"""Splits the output of one rank into lines: from a pipe, or from a pseudo terminal.
 
-[Note: a rank's terminal] A program that finds a terminal moves the cursor: back to the start of a line (a bar), or up
+[Note: a rank's terminal] A program that detects a terminal moves the cursor: back to the start of a line (a bar), or up
 over lines that it has written (several bars, a table that changes). The launcher passes a move up on to the terminal
-only if no other rank has written below; otherwise it prints those lines again. Bars of a rank that is held back do not
-move: the launcher keeps its text until the rank can no longer overwrite it, so nothing is lost and nothing is shown
-twice. Other sequences, colours among them, go through as they are.
+only if no other rank has written below; otherwise it prints those lines again. Bars of ranks other than the shown ones
+do not move: the launcher keeps their text until the rank can no longer overwrite it, so nothing is lost and nothing is
+shown twice. Other sequences, including colours, pass through unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.launch.screen import Sink
 __all__ = ["PARTIAL_S", "RankStream", "TerminalStream"]
 
 PARTIAL_S = 0.1
-"""After so long without a word the beginning of a line is shown, as it may be a question."""
+"""Seconds of silence after which the beginning of a line is shown, as it may be a question."""
 _CHUNK_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 1024 * 1024
 _MAX_ROWS = 100
@@ -35,12 +35,12 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class RankStream:
-    """One pipe from one rank: bytes in, lines out.
+    """One pipe from one rank, split into lines.
 
     Args:
         rank: the rank that writes.
         fd: non-blocking descriptor to read from.
-        sink: takes the lines.
+        sink: receives the lines.
         has_bars: whether to show, on a terminal, text that may still be overwritten.
     """
 
@@ -54,7 +54,7 @@ class RankStream:
         self._shown_at = time.monotonic()
 
     def read(self) -> bool:
-        """Read what is there; False once the rank has closed its end."""
+        """Read what is available; False once the rank has closed its end."""
         try:
             chunk = self._read_some()
         except BlockingIOError:
@@ -64,11 +64,11 @@ class RankStream:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Take everything that is there now, and end the last line."""
+        """Take everything that is available now, and end the last line."""
         self._read_all()
         rest = _final_state(self._pending)
         self._pending = b""
-        if rest.strip():  # A finished progress bar may have wiped itself with spaces.
+        if rest.strip():  # a finished progress bar may have erased itself with spaces
             self.sink.write_lines(self._prefix, [rest], self)
 
     @property
@@ -83,7 +83,7 @@ class RankStream:
         try:
             return os.read(self.fd, _CHUNK_BYTES)
         except OSError as error:
-            if error.errno != errno.EIO:  # a terminal's way to say that its other end is closed
+            if error.errno != errno.EIO:  # how a terminal reports that its other end is closed
                 raise
             return b""
 
@@ -103,7 +103,7 @@ class RankStream:
 
     def _show_progress(self) -> None:
         text = _final_state(self._pending)
-        # Only the last state matters from here on; text that it overwrote is forgotten.
+        # Only the last state matters from here on; the text that it overwrote is discarded.
         self._pending = text + b"\r" if self._pending.endswith(b"\r") else b"\r" + text
         if not text:
             return
@@ -121,10 +121,10 @@ class TerminalStream(RankStream):
 
     def __init__(self, rank: int, fd: int, sink: Sink, *, has_bars: bool = True) -> None:
         super().__init__(rank, fd, sink, has_bars=has_bars)
-        self._unfinished = b""  # beginning of a sequence
+        self._unfinished = b""  # beginning of an escape sequence
         self._line = b""
-        self._above: list[bytes] = []  # lines that it may go up to; of a rank whose bars are held back: not written yet
-        self._below: list[bytes] = []  # lines that it went up from
+        self._above: list[bytes] = []  # lines that it may go up to; not written yet if its bars are held back
+        self._below: list[bytes] = []  # lines from which it went up
         self._restarts = False  # the next text overwrites the line
         self._is_bar = False  # some text of the line has been overwritten
         self._is_live = False  # the cursor is hidden, as while a display changes
@@ -216,7 +216,7 @@ class TerminalStream(RankStream):
         self._restarts = self._is_bar = True
 
     def _show(self) -> None:
-        """Show what the line is so far, if it may change; else after a pause."""
+        """Show the current state of the line, if it may change; otherwise after a pause."""
         if self._restarts or self._is_bar or self._is_live:
             if self._has_bars and self._line:
                 self._paint()
@@ -232,11 +232,11 @@ class TerminalStream(RankStream):
 
 
 def _closed(line: bytes) -> bytes:
-    """A line that leaves no colour behind for those of other ranks."""
+    """The line, ended such that its colours do not affect lines of other ranks."""
     last = line.rfind(b"\x1b[")
     return line if last < 0 or line.startswith((_RESET, b"\x1b[m"), last) else line + _RESET
 
 
 def _final_state(line: bytes) -> bytes:
-    """The text that a line with carriage returns shows in the end."""
+    """The text that a line with carriage returns finally shows."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

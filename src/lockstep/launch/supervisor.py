@@ -1,4 +1,4 @@
-"""Runs a job on one host: starts the ranks, passes on their output, ends them together, and says what went wrong.
+"""Runs a job on one host: starts the ranks, passes on their output, ends them together, and reports failures.
 
 `lockstep run` calls `launch_job`. A `Supervisor` runs the attempts of one job; local_workers.py runs one attempt.
 """
@@ -28,24 +28,24 @@ __all__ = ["Supervisor", "launch_job"]
 def launch_job(config: LaunchConfig) -> int:
     """Run one job on this host and wait for its end. Local.
 
-    While it runs, SIGINT, SIGTERM and SIGHUP go to the ranks (if called from the main thread).
+    While it runs, SIGINT, SIGTERM and SIGHUP are passed on to the ranks (if called from the main thread).
 
     Returns:
         The exit code: 0 if every rank exited with 0; `EXIT_STOPPED` if they were told to stop and said so; else that of
             the rank that failed first (128 + signal if one killed it); 128 + signal if this process was told to end.
 
     Raises:
-        LaunchError: the job cannot be started as asked; nothing has been started.
+        LaunchError: the job cannot be started with these options; nothing has been started.
     """
     return Supervisor(config).run()
 
 
 class Supervisor:
-    """Runs one job: attempts until one succeeds or restarts are used up.
+    """Runs one job: attempts until one succeeds or no restarts are left.
 
     Raises:
-        LaunchError: an option makes no sense, or there is nothing to run.
-        SetupError: an environment variable makes no sense.
+        LaunchError: an option is invalid, or there is nothing to run.
+        SetupError: an environment variable is invalid.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -76,7 +76,7 @@ class Supervisor:
                     return EXIT_STOPPED
                 if not outcome.failures:
                     return 0 if outcome.interrupted_by is None else 128 + outcome.interrupted_by
-                # A user who interrupts a job that is failing does not want it to start again.
+                # A user who interrupts a failing job does not want it restarted.
                 if restart_count == self._config.max_restarts or outcome.interrupted_by is not None:
                     break
                 first = outcome.failures[0]
@@ -101,7 +101,7 @@ class Supervisor:
                 restart_count=restart_count,
                 max_restarts=config.max_restarts,
                 token=self._token,
-                shows_errors=self._logs is None,  # a log is read alone, and needs the rank's own errors
+                shows_errors=self._logs is None,  # a log is read by itself, and needs the rank's own errors
             )
             workers.start(environment)
             workers.attempt.wait()
@@ -123,7 +123,7 @@ class Supervisor:
 
 
 def _is_explained(failures: list[RankFailure], code: int | None) -> bool:
-    """Whether all ranks that failed of themselves exited with `explained_code`, so that no summary is needed."""
+    """Whether all independently failed ranks exited with `explained_code`, so that no summary is needed."""
     return code is not None and all(
         one.report is None and (one.ended.code == code or one.ended.stopped) for one in failures
     )

@@ -1,21 +1,20 @@
-"""What runs in a rank before the user's script does.
+"""Runs in a rank before the user's script.
 
-Started by path as `python worker.py script.py args…` or `python worker.py -m module args…`, and
-not with `-m`, because that would put the current folder first on the module path before the
-bootstrap has imported what it needs. It
+Started by path as `python worker.py script.py args…` or `python worker.py -m module args…`, rather than with `-m`,
+because that would put the current folder first on the module path before the bootstrap has imported what it needs. It
 
-1. asks the kernel to be killed when the launcher dies, and checks that the launcher is still there;
-2. makes stdout write line by line, so the lines of several ranks stay whole wherever they go;
+1. asks the kernel to be killed when the launcher dies, and checks that the launcher is still running;
+2. makes stdout line-buffered, so that lines of several ranks stay complete wherever they are written;
 3. installs the shims for scripts written for Horovod, Apex and old releases of torch, unless LOCKSTEP_COMPAT=0;
 4. runs the script in a real `__main__`, as plain `python` does: `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`,
    pickling of classes defined there, and multiprocessing's spawn children that import it again;
-5. on an uncaught exception writes an error report for the launcher, prints the traceback as plain
-   `python` does, and exits with 1. Frames of this file are left out, and those through which an error of Lockstep's own
-   came to the user's line. What the launcher shows (LOCKSTEP_SHOWS_ERRORS) is not printed, nor is an error in setting
-   up, which all ranks tend to have at once. LOCKSTEP_DEBUG=1 keeps all frames, and prints. An exception that the
-   program catches, to end by `sys.exit(1)`, is reported, and not printed once more.
+5. on an uncaught exception writes an error report for the launcher, prints the traceback as plain `python` does, and
+   exits with 1. Frames of this file are left out, as are the internal frames of Lockstep's own errors. Errors that
+   the launcher shows (LOCKSTEP_SHOWS_ERRORS) are not printed, nor are setup errors, which usually all ranks have at
+   once. LOCKSTEP_DEBUG=1 keeps all frames, and prints. An exception that the program catches, to end by
+   `sys.exit(1)`, is reported, but not printed again.
 
-It sets no environment variables; those a rank finds are listed in environment.py.
+It sets no environment variables; those that a rank finds are listed in environment.py.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from typing import NoReturn
 try:
     from lockstep import env, libc
 except ModuleNotFoundError:
-    # Not installed: the launcher was found another way, and so must the script be able to.
+    # Not installed: the launcher was found in another way, which the script must be able to use too.
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     from lockstep import env, libc
 
@@ -56,32 +55,32 @@ from lockstep.rank_status import EXIT_STOPPED
 
 __all__ = ["main", "run_module", "run_rank", "run_script", "run_target"]
 
-# By name, as it stands above this package.
+# By name, because it is a layer above this package.
 _SHIMS, _WORLD, _EXIT_HOOKS = "lockstep.compat.install", "lockstep.world", "lockstep.comm.exit_hooks"
 _INTERRUPTED_CODE = 128 + signal.SIGINT
 _GOOD_CODES = (None, 0, EXIT_STOPPED)
-# Modules whose hooks for uncaught exceptions hand on to the one before.
+# Modules whose hooks for uncaught exceptions call the previous one.
 _KNOWN_HOOKS = ("torch.distributed.distributed_c10d", _EXIT_HOOKS)
-# Frames that stand between the interpreter and the user's code, and say nothing.
+# Frames between the interpreter and the user's code, which are not informative.
 _LIBRARY = Path(os.__file__).parent
 _OWN_FILES = frozenset(
     {__file__, str(Path(__file__).with_name("payload.py")), str(Path(__file__).parents[1] / "tools/rehearse/rank.py")}
     | {str(_LIBRARY / name) for name in ("runpy.py", "multiprocessing/spawn.py")}
 )
 
-# This rank, and the launcher's folder for its report, as they were at its start: a script may set RANK anew.
+# This rank, and the launcher's folder for its report, as read at its start: a script may change RANK.
 _addressee: tuple[int, Path] | None = None
 
 
 def _die_with_launcher() -> None:
-    """Ask for SIGKILL when the launcher dies. If it is dead already, exit."""
+    """Ask for SIGKILL when the launcher dies. If it is already dead, exit."""
     libc.die_with_parent()
     if os.getppid() != env.LOCKSTEP_PARENT_PID.get():
         os._exit(128 + signal.SIGKILL)
 
 
 def _write_line_by_line() -> None:
-    """Make stdout write line by line, also into a pipe or file, where Python would hold text back."""
+    """Make stdout line-buffered, even into a pipe or file, where Python would buffer more."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
 
@@ -93,7 +92,7 @@ def _install_shims() -> None:
 
 
 def _become_main(loader: object, spec: importlib.machinery.ModuleSpec | None, file: str | None) -> types.ModuleType:
-    """Put a fresh `__main__` in place of this bootstrap, with the attributes that plain `python` gives it."""
+    """Replace this bootstrap by a new `__main__`, with the attributes that plain `python` gives it."""
     main = types.ModuleType("__main__")
     main.__dict__.update(
         __builtins__=builtins,
@@ -109,9 +108,9 @@ def _become_main(loader: object, spec: importlib.machinery.ModuleSpec | None, fi
 
 
 def run_script(path: str, args: list[str]) -> None:
-    """Run a script, or a folder or zip file with a `__main__.py`, as `python path args…` does."""
+    """Run a script, or a folder or zip file with a `__main__.py`, like `python path args…`."""
     sys.argv = [path, *args]
-    # Only folders and zip files have a finder. Asked directly, so that no other `__main__` can be meant.
+    # Only folders and zip files have a finder. It is called directly, so that no other `__main__` can be found.
     file = os.path.abspath(path)
     spec = importlib.machinery.PathFinder.find_spec("__main__", [file])
     if spec is not None:
@@ -136,7 +135,7 @@ def _put_first_on_path(folder: str) -> None:
 
 
 def run_module(name: str, args: list[str]) -> None:
-    """Run a module as `python -m name args…` does.
+    """Run a module like `python -m name args…`.
 
     Raises:
         ModuleNotFoundError: there is no such module, or it is a package that cannot be run.
@@ -166,7 +165,7 @@ def _run_spec(spec: importlib.machinery.ModuleSpec) -> None:
 
 
 def _has_plain_hook() -> bool:
-    """Whether only torch and Lockstep have put hooks for uncaught exceptions around Python's own."""
+    """Whether only torch and Lockstep have wrapped Python's hook for uncaught exceptions."""
     hook: object = sys.excepthook
     while getattr(hook, "__module__", None) in _KNOWN_HOOKS:
         inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
@@ -175,8 +174,8 @@ def _has_plain_hook() -> bool:
 
 
 def _call_hook(error: BaseException, trace: TracebackType | None, *, is_plain: bool, is_quiet: bool) -> None:
-    """Print an exception by the hook that is there, as rich and IPython install theirs; ours tells the peers."""
-    # torch's hook would put the rank before every line once more.
+    """Print an exception by the installed hook, such as that of rich or IPython; ours tells the peers."""
+    # torch's hook would put the rank before every line again.
     own_words = contextlib.redirect_stderr(io.StringIO()) if is_plain or is_quiet else contextlib.nullcontext()
     try:
         with own_words:
@@ -188,13 +187,13 @@ def _call_hook(error: BaseException, trace: TracebackType | None, *, is_plain: b
 
 
 def _say(text: str) -> None:
-    """Write to stderr, not by `print`: scripts put another in its place, which is silent on all ranks but the first."""
+    """Write to stderr without `print`, which scripts replace by one that is silent on all ranks but the first."""
     if sys.stderr is not None:
         sys.stderr.write(text)
 
 
 def _trace_to_show(error: BaseException) -> TracebackType | None:
-    """The traceback without frames that say nothing."""
+    """The traceback without uninformative frames."""
     if env.LOCKSTEP_DEBUG.get() is True:
         return error.__traceback__
     trace = without_leading_frames(error.__traceback__, _OWN_FILES)
@@ -202,7 +201,7 @@ def _trace_to_show(error: BaseException) -> TracebackType | None:
 
 
 def _report(error: BaseException, trace: TracebackType | None) -> bool:
-    """Tell the launcher of an error; whether there is one that will have the report."""
+    """Report an error to the launcher; returns whether the launcher gets the report."""
     if _addressee is None:
         return False
     rank, folder = _addressee
@@ -217,16 +216,16 @@ def _report(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn:
-    """Report, print unless quiet, and exit as an uncaught exception does."""
+    """Report, print unless quiet, and exit as after an uncaught exception."""
     trace = _trace_to_show(error)
     is_plain = _has_plain_hook()
     if may_report and _addressee is not None:
-        # The launcher shows the report. The hook of another library may do more than print.
+        # The launcher shows the report. Another library's hook may do more than print.
         if is_plain and env.LOCKSTEP_DEBUG.get() is not True:
             is_quiet = is_quiet or is_expected(error) or env.LOCKSTEP_SHOWS_ERRORS.get() is True
         is_quiet = _report(error, trace) and is_quiet
     error = error.with_traceback(trace)
-    sys.last_value = error  # as the interpreter keeps what nobody caught: exit handlers ask how the program ended
+    sys.last_value = error  # as the interpreter does for uncaught exceptions: exit handlers read how the program ended
     _call_hook(error, trace, is_plain=is_plain, is_quiet=is_quiet)
     _explain(error)
     sys.exit(1)
@@ -235,14 +234,14 @@ def _fail(error: BaseException, *, may_report: bool, is_quiet: bool) -> NoReturn
 def _explain(error: BaseException) -> None:
     shims = sys.modules.get(_SHIMS)
     if shims is not None:
-        with contextlib.suppress(Exception):  # it reads the text, which the script's own code makes
+        with contextlib.suppress(Exception):  # it reads the text, which the script's own code produces
             shims.explain(error)
 
 
 def _report_cause_of(end: SystemExit) -> None:
-    """Report the exception that the program has made an exit of, as hydra does. What it printed was its affair.
+    """Report the exception that the program has turned into an exit, like hydra. It has printed it itself.
 
-    Without one, announce the failure: its exit handlers have as much time as those of a rank that raised.
+    Without one, announce the failure, so that its exit handlers have as much time as those of a rank that raised.
     """
     _explain(end)
     error = error_behind(end)
@@ -254,7 +253,7 @@ def _report_cause_of(end: SystemExit) -> None:
 
 
 def _run_to_end(body: Callable[[], None]) -> None:
-    """Run the program; at its good end leave the world that it has left open, whose errors are the program's own."""
+    """Run the program; if it succeeds, leave the world that it has left open, whose errors count as the program's."""
     good_end: SystemExit | None = None
     try:
         body()
@@ -262,27 +261,27 @@ def _run_to_end(body: Callable[[], None]) -> None:
         if end.code not in _GOOD_CODES:
             raise
         good_end = end
-    _leave_world()  # not while the exit is handled, of which an error would speak first
+    _leave_world()  # not while the exit is handled, which an error would name as its context
     if good_end is not None:
         raise good_end
 
 
 def _leave_world() -> None:
-    world = sys.modules.get(_WORLD)  # torch may not be imported for this
+    world = sys.modules.get(_WORLD)  # torch must not be imported for this
     if world is not None:
         try:
             world.leave_open_world()
         except Exception as error:
             files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
             if env.LOCKSTEP_DEBUG.get() is not True and all(map(is_internal_file, files)):
-                raise error.with_traceback(None) from None  # after the script's last line: none of ours says where
+                raise error.with_traceback(None) from None  # after the script's last line: our frames say nothing
             raise
-        # Where threads still use it, it is left when they have ended.
+        # If threads still use it, it is left when they have ended.
         sys.modules[_EXIT_HOOKS].__dict__["shown_by"] = _report_at_exit
 
 
 def _report_at_exit(error: Exception) -> bool:
-    """Tell the launcher of an error in an exit handler; whether it shows it."""
+    """Report an error in an exit handler to the launcher; returns whether the launcher shows it."""
     is_reported = _report(error, _trace_to_show(error))
     return is_reported and env.LOCKSTEP_SHOWS_ERRORS.get() is True and env.LOCKSTEP_DEBUG.get() is not True
 
@@ -295,20 +294,19 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
         is_quiet: do not print an exception that is reported to the launcher, which raises it again.
 
     Raises:
-        SystemExit: as raised by `body`; with 1 after an uncaught exception, which has been reported
-            and printed; with 130 and no word after Ctrl-C. An exception that `body` caught and made an exit of is
-            reported, too.
+        SystemExit: as raised by `body`; with 1 after an uncaught exception, which has been reported and printed; with
+            130 and no message after Ctrl-C. An exception that `body` caught and turned into an exit is reported, too.
     """
     global _addressee
     pid = os.getpid()
     rank, folder = env.RANK.get(), env.LOCKSTEP_RENDEZVOUS.get()
     _addressee = None if rank is None or folder is None else (rank, Path(folder))
     try:
-        # Held back by the launcher up to here; one that came meanwhile is raised now.
+        # Blocked by the launcher up to here; one that came meanwhile is raised now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _run_to_end(body)
     except KeyboardInterrupt:
-        # No second one while the interpreter tidies up; the launcher has SIGKILL if that takes too long.
+        # No second one during interpreter shutdown; the launcher has SIGKILL if that takes too long.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.exit(_INTERRUPTED_CODE)
     except SystemExit as end:
@@ -316,7 +314,7 @@ def run_rank(body: Callable[[], None], *, is_quiet: bool = False) -> None:
             _report_cause_of(end)
         raise
     except BaseException as error:
-        # A process that the script forked gets here too; it is not the rank.
+        # A process forked by the script gets here too; it is not the rank.
         is_rank = os.getpid() == pid
         _fail(error, may_report=is_rank, is_quiet=is_quiet and is_rank)
 
@@ -332,14 +330,15 @@ def run_target(target: str, args: list[str], *, is_module: bool) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Be a rank from here on.
+    """Run as a rank from here on.
 
     Args:
-        argv: a script and its arguments, `-m` before a module and its, or `--call` and the descriptors of a function.
+        argv: a script and its arguments, `-m` before a module and its arguments, or `--call` and a function's
+            descriptors.
     """
     _die_with_launcher()
-    with contextlib.suppress(Exception):  # Without a stderr there is nowhere to say it.
-        faulthandler.enable()  # A crash in native code then at least says where Python was.
+    with contextlib.suppress(Exception):  # without a stderr nothing can be printed
+        faulthandler.enable()  # a crash in native code then at least shows where Python was
     kind, *rest = argv
     if kind == "--call":
         from lockstep.launch.payload import run_call

@@ -1,17 +1,17 @@
-"""A torch store for processes of one host that know a common name, and no port.
+"""A torch store for processes of one host that share a name, but no port.
 
-[Note: rendezvous in a folder] Rank 0 makes a folder of that name, mode 0700, where temporary files go, and a
-file in it. The others wait for it and open the file. Every rank signs the file, which is a torch FileStore.
-When all have signed, rank 0 marks it as complete and removes file and folder; the ranks continue through
-their open descriptors, so nothing is left behind however they end.
+[Note: rendezvous in a folder] Rank 0 creates a folder of that name, mode 0700, in the directory for temporary files,
+and a file in it. The others wait for the file and open it. Every rank signs the file, which is a torch FileStore. When
+all have signed, rank 0 marks it as complete and removes file and folder; the ranks continue through their open
+descriptors, so nothing is left behind however they end.
 
-* The folder must be a real folder that only this user can enter, because every user may make one of any
-  name where temporary files go. It is checked, and then used, through one descriptor.
-* A rank continues when its file has lost its name. If the file was not marked complete, or bears another's
-  signature, it was left over from ranks that were killed while they met, and rank 0 has replaced it: the
-  rank looks again. So no rank takes an old rendezvous for its own, in whichever order they come.
-* A second world in the same process uses the store of the first, with other keys. So a descriptor is never
-  closed: torch may open it by its number at any time.
+* The folder must be a real folder that only this user can enter, because any user can create one of any name in the
+  directory for temporary files. It is checked, and then used, through one descriptor.
+* A rank continues when its file has been unlinked. If the file was not marked complete, or has another process's
+  signature, it was left over from ranks that were killed during their rendezvous, and rank 0 has replaced it: the rank
+  looks again. So no rank mistakes an old rendezvous for its own, in whichever order they come.
+* A second world in the same process uses the store of the first, with other keys. So a descriptor is never closed:
+  torch may open it by its number at any time.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def open_store(name: str, rank: int, world_size: int, timeout: timedelta) -> Sto
     """Meet the other ranks under `name` and share a store with them. Collective; all of them are on this host.
 
     Args:
-        name: a name that only these ranks have at this time.
+        name: a name that only these ranks use at this time.
         rank: 0 … world_size-1.
         world_size: number of ranks.
-        timeout: until a rank that does not come is an error; also of the store.
+        timeout: time until a missing rank is an error; also the timeout of the store.
 
     Returns:
-        An empty store, another one in every call.
+        An empty store, a different one in every call.
 
     Raises:
         RendezvousError: a rank did not come, or came twice, or the folder cannot be used; names it.
@@ -115,7 +115,8 @@ def _join(path: str, rank: int, timeout: timedelta, deadline: float) -> Store:
         own, signed_by = str(os.getpid()), _sign(store, rank)
         if signed_by != own and os.path.exists(f"/proc/{signed_by}"):
             raise RendezvousError(
-                f"two processes came as rank {rank}: this one and pid {signed_by}. Give each process a rank of its own"
+                f"two processes claim to be rank {rank}: this one and pid {signed_by}. Give each process "
+                "a different rank"
             )
         while os.fstat(fd).st_nlink > 0:
             _check_deadline(f"the other ranks did not come to {path}", rank, timeout, deadline)
@@ -125,7 +126,7 @@ def _join(path: str, rank: int, timeout: timedelta, deadline: float) -> Store:
 
 
 def _find(path: str, rank: int, timeout: timedelta, deadline: float) -> int:
-    """Wait for the file that rank 0 puts there; returns its descriptor."""
+    """Wait for the file that rank 0 creates there; returns its descriptor."""
     while True:
         with contextlib.suppress(FileNotFoundError), _opened(path) as folder, _explained(path, FileNotFoundError):
             return os.open(_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -146,12 +147,12 @@ def _signature(rank: int) -> str:
 
 
 def _sign(store: Store, rank: int) -> str:
-    """Sign for this rank, unless a process has signed for it already; returns the pid that has signed."""
+    """Sign for this rank, unless a process has already done so; returns the pid that has signed."""
     return bytes(store.compare_set(_signature(rank), "", str(os.getpid()))).decode()
 
 
 def _store_on(fd: int, timeout: timedelta) -> Store:
-    # No number of ranks: with it torch removes the file of the last one to leave, by a name that it has no more.
+    # No world size: with it torch removes the file when the last rank leaves, by a name that no longer exists.
     store = FileStore(f"/proc/self/fd/{fd}", -1)
     store.set_timeout(timeout)
     return store
@@ -159,11 +160,11 @@ def _store_on(fd: int, timeout: timedelta) -> Store:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
-    """A descriptor of a folder that is this user's own.
+    """Open a folder that belongs to this user alone; yields its descriptor.
 
     Raises:
         FileNotFoundError: there is none.
-        RendezvousError: it is another user's, or open to others, or no folder.
+        RendezvousError: it belongs to another user, is open to others, or is not a folder.
     """
     with _explained(path, FileNotFoundError):
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -182,7 +183,7 @@ def _opened(path: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _explained(path: str, *known: type[OSError]) -> Iterator[None]:
-    """Raise errors of the system as ours, except for those that the caller handles."""
+    """Raise OSErrors as ours, except for those that the caller handles."""
     try:
         yield
     except OSError as error:

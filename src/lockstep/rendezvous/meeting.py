@@ -1,11 +1,11 @@
 """How ranks that share a store agree on a random name that nobody can have known before.
 
-[Note: named rendezvous] A store may hold the keys of earlier rendezvous, and everybody who reaches it may write there.
-So each rendezvous has a random name of rank 0's, and nothing that stands there from before is believed. A rank comes
-with a random word; rank 0 answers it with an invitation, sealed over that word, which holds the name; the rank signs
-under a seal that holds the name. When all have signed, rank 0 says so, with the words that it has let in, and all go
-on. Whatever they then seal over the name nobody can have recorded before. What has no seal of this job counts as not
-there and is removed, and its writer writes again.
+[Note: named rendezvous] A store may hold the keys of earlier rendezvous, and anyone who can reach it may write there.
+So each rendezvous has a random name chosen by rank 0, and no existing value is trusted. A rank publishes a random word
+(a challenge); rank 0 answers with an invitation, which contains the name, and whose MAC covers that word; the rank
+signs with a MAC that covers the name. When all have signed, rank 0 publishes that, with the words that it has admitted,
+and all continue. MACs over that name cannot have been recorded before. A value without a MAC of this job counts as
+absent and is removed, and its writer writes again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Meeting:
     """The ranks that agree on a name: [Note: named rendezvous]. Rank 0 calls `admit_all`, each other rank `join`.
 
     Args:
-        store: through which they do.
+        store: the store that the ranks share.
         world_size: number of ranks.
-        timeout_s: until a rank that does not come is an error.
-        place: where they meet, for an error.
-        explain: the text of the error for ranks that do not come, which it is handed.
-        pause: called between two looks at the store by a rank that waits: with the store, the key that it waits for,
-            and the most seconds to wait.
-        watch: called at each look; what it finds that was made with another token, as a key and a clause.
-        remind: called by rank 0, once, when it has waited for some time, with the ranks that have not signed.
+        timeout_s: seconds until a missing rank is an error.
+        place: where they meet, for errors.
+        explain: returns the text of the error, given the missing ranks.
+        pause: called by a waiting rank between two reads of the store: with the store, the awaited key, and the maximum
+            number of seconds to wait.
+        watch: called at each read; returns a value that was made with another token, as a key and a clause, or None.
+        remind: called once by rank 0, when it has waited for some time, with the ranks that have not signed.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class Meeting:
 
     @property
     def refusals(self) -> str:
-        """A sentence on what stood in the store and is of no rank of this job, after a blank; empty for nothing."""
+        """A sentence, after a space, about values in the store not written by this job's ranks; empty for none."""
         return self._refused.text
 
     def admit_all(self, before_all_go_on: Callable[[], object] = lambda: None) -> str:
-        """Rank 0's part: answer ranks that come, and wait until all have signed. Collective.
+        """Rank 0's part: answer ranks, and wait until all have signed. Collective.
 
         Args:
-            before_all_go_on: called when all have signed, and do not know that yet; also if a rank does not come.
+            before_all_go_on: called when all have signed, but do not know that yet; also if a rank does not come.
 
         Returns:
             The name.
 
         Raises:
-            RendezvousError: a rank did not come, or came with another token.
+            RendezvousError: a rank did not come, or has another token.
             RuntimeError: the store is gone.
         """
         name = new_nonce()
@@ -116,7 +116,7 @@ class Meeting:
         return Seals(self._secret, purpose, word)
 
     def _let_in(self, name: str, invited: dict[int, str], signed: dict[int, str]) -> bool:
-        """Answer who has come since the last look, and note who has signed; whether there was any."""
+        """Answer the ranks that have come since the last call, and note signatures; returns whether there were any."""
         has_changed = False
         for rank in self._others:
             if time.monotonic() > self._end_s:
@@ -133,7 +133,7 @@ class Meeting:
         return has_changed
 
     def _invite_one(self, name: str, rank: int, invited: dict[int, str]) -> bool:
-        """Answer a rank that has come, and also who comes with another token, which then knows."""
+        """Answer a rank that has come, even one with another token, which thereby learns of it."""
         found = find(self._store, _coming(rank))
         if found is None:
             return False
@@ -154,15 +154,15 @@ class Meeting:
         return True
 
     def join(self, rank: int) -> str:
-        """The part of every other rank: come, be answered, sign, and wait until all have. Collective.
+        """The part of every other rank: publish a word, get an answer, sign, and wait until all have. Collective.
 
-        A rank comes again while it waits: rank 0 may have died since it answered, and another taken its place.
+        A rank repeats its word while it waits: rank 0 may have died since it answered, and been replaced by another.
 
         Returns:
             The name.
 
         Raises:
-            RendezvousError: rank 0 did not come, or has another token, or another process came as this rank.
+            RendezvousError: rank 0 did not come, or has another token, or another process uses this rank.
             RuntimeError: the store is gone.
         """
         word = new_nonce()
@@ -171,7 +171,7 @@ class Meeting:
         name, signature, write_s = "", "", 0.0
         while True:
             now_s = time.monotonic()
-            if now_s >= write_s:  # Again and again, as somebody may remove it, or write over it.
+            if now_s >= write_s:  # Repeatedly, as others may remove or overwrite it.
                 self._store.set(_coming(rank), coming)
                 if name:
                     self._of(name).set(str(rank), signature)
@@ -184,7 +184,7 @@ class Meeting:
             invited = self._find(self._store, invitation, invitations)
             if invited is not None:
                 if not is_nonce(invited):
-                    raise RendezvousError(f"rank 0 invites to {invited[:60]!r}, which is no name of a rendezvous")
+                    raise RendezvousError(f"rank 0 invites to {invited[:60]!r}, which is not the name of a rendezvous")
                 _remove(self._store, invitation)
                 name, write_s = invited, 0.0
                 signature = self._seals("meeting", name).seal(str(rank), word)
@@ -194,12 +194,12 @@ class Meeting:
             self._check_deadline(())
         if word not in words.split():
             raise RendezvousError(
-                f"another process came to {self._place} as rank {rank}; give each process a rank of its own"
+                f"another process came to {self._place} as rank {rank}; give each process a different rank"
             )
         return name
 
     def _find(self, store: Store, key: str, seals: Seals) -> str | None:
-        """What a rank of this job wrote under a key; what anybody else wrote is removed."""
+        """The value that a rank of this job wrote under a key, or None; anybody else's value is removed."""
         found = find(store, key)
         if found is None:
             return None
@@ -219,7 +219,7 @@ class Meeting:
 
 
 class _Refusals:
-    """What stood in the store that no rank of this job wrote, as far as none has written the true value since."""
+    """Values in the store that no rank of this job wrote, until a rank writes the true value."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, float]] = {}  # by key: why, and since when
@@ -232,17 +232,17 @@ class _Refusals:
         self._found.pop(key, None)
 
     def are_lasting(self) -> bool:
-        """Whether one comes again and again: the rank that should write there has another token."""
+        """Whether such a value keeps reappearing: then the rank that should write there has another token."""
         is_other = (since_s for why, since_s in self._found.values() if "another token" in why)
         return any(time.monotonic() - since_s > _PATIENCE_S for since_s in is_other)
 
     @property
     def text(self) -> str:
-        """A sentence on the first, after a blank; empty for none."""
+        """A sentence about the first of them, after a space; empty for none."""
         for key, (why, _) in self._found.items():
             return (
-                f" What stood in the store as {key!r} was not written by a rank of this job: {why}. Do all ranks have "
-                "the same LOCKSTEP_TOKEN, and the same Lockstep?"
+                f" The value in the store under {key!r} was not written by a rank of this job: {why}. Do all ranks "
+                "have the same LOCKSTEP_TOKEN, and the same Lockstep?"
             )
         return ""
 
@@ -256,6 +256,6 @@ def _invitation(word: str) -> str:
 
 
 def _remove(store: Store, key: str) -> None:
-    """Remove a value, from a store that can; one that is gone says so at the next question."""
+    """Remove a value, if the store supports that; a lost store is reported by the next query."""
     with contextlib.suppress(RuntimeError):
         store.delete_key(key)

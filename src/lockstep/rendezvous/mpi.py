@@ -1,12 +1,11 @@
-"""Where the ranks of an MPI job meet: with MPI's help, or without it on one host.
+"""How the ranks of an MPI job meet: over MPI, or without it on one host.
 
-[Note: with MPI] Every rank sends its host to rank 0. Rank 0 then opens a rendezvous, a folder if all are on one
-host (`folder.py`) and else a port (`tcp.py`), and sends that, and the host of each rank, to all. All of that has a
-deadline, which MPI's own collectives have not.
+[Note: with MPI] Every rank sends its host to rank 0. Rank 0 then opens a rendezvous, a folder if all are on one host
+(`folder.py`) and otherwise a port (`tcp.py`), and sends that, and the host of each rank, to all. All of this has a
+deadline, unlike MPI's own collectives.
 
-[Note: without MPI] Ranks on one host that want no group over MPI need no MPI to meet either: the number of their
-job is a name that they have in common. Initialising MPI takes half a second, and makes the end of each rank wait for
-that of all.
+[Note: without MPI] Ranks on one host that do not need a group over MPI need no MPI to meet either: the job's id is a
+name that they share. Initialising MPI takes half a second, and makes each rank wait for all others when it ends.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ if TYPE_CHECKING:
 
 __all__ = ["meet_by_mpi", "meet_under_mpirun", "rendezvous_name"]
 
-_TAG = 19027  # on MPI's own communicator, where a script may have messages too
+_TAG = 19027  # on MPI's own communicator, where scripts may send messages too
 _HOST_BYTES = 256
 _POLL_S = 0.001
 _LAUNCHER = "mpirun"
 _HYDRA_PROXY = "hydra_pmi_proxy"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-# On rank 0: the rendezvous, and the socket that listens there until the store takes it over.
+# On rank 0: the rendezvous, and the listening socket until the store takes it over.
 _rendezvous: dict[str, Any] = {}
 _listeners: dict[int, socket.socket] = {}
 
 
 def meet_under_mpirun(variables: Mapping[str, str], topology: Topology, timeout: timedelta) -> Store | None:
-    """The store of ranks that mpirun started, for a group that need not be one over MPI. Collective.
+    """Connect the ranks that mpirun started to a store, for a group that need not be over MPI. Collective.
 
     Args:
         variables: the environment.
-        topology: this rank's, as read from them.
-        timeout: until a rank that does not come is an error.
+        topology: this rank's topology, as read from the environment.
+        timeout: time until a missing rank is an error.
 
     Returns:
-        None if mpirun did not start this process, or the ranks are on several hosts and there is no mpi4py.
+        The store; None if mpirun did not start this process, or the ranks are on several hosts and mpi4py is missing.
 
     Raises:
         RendezvousError: a rank did not come.
@@ -71,10 +70,10 @@ def meet_under_mpirun(variables: Mapping[str, str], topology: Topology, timeout:
 
 
 def rendezvous_name(variables: Mapping[str, str]) -> str:
-    """A name that on this host belongs to this job alone. See [Note: without MPI].
+    """A name that is unique to this job on this host. See [Note: without MPI].
 
-    Where the launcher tells no number of the job (MPICH), it is the launcher's own process on this host, from which
-    all its ranks descend.
+    If the launcher does not provide a job id (MPICH), it is the pid of the launcher's process on this host, of which
+    all its ranks are descendants.
     """
     job = job_id(variables) or f"parent{_launcher_above(os.getppid())}"
     plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in job)
@@ -82,17 +81,17 @@ def rendezvous_name(variables: Mapping[str, str]) -> str:
 
 
 def _launcher_above(pid: int) -> int:
-    """The process that starts ranks of MPICH or Intel MPI on this host: that one, or the next above that is no rank's.
+    """The process that starts ranks of MPICH or Intel MPI on this host: `pid`, or its first ancestor that is no rank's.
 
-    Between it and a rank may stand a program that the rank was started through (`mpirun -n 4 numactl.sh python
-    train.py`), another one for each rank. It has the rank's variables. So may the launcher have, from a job that it was
-    started in, but it is known by its name.
+    Between it and a rank there may be a wrapper (`mpirun -n 4 numactl.sh python train.py`), a separate one for each
+    rank, which has the rank's variables. The launcher may have such variables too, from a job in which it was started,
+    but it is recognised by its name.
     """
     while True:
         try:
             name, parent = name_and_parent(pid)
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # another user's, or gone
+        except OSError:  # another user's, or ended
             return pid
         is_of_rank = any(variable.startswith(b"PMI_RANK=") for variable in variables)
         if not is_of_rank or name == _HYDRA_PROXY or parent == 0:
@@ -104,11 +103,11 @@ def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
     """The topology of this rank in MPI's world, and a store that it shares with all others. Collective.
 
     Args:
-        timeout: until a rank that does not come is an error.
+        timeout: time until a missing rank is an error.
 
     Raises:
         BackendUnavailable: mpi4py or the MPI library is missing.
-        SetupError: another launcher has started other ranks than MPI knows.
+        SetupError: another launcher has started a different number of ranks than MPI.
         RendezvousError: not all ranks came in time; on rank 0, names those that did not.
     """
     world = load().COMM_WORLD
@@ -133,17 +132,17 @@ def meet_by_mpi(timeout: timedelta) -> tuple[Topology, Store]:
 
 
 class _Deadline:
-    """A limit for everything that a rank waits for until it has met the others."""
+    """A time limit for everything that a rank waits for until it has met the others."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
         self._end_s = time.monotonic() + self._seconds
 
     def wait(self, is_done: Callable[[], bool], explain: Callable[[], str]) -> None:
-        """Ask MPI until the answer is yes.
+        """Poll MPI until `is_done` returns True.
 
         Raises:
-            RendezvousError: it was not yes in time.
+            RendezvousError: it did not in time.
         """
         while not is_done():
             if time.monotonic() > self._end_s:
@@ -176,7 +175,7 @@ def _publish(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
     rendezvous = {"hosts": hosts, **_open_rendezvous(hosts)}
     message = json.dumps(rendezvous).encode()
     answers = [world.Isend([message, mpi.BYTE], peer, _TAG) for peer in peers]
-    deadline.wait(lambda: bool(mpi.Request.Testall(answers)), lambda: "the other ranks came, and then stopped")
+    deadline.wait(lambda: bool(mpi.Request.Testall(answers)), lambda: "the other ranks came, but did not continue")
     return rendezvous
 
 
@@ -188,7 +187,7 @@ def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
     status = mpi.Status()
     deadline.wait(
         lambda: bool(request.Test()) and bool(world.Iprobe(0, _TAG, status)),
-        lambda: f"rank {world.Get_rank()} heard nothing of rank 0, which waits for all ranks,",
+        lambda: f"rank {world.Get_rank()} heard nothing from rank 0, which waits for all ranks,",
     )
     message = bytearray(status.Get_count(mpi.BYTE))
     world.Recv([message, mpi.BYTE], 0, _TAG)
@@ -197,7 +196,7 @@ def _join(world: MPI.Intracomm, deadline: _Deadline) -> dict[str, Any]:
 
 
 def _open_rendezvous(hosts: Sequence[str]) -> dict[str, Any]:
-    """The rendezvous, one for all worlds of this process."""
+    """Open the rendezvous, a single one for all worlds of this process."""
     if not _rendezvous and len(set(hosts)) == 1:
         _rendezvous["name"] = f"lockstep-{os.geteuid()}-mpi-{secrets.token_hex(8)}"
     elif not _rendezvous:
@@ -206,13 +205,13 @@ def _open_rendezvous(hosts: Sequence[str]) -> dict[str, Any]:
         port = listener.getsockname()[1]
         _rendezvous.update(address=address, port=port)
         if env.LOCKSTEP_TOKEN.get() is None:
-            _rendezvous["token"] = new_token()  # by MPI's own messages, which no store sees
+            _rendezvous["token"] = new_token()  # sent by MPI's own messages, not through a store
         _listeners[port] = listener
     return _rendezvous
 
 
 def _own_host() -> str:
-    """The name of this host and, because hosts that were cloned may have the same one, what tells its kernel."""
+    """The name of this host and, because cloned hosts may share a name, an id of its kernel."""
     try:
         return f"{socket.gethostname()} {_BOOT_ID.read_text().strip()}"
     except OSError:
@@ -224,7 +223,7 @@ def _name_of(host: str) -> str:
 
 
 def _address_towards(hosts: Iterable[str]) -> str:
-    """The address of this host on the way to the first of `hosts` that has one; its name, if none has."""
+    """The address of this host on the route to the first of `hosts` that has one; its name, if none has."""
     return next(filter(None, map(source_towards, hosts)), socket.gethostname())
 
 

@@ -1,8 +1,8 @@
-"""The rendezvous of a Slurm step, which every task computes alone, without asking another. No torch.
+"""The rendezvous of a Slurm step, which every task computes independently. No torch.
 
-[Note: port] `20000 + (SLURM_JOB_ID + 997 * SLURM_STEP_ID) mod 12768`. It lies in 20000 … 32767, below
-the ports that Linux hands out by itself. Jobs that follow each other get different ports until 12768 of
-them have, and so do the steps of a job, because 997 and 12768 have no common divisor.
+[Note: port] `20000 + (SLURM_JOB_ID + 997 * SLURM_STEP_ID) mod 12768`. It lies in 20000 … 32767, below Linux's ephemeral
+ports. Consecutive jobs get different ports, up to 12768 of them, and so do the steps of a job, because 997 and 12768
+have no common divisor.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def master_port(step: SlurmStep) -> int:
 
 
 def rendezvous_name(step: SlurmStep) -> str:
-    """A name that on this host belongs to this step alone, also among starts of the same job."""
+    """A name that is unique to this step on this host, even among restarts of the same job."""
     return f"lockstep-{os.geteuid()}-slurm-{step.job_id}.{step.step_id}.{step.restart_count}"
 
 
 def master_address(step: SlurmStep) -> str:
-    """The name or address of the step's first node, where rank 0 runs. Local; may ask the name service and Slurm.
+    """The name or address of the step's first node, where rank 0 runs. Local; may query the name service and Slurm.
 
-    Slurm's names need not be known to the name service. Then the address is what `scontrol show node`
-    gives as NodeAddr.
+    Slurm's node names may be unknown to the name service. Then the address is the NodeAddr shown by `scontrol show
+    node`.
 
     Raises:
-        RendezvousError: neither leads to an address, or rank 0 runs on another node.
+        RendezvousError: neither gives an address, or rank 0 runs on another node.
     """
     if not step.hosts:
         raise RendezvousError(
-            "SLURM_STEP_NODELIST is not set, so nobody knows on which host rank 0 runs; set MASTER_ADDR to its name"
+            "SLURM_STEP_NODELIST is not set, so the host of rank 0 is unknown; set MASTER_ADDR to its name"
         )
     if step.rank == 0 and step.node_rank != 0:
         raise RendezvousError(
@@ -58,7 +58,7 @@ def master_address(step: SlurmStep) -> str:
         return address
     raise RendezvousError(
         f"host {host}, where rank 0 runs, has no address here: the name service does not know it, and "
-        f"{why or f'what Slurm says, {address}, is none either'}. Set MASTER_ADDR to an address of {host}"
+        f"{why or f'its NodeAddr in Slurm, {address}, is not known either'}. Set MASTER_ADDR to an address of {host}"
     )
 
 
@@ -70,7 +70,7 @@ def _resolves(host: str) -> bool:
 
 
 def _ask_slurm(host: str) -> tuple[str | None, str]:
-    """The NodeAddr of a node; or None, and why."""
+    """The NodeAddr of a node; or None, and the reason."""
     command = ["scontrol", "show", "node", "--oneliner", host]
     try:
         done = subprocess.run(

@@ -15,19 +15,19 @@ __all__ = ["meet_in_slurm"]
 
 
 def meet_in_slurm(variables: Mapping[str, str], topology: Topology, timeout: timedelta) -> Store | None:
-    """The store of the ranks of a Slurm step. Collective.
+    """Connect the ranks of a Slurm step to a store. Collective.
 
-    On one host they meet in a folder and open no port. Between hosts, or where MASTER_ADDR or MASTER_PORT is set, rank
-    0 listens: on the first node of the step and a port made of the numbers of job and step, unless these say
+    On one host they meet in a folder and open no port. Between hosts, or if MASTER_ADDR or MASTER_PORT is set, rank 0
+    listens: on the first node of the step and a port computed from job and step ids, unless these variables say
     otherwise.
 
     Args:
         variables: the environment.
-        topology: this rank's, as read from them.
-        timeout: until a rank that does not come is an error.
+        topology: this rank's topology, as read from the environment.
+        timeout: time until a missing rank is an error.
 
     Returns:
-        None outside of a step, or where the ranks have nothing to do with it.
+        The store; None outside of a step, or if the ranks are not those of the step.
 
     Raises:
         RendezvousError: a rank did not come, or rank 0's host has no address.

@@ -1,4 +1,4 @@
-"""A torch store between hosts, which listens on no more addresses than it must."""
+"""A torch store between hosts, which listens on no more addresses than necessary."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _ANY_ADDRESS_V4 = "0.0.0.0"
 _LOCALHOST = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 _MOST_NAMED = 64
-_OVER_TORCHS_TIMEOUT_S = 1.0  # so that it can say by itself why it does not connect
+_OVER_TORCHS_TIMEOUT_S = 1.0  # so that torch can report by itself why it does not connect
 
-# What this process serves until it ends, by its pid and the port: the server of a forked child stayed in its parent.
+# Stores served by this process until it ends, by pid and port: a forked child's entries belong to its parent.
 _servers: dict[tuple[int, int], Store] = {}
 
 
@@ -47,30 +47,30 @@ def open_store(
 ) -> Store:
     """Meet the other ranks at an address, where rank 0 listens. Collective.
 
-    Rank 0 listens on that address alone. Only where it is a name that means this host itself (127.0.1.1, as some
-    systems call themselves), or an address that this host does not have (one that is translated on the way), it
-    listens on all, because the others come to another one, and says so.
+    Rank 0 listens on that address only. It listens on all addresses, and logs that, if `address` is a name that refers
+    to the host itself (127.0.1.1, as some systems call themselves), or an address that this host does not have
+    (translated on the way), because the others connect to another one.
 
     Args:
-        address: name or address of rank 0's host, as all ranks know it.
-        port: where rank 0 listens, until its process ends, so that ranks which come again before rank 0 does find it.
+        address: name or address of rank 0's host, the same on all ranks.
+        port: where rank 0 listens until its process ends, so that ranks which come again before rank 0 does find it.
         rank: 0 … world_size-1.
         world_size: number of ranks.
-        timeout: until a rank that does not come is an error; also of the store.
-        listener: on rank 0: the socket that listens there already, from `listen`.
-        url: what named address and port, for messages; None for MASTER_ADDR and MASTER_PORT.
+        timeout: time until a missing rank is an error; also the timeout of the store.
+        listener: on rank 0: the socket that already listens there, from `listen`.
+        url: the URL with address and port, for messages; None for MASTER_ADDR and MASTER_PORT.
 
     Returns:
-        An empty store, another one in every call.
+        An empty store, a different one in every call.
 
     Raises:
-        RendezvousError: the port is taken, or not all came in time; names those who did not.
-        SetupError: the port is 0, and there are others to come to it.
+        RendezvousError: the port is taken, or not all came in time; names the missing ranks.
+        SetupError: the port is 0, and other ranks need to know it.
     """
     if port == 0 and world_size > 1:
         raise SetupError(
-            f"{world_size} ranks would meet at port 0 of {address}, which is any that is free, and another for each: "
-            f"set {_setting(url)} to one that is free there, the same for all ranks"
+            f"{world_size} ranks would meet at port 0 of {address}, which means any free port, a different one for "
+            f"each: set {_setting(url)} to one that is free there, the same for all ranks"
         )
     rendezvous = _Rendezvous(address, port, world_size, timeout, url)
     if rank == 0:
@@ -79,25 +79,25 @@ def open_store(
 
 
 def _setting(url: str | None) -> str:
-    """What a user changes to have another port."""
+    """The setting that a user changes to get another port."""
     return "MASTER_PORT" if url is None else f"the port in {url} (init_method)"
 
 
 def stop_serving() -> None:
-    """Let go of the ports, in a process that continues with another job. Local."""
+    """Release the ports, in a process that continues with another job. Local."""
     _servers.clear()
 
 
 def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket | None, setting: str) -> Store:
-    """Rank 0's store at the port: the one that this process serves there already, or a new one.
+    """Rank 0's store at the port: the one that this process already serves there, or a new one.
 
     Raises:
-        RendezvousError: the port is taken by another process, or by another kind of socket of this one.
+        RendezvousError: the port is taken by another process, or by another socket of this one.
     """
     key = (os.getpid(), port)
     if key in _servers:
         return _servers[key]
-    # Who later asks torch for a store of this process at the same port shares it, and this shares torch's.
+    # If a script later asks torch for a store of this process at the same port, both share torch's.
     try:
         listening = listen(address, port, setting) if listener is None else listener
         server = serve_tcp_store(listening, address, port, timeout, multi_tenant=True)
@@ -111,16 +111,16 @@ def _serve(address: str, port: int, timeout: timedelta, listener: socket.socket 
 
 
 class _Rendezvous:
-    """Ranks that come to one port for one store: [Note: named rendezvous] in `meeting`.
+    """Ranks that meet at one port: [Note: named rendezvous] in `meeting`.
 
-    The store that they continue with has keys that begin with the name.
+    They continue with a store whose keys begin with the name.
 
     Args:
         address: of rank 0's host.
         port: where rank 0 listens.
         world_size: number of ranks.
-        timeout: until a rank that does not come is an error; also of the store.
-        url: what named address and port; None for MASTER_ADDR and MASTER_PORT.
+        timeout: time until a missing rank is an error; also the timeout of the store.
+        url: the URL with address and port; None for MASTER_ADDR and MASTER_PORT.
     """
 
     def __init__(self, address: str, port: int, world_size: int, timeout: timedelta, url: str | None) -> None:
@@ -147,7 +147,7 @@ class _Rendezvous:
         return self._go_on(client, who, lambda meeting: meeting.join(rank), self._ask)
 
     def _connect(self) -> Store:
-        """Connect in a thread, because torch waits without a deadline for a server that says nothing."""
+        """Connect in a thread, because torch waits without a deadline for a server that does not respond."""
         found: list[Store | Exception] = []
 
         def connect() -> None:
@@ -163,7 +163,7 @@ class _Rendezvous:
         thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
         thread.start()
         thread.join(self._timeout.total_seconds() + _OVER_TORCHS_TIMEOUT_S)
-        client = found[0] if found else RuntimeError("what listens there says nothing")
+        client = found[0] if found else RuntimeError("the listener does not respond")
         if isinstance(client, Exception):
             raise client
         return client
@@ -210,18 +210,18 @@ class _Rendezvous:
 
 
 def _await_key(store: Store, key: str, longest_s: float) -> None:
-    """Wait for a key as long as that, if it is not there before."""
-    with contextlib.suppress(dist.DistStoreError):  # It is not there yet; a lost connection is another error.
+    """Wait until a key exists, at most `longest_s` seconds."""
+    with contextlib.suppress(dist.DistStoreError):  # not there yet; a lost connection is another error
         store.wait([key], timedelta(seconds=longest_s))
 
 
 def listen(address: str, port: int, setting: str = "MASTER_PORT") -> socket.socket:
-    """A listening socket on an address of this host. Local; see `open_store` for which one.
+    """Open a listening socket on an address of this host. Local; see `open_store` for the choice of address.
 
     Args:
         address: name or address of this host.
-        port: 0 for any that is free.
-        setting: what a user changes to have another port.
+        port: 0 for any free port.
+        setting: the setting that a user changes to get another port.
 
     Raises:
         RendezvousError: the port is taken.
@@ -231,7 +231,7 @@ def listen(address: str, port: int, setting: str = "MASTER_PORT") -> socket.sock
             return _listen_on(candidate, port, setting)
     warn_once(
         get_logger(__name__),
-        f"{address} is no address of {socket.gethostname()} that other hosts could know, so rank 0 listens on all of "
+        f"{address} is not an address of {socket.gethostname()} that other hosts can use, so rank 0 listens on all of "
         "its addresses; give an address of this host (MASTER_ADDR, --master-addr) to have it listen there only",
     )
     try:
@@ -245,7 +245,7 @@ class _NotHere(Exception):
 
 
 def _own_addresses(address: str) -> list[str]:
-    """The addresses on which rank 0 should listen; none if they are not known here."""
+    """The addresses on which rank 0 should listen; empty if they cannot be determined here."""
     try:
         return [str(ipaddress.ip_address(address))]
     except ValueError:
@@ -255,13 +255,14 @@ def _own_addresses(address: str) -> list[str]:
     except OSError:
         return []
     if any(ipaddress.ip_address(text.partition("%")[0]).is_loopback for text in found):
-        # "localhost" is meant so; the name of a host that leads to itself (127.0.1.1) is another address for others.
+        # "localhost" is meant literally; the name of a host that refers to itself (127.0.1.1) means another address
+        # elsewhere.
         return found if address.lower() in _LOCALHOST else []
     return found[:1]
 
 
 def _listen_on(address: str, port: int, setting: str) -> socket.socket:
-    """A listening socket; one that listens on every address takes IPv4 connections too.
+    """Open a listening socket; one that listens on every address accepts IPv4 connections too.
 
     Raises:
         RendezvousError: the port is taken.

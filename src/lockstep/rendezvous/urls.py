@@ -1,10 +1,10 @@
 """How ranks meet that call `dist.init_process_group` themselves: by `mpi://`, `env://` and `tcp://`.
 
-torch looks a handler up by the scheme of `init_method`. `mpi://` is ours: ranks, their number and a store
-come from MPI. `env://`, the default, and `tcp://` mean what torch's own handlers make of them, but that rank 0 listens
-on the address that was given, whether rank and number come from variables or from the caller. Under mpirun torch's
-variables are not set, and torch would raise: there rank and number come from mpirun's variables, and the rendezvous
-from MASTER_ADDR and MASTER_PORT or, without these, from the job.
+torch looks up a handler by the scheme of `init_method`. `mpi://` is ours: rank, world size and store come from MPI.
+`env://`, the default, and `tcp://` behave as with torch's own handlers, except that rank 0 only listens on the given
+address, whether rank and world size come from variables or from the caller. Under mpirun torch's variables are not set,
+and torch would raise: there rank and world size come from mpirun's variables, and the rendezvous from MASTER_ADDR and
+MASTER_PORT or, without these, from the job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def register(_: ModuleType) -> None:
-    """Teach torch the URLs. Local; called when torch.distributed has been imported, maybe more than once."""
+    """Register the URLs with torch. Local; called when torch.distributed has been imported, possibly more than once."""
     from lockstep.torch_private.groups import rendezvous_handlers
 
     handlers = rendezvous_handlers()
@@ -46,7 +46,7 @@ def register(_: ModuleType) -> None:
 
 
 def _meet_by_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> _Met:
-    """`mpi://`; rank and world size, if given, must be MPI's."""
+    """`mpi://`; rank and world size, if given, must be those of MPI."""
     from lockstep.rendezvous.mpi import meet_by_mpi
 
     topology, store = meet_by_mpi(timeout)
@@ -59,7 +59,7 @@ def _meet_by_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> _
 
 
 class _EnvHandler:
-    """`env://`: torch's own handler, and what it lacks under mpirun.
+    """`env://`: torch's own handler, extended for mpirun.
 
     Args:
         torchs_own: the handler that torch has registered.
@@ -96,7 +96,7 @@ class _EnvHandler:
 
 
 class _TcpHandler:
-    """`tcp://HOST:PORT`: torch's own handler, but that rank 0 listens on that host's address alone.
+    """`tcp://HOST:PORT`: torch's own handler, except that rank 0 listens on that host's address only.
 
     Args:
         torchs_own: the handler that torch has registered.
@@ -116,7 +116,7 @@ class _TcpHandler:
 
 
 def _noted(met: _Met) -> _Met:
-    """Tells the launcher that this rank has met others: torch's RPC meets by these URLs, and makes no process group."""
+    """Tell the launcher that this rank has met others: torch's RPC uses these URLs, but creates no process group."""
     for each in met:
         rank_status.note_joined(*each[1:])
         yield each
@@ -125,16 +125,16 @@ def _noted(met: _Met) -> _Met:
 def _listen_on_one_address(
     variables: dict[str, str], given: dict[str, str], timeout: timedelta
 ) -> tuple[Store, int, int] | None:
-    """Do what torch's own handler does, with a rank 0 that listens on MASTER_ADDR instead of all addresses of its host.
+    """Do the same as torch's own handler, but let rank 0 listen on MASTER_ADDR instead of all addresses of its host.
 
     Args:
         variables: the environment.
-        given: what the caller said, which wins: maybe rank and world_size.
-        timeout: until a rank that does not come is an error.
+        given: explicit arguments of the caller, which win: possibly rank and world_size.
+        timeout: time until a missing rank is an error.
 
     Returns:
-        None where torch's handler has to do it: torchrun's own process listens, or something is missing or no number,
-        which it explains.
+        None if torch's handler has to do it: torchrun's own process listens, or a value is missing or not a number,
+        which that handler reports.
     """
     said = {"rank": env.RANK.get(variables), "world_size": env.WORLD_SIZE.get(variables)}
     numbers = _numbers({**{name: str(value) for name, value in said.items() if value is not None}, **given})
@@ -152,7 +152,7 @@ def _is_torchruns_store(variables: dict[str, str]) -> bool:
 
 
 def _numbers(given: dict[str, str]) -> tuple[int, int] | None:
-    """Rank and world_size, if both are given, and nothing else that torch's handler may know."""
+    """Rank and world_size, if both are given, and nothing else that only torch's handler may know."""
     try:
         rank, world_size = int(given["rank"]), int(given["world_size"])
     except (KeyError, ValueError):
@@ -170,6 +170,6 @@ def _place(url: str) -> tuple[str, int] | None:
 
 
 def _query(url: str) -> dict[str, str]:
-    """The values that torch has put after the `?`: rank and world_size, where the caller gave them."""
+    """The values that torch has put after the `?`: rank and world_size, if the caller gave them."""
     _, _, text = url.partition("?")
     return dict(pair.split("=", 1) for pair in text.split("&") if "=" in pair)

@@ -1,4 +1,4 @@
-"""One line of a rank's while it waits for others that do not come: until the deadline there may be half an hour."""
+"""Messages of a rank that is waiting for others: the deadline may be half an hour away."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_NAMED = 16
 
 
 def say_who_is_awaited(missing: Iterable[int], place: str) -> None:
-    """Say that rank 0 still waits, and for whom. Local."""
+    """Log that rank 0 is still waiting, and for which ranks. Local."""
     named = list(itertools.islice(missing, _MOST_NAMED + 1))
     more = " and others" if len(named) > _MOST_NAMED else ""
     get_logger(__name__).warning(
-        "rank 0 waits for %s%s to come to %s. srun, mpirun or `lockstep run --nproc N script.py` starts all ranks of a "
-        "job; a script that was started once, in a shell, waits in vain",
+        "rank 0 is waiting for %s%s to connect to %s. srun, mpirun or `lockstep run --nproc N script.py` starts all "
+        "ranks of a job; a script that was started only once waits in vain",
         name_each(named[:_MOST_NAMED]),
         more,
         place,
@@ -31,7 +31,7 @@ def say_who_is_awaited(missing: Iterable[int], place: str) -> None:
 
 
 def explain_host(address: str) -> str:
-    """A sentence, after a full stop, if no host is known by that name here; else empty. Local."""
+    """A sentence, after a full stop, if the name `address` cannot be resolved here; else empty. Local."""
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:
@@ -41,13 +41,14 @@ def explain_host(address: str) -> str:
 
 @contextlib.contextmanager
 def looking_for_rank_0(rank: int, address: str, place: str) -> Iterator[None]:
-    """A context in which a rank connects to rank 0: says so after a while, and whether the name means no host. Local.
+    """Context manager for connecting to rank 0: logs after a while that it takes long, and why if known. Local.
 
-    The name may come to mean one, as where pods of a cluster start in any order; so it is no error yet.
+    A name that cannot be resolved may become valid, as when pods of a cluster start in any order; so it is no error
+    yet.
     """
 
     def say() -> None:
-        get_logger(__name__).warning("rank %d does not reach rank 0 yet, at %s%s", rank, place, explain_host(address))
+        get_logger(__name__).warning("rank %d cannot reach rank 0 yet, at %s%s", rank, place, explain_host(address))
 
     timer = threading.Timer(SAY_AFTER_S, say)
     timer.daemon = True

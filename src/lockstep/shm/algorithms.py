@@ -1,17 +1,16 @@
 """The collectives of one host, as transfers through the slots of a team.
 
-All take flat, contiguous CPU tensors and run in the calling thread. Every rank calls the same
-method with the same sizes; the flight recorder verifies that at the first step. Each method
-moves its data in chunks of a slot, so any size works with bounded shared memory. All may raise
-`PeerFailure`. See [Note: two slots] in team.py for why no transfer ends in a barrier.
+All take flat, contiguous CPU tensors and run in the calling thread. Every rank calls the same method with the same
+sizes; the flight recorder verifies that at the first step. Each method moves its data in chunks of a slot, so any size
+works with bounded shared memory. All may raise `PeerFailure`. See [Note: two slots] in team.py for why no transfer ends
+in a barrier.
 
-[Note: who writes a line] Moving a cache line between cores costs little if the core that writes it is the one
-that read it last, and up to ten times more if it is the one that wrote it last while another has read it since
-(measured on Zen 4: 25 GB/s against 2.4). So in a large all_reduce each line of a slot belongs to one pair of
-ranks that take turns: the owner of the slot puts its values in, the rank whose share it is reads them and writes the
-result over them, the owner reads the result and, in the next transfer but one, writes again. On
-processors of other makes more than two ranks keep their results in their own slots, and each rank reads all of them: a
-result is written once (`writes_lines_by_turns` in processor.py).
+[Note: who writes a line] Moving a cache line between cores costs little if the core that writes it was the last to read
+it, and up to ten times more if it was the last to write it and another core has read it since (measured on Zen 4: 25
+GB/s against 2.4). So in a large all_reduce each line of a slot belongs to a pair of ranks that take turns: the owner of
+the slot writes its values, the rank whose share it is reads them and overwrites them with the result, the owner reads
+the result and writes again two transfers later. On other processors, groups of more than two ranks keep results in
+their own slots, and each rank reads all of them: a result is written once (`writes_lines_by_turns` in processor.py).
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from lockstep.shm.team import Region, SharedMemoryTeam
 
 __all__ = ["ROWS_BYTES", "SharedMemoryAlgorithms", "reduce_in_place", "reduce_into", "share_bounds"]
 
-# Pieces in which a share is reduced: what is read, added and written again must stay in a core's own cache.
+# A share is reduced in pieces of this size: what is read, added and written again must stay in a core's private cache.
 _PIECE_BYTES = 256 << 10
 _PIECE_BYTES_FOR_TWO = 512 << 10
-# The same for all rows of more than two ranks together, with which their tree goes to and fro.
+# The same for all rows of more than two ranks together, over which their tree goes back and forth.
 ROWS_BYTES = 1 << 20
 _TREES = 64
 # Bytes of the whole operation, slot, dtype, elements of each row, dtype in which kernels accumulate.
@@ -40,12 +39,12 @@ _Kept = TypeVar("_Kept")
 
 
 def share_bounds(numel: int, world_size: int, alignment: int = ALIGNMENT) -> list[int]:
-    """Bounds that share `numel` elements among ranks at whole cache lines; world_size + 1 numbers."""
+    """Bounds that divide `numel` elements among ranks at cache line boundaries; world_size + 1 numbers."""
     return [numel * rank // world_size // alignment * alignment for rank in range(world_size)] + [numel]
 
 
 class SharedMemoryAlgorithms:
-    """The collectives of one team of shared memory.
+    """The collectives of one shared-memory team.
 
     Args:
         team: the ranks of the group.
@@ -60,7 +59,7 @@ class SharedMemoryAlgorithms:
         self._sums = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def barrier(self, timeout_s: float) -> None:
-        """Every rank waits for every other."""
+        """Wait for every other rank."""
         team = self._team
         team.begin_transfer()
         team.step(timeout_s)
@@ -75,7 +74,7 @@ class SharedMemoryAlgorithms:
             else:
                 self._all_reduce_by_many(tensor, kernel, timeout_s)
             return
-        # Each rank reads all slots and does all the adding: one step. The tensor fits a small slot.
+        # Each rank reads all slots and reduces them completely: one step. The tensor fits a small slot.
         slot = team.begin_transfer()
         if team.world_size < 3:
             views = team.views(slot, num_bytes, tensor.dtype, tensor.numel())
@@ -90,13 +89,13 @@ class SharedMemoryAlgorithms:
         tree.reduce(kernel, tensor)
 
     def _plant(self, key: _Key, kernel: Kernel) -> tuple[torch.Tensor, RowTree]:
-        """The row of this rank, and the tree over all rows, for small tensors of this kind."""
+        """This rank's row, and the tree over all rows, for small tensors of this kind."""
         rows = self._team.rows(*key[:4])
         tree = RowTree(rows, self._sums_of(rows.numel(), kernel.accumulate or rows.dtype).view(rows.shape))
         return _keep(self._trees, key, (rows[self._team.rank], tree))
 
     def _sums_of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many elements of the one memory for the sums of all trees: collectives of a group run one at a time."""
+        """Elements from a single buffer for the sums of all trees: collectives of a group run one at a time."""
         num_bytes = numel * dtype.itemsize
         if num_bytes > self._sums.numel():
             self._sums = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
@@ -127,7 +126,7 @@ class SharedMemoryAlgorithms:
         team.finish(num_bytes)
 
     def _all_reduce_by_two(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-        """Each rank reduces its share of a chunk and hands it back: two steps. See [Note: who writes a line]."""
+        """Each rank reduces its share of a chunk and writes it back: two steps. See [Note: who writes a line]."""
         team = self._team
         rank, world_size = team.rank, team.world_size
         for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s):
@@ -175,9 +174,9 @@ class SharedMemoryAlgorithms:
         team.step(timeout_s)
 
     def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
-        """Reduce over all ranks into `tensor` of the root; other ranks keep theirs.
+        """Reduce over all ranks into `tensor` of the root; other ranks keep their tensor.
 
-        The root does all the adding, while the others put the next chunk into their slots.
+        The root does all the additions, while the others put the next chunk into their slots.
         """
         team = self._team
         for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s):
@@ -208,7 +207,7 @@ class SharedMemoryAlgorithms:
     def gather(
         self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, _root: int, timeout_s: float
     ) -> None:
-        """Copy each rank's `tensor` into `outputs[rank]` of the root, the only rank that has outputs."""
+        """Copy each rank's `tensor` into `outputs[rank]` of the root; other ranks pass None."""
         team = self._team
         self._gather_to(outputs, [tensor.numel()] * team.world_size, tensor, timeout_s)
 
@@ -227,7 +226,7 @@ class SharedMemoryAlgorithms:
                 piece.copy_(part if peer == team.rank else views[peer][: piece.numel()])
 
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, timeout_s: float) -> None:
-        """Copy `inputs[rank]` of the root, the only rank that has inputs, into each rank's `tensor`."""
+        """Copy `inputs[rank]` of the root into each rank's `tensor`; other ranks pass None."""
         team = self._team
         for start, stop, views in self._transfers(tensor.numel(), tensor.dtype, timeout_s, team.world_size):
             length = stop - start
@@ -257,7 +256,7 @@ class SharedMemoryAlgorithms:
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], largest: int, timeout_s: float
     ) -> None:
-        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer; `largest` is any rank's."""
+        """Copy `inputs[peer]` of this rank into `outputs[this rank]` of each peer; `largest` is over all ranks."""
         team, rank = self._team, self._team.rank
         for start, stop, views in self._transfers(largest, inputs[0].dtype, timeout_s, team.world_size):
             length = stop - start
@@ -273,13 +272,13 @@ class SharedMemoryAlgorithms:
     def _transfers(
         self, numel: int, dtype: torch.dtype, timeout_s: float, num_parts: int = 1
     ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-        """The transfers of one operation, each as bounds of its elements and every rank's slot; one, empty, for none.
+        """Yield the bounds and all ranks' slots of each transfer of an operation; a single empty one for no elements.
 
         Args:
             numel: elements of each part, the same on all ranks.
             dtype: of the elements.
             timeout_s: seconds until a wait for the slots is an error.
-            num_parts: parts that lie side by side in a slot.
+            num_parts: number of parts that lie next to each other in a slot.
         """
         team = self._team
         item_bytes = dtype.itemsize * num_parts
@@ -299,9 +298,10 @@ def _keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
 
 
 def _load(slot: torch.Tensor, tensor: torch.Tensor, kernel: Kernel) -> None:
-    """Copy what this rank gives to a reduction into a slot. Local.
+    """Copy this rank's input of a reduction into a slot. Local.
 
-    PREMUL_SUM multiplies there: before the first step a call may turn out not to match, and must leave the tensor.
+    PREMUL_SUM multiplies there: a call may turn out to be mismatched at the first step, and must leave the tensor as
+    is.
     """
     slot.copy_(tensor)
     if kernel.factor is not None:
@@ -318,15 +318,15 @@ def reduce_in_place(
 ) -> None:
     """Reduce elements low … high of all parts and write the result to each of them. Local.
 
-    The caller makes sure that nobody else touches these elements meanwhile.
+    The caller ensures that nobody else accesses these elements meanwhile.
 
     Args:
         parts: one flat tensor per rank, the same numel and dtype.
-        rank: whose part is this rank's own.
+        rank: index of this rank's part.
         low: index of the first element.
         high: index after the last element.
         kernel: reduces the elements.
-        own: flat tensor of high - low elements to take instead of what lies in the own part.
+        own: flat tensor of high - low elements to use in place of this rank's part.
     """
     sources = [part[low:high] for part in parts]
     # This rank's part first: it is written, and the others are copied from it while it is in the cache.
@@ -338,7 +338,7 @@ def reduce_in_place(
 
 def reduce_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], kernel: Kernel) -> None:
     """Reduce flat tensors of the same numel and dtype into each of `targets`, which may be some of them. Local."""
-    is_direct = len(sources) <= 2  # `Kernel.reduce` can write to one of them.
+    is_direct = len(sources) <= 2  # `Kernel.reduce` can write to one of them
     chunk = (_PIECE_BYTES_FOR_TWO if is_direct else _PIECE_BYTES) // sources[0].element_size()
     scratch: torch.Tensor | None = None
     for start in range(0, sources[0].numel(), chunk):

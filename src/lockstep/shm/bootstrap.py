@@ -1,14 +1,13 @@
 """The bootstrap of a group on one host: its ranks find each other through a store, and map one control segment.
 
-Rank 0 makes the segment and publishes its handle in the store; the others map it. From then on
-each writes into its block who it is, and all wait until everybody has.
+Rank 0 creates the segment and publishes its handle in the store; the others map it. Each then writes its identity into
+its block, and all wait until every rank has.
 
-[Note: stale handles] A store may outlive a group: a script that opens a second group over it must not
-be handed the segment of the first. So rank 0 deletes the handle once all have come, and nobody leaves
-`SharedMemoryTeam.connect` before that. A rank 0 that was killed leaves its handle behind, but that leads nowhere,
-because a segment goes with its maker. A rank that finds a handle from before its own process began takes it
-for one of an earlier life of the job, and waits for the next one. So it does with the failure that a rank 0
-published when it gave up.
+[Note: stale handles] A store may outlive a group: a script that opens a second group over it must not get the segment
+of the first. So rank 0 deletes the handle once all have come, and no rank leaves `SharedMemoryTeam.connect` before
+that. If rank 0 was killed, its handle remains, but leads nowhere, because a segment ends with the process that created
+it. A rank that finds a handle older than its own process takes it for one of an earlier attempt of the job, and waits
+for the next one. The same goes for the failure that rank 0 publishes when it gives up.
 """
 
 from __future__ import annotations
@@ -51,50 +50,50 @@ __all__ = [
     "peer_error",
 ]
 
-FIRST_KEY = "segment"  # which every rank looks at first
+FIRST_KEY = "segment"  # every rank reads it first
 _SEVERAL_HOSTS = "several hosts"
 _STALE = (errno.ENOENT, errno.ESRCH, errno.ESTALE)
 _EARLIER_LIFE_PATIENCE_S = 10.0
 _SAME_LIFE_PATIENCE_S = 0.5
 _LONGEST_NAP_S = 0.02
-# A segment, the watch of the peers, the file of the store and what is opened meanwhile.
+# A segment, the pidfds of the peers, the file of the store, and files opened meanwhile.
 _DESCRIPTORS = 4
 _ASK_STORE_EVERY_S = 0.1
 
 
-class SeveralHosts(Exception):  # never leaves the package: the group is then made in another way
-    """The ranks that are about to form a group do not share memory: they are on several hosts."""
+class SeveralHosts(Exception):  # never leaves the package: the group is then created in another way
+    """The ranks of the new group do not share memory: they are on several hosts."""
 
 
 class Store(Protocol):
-    """What ranks need of a torch store to meet."""
+    """The part of a torch store that ranks need to meet."""
 
     def set(self, key: str, value: str) -> None:
         """Publish a value."""
 
     def find(self, key: str) -> str | None:
-        """Read a value, by one question: None if there is none."""
+        """Read a value by a single query; None if there is none."""
 
     def delete(self, key: str) -> None:
         """Remove a value."""
 
 
 def lost_meanwhile(global_ranks: Sequence[int], what: str) -> RankLost:
-    """The error for ranks that `what` while the group was being made."""
+    """The error for ranks that `what` while the group was being created."""
     return RankLost(f"{name_each(global_ranks)} {what} while the group was being made", tuple(global_ranks))
 
 
 def lost_store(global_rank: int, error: RuntimeError) -> RendezvousError:
-    """The error of a rank whose store is gone, as the rank that held it is."""
+    """The error of a rank whose store is gone, because the rank that hosted it is."""
     return RendezvousError(
-        f"rank {global_rank} lost the store in which the ranks meet: {str(error).splitlines()[0]}. Mostly it lives in "
-        "the process of rank 0: if that has ended, no group can be made any more, so let it wait for the others first "
+        f"rank {global_rank} lost the store in which the ranks meet: {str(error).splitlines()[0]}. Usually it lives in "
+        "the process of rank 0: once that has ended, no group can be created, so make it wait for the others first "
         "(dist.barrier())"
     )
 
 
 def not_come(missing: Sequence[int], rank: int, global_ranks: Sequence[int], timeout_s: float) -> RendezvousError:
-    """The error of a rank for those of its new group that did not come."""
+    """The error of a rank for the missing ranks of its new group."""
     return RendezvousError(
         f"{name_each(global_ranks[peer] for peer in missing)} did not come within {timeout_s:g} s of rank "
         f"{global_ranks[rank]}. Is every rank running, with the same world size of {len(global_ranks)}, and does "
@@ -106,12 +105,12 @@ class Bootstrap:
     """One rank's bootstrap into a group on one host.
 
     Args:
-        store: through which the ranks find each other; nobody else uses its keys.
+        store: through which the ranks find each other; only they use its keys.
         rank: this rank in the group.
         global_ranks: the global rank of each rank of the group.
         timeout_s: seconds to wait for the last of them.
-        check_peers: called while waiting; raises if a rank that is awaited cannot come.
-        terms: what all ranks must have alike, besides the layout of the segment.
+        check_peers: called while waiting; raises if an awaited rank can no longer come.
+        terms: the handshake parameters, in addition to the layout of the segment.
     """
 
     def __init__(
@@ -133,21 +132,21 @@ class Bootstrap:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that will come."""
+        """Number of ranks in the new group."""
         return len(self.global_ranks)
 
     def name(self, rank: int) -> str:
-        """How to call a rank in an error."""
+        """The name of a rank in errors."""
         return f"rank {self.global_ranks[rank]}"
 
     def _lost(self, ranks: Sequence[int], what: str) -> RankLost:
         return lost_meanwhile([self.global_ranks[rank] for rank in ranks], what)
 
     def explain(self, failure: PeerFailure, blocks: SharedControlBlocks) -> RankLost | RendezvousError:
-        """The error for ranks that came and then stopped."""
+        """The error for ranks that connected and then stopped responding."""
         gone = failure.ranks(FailureKind.DEAD) + failure.ranks(FailureKind.LEFT)
         if gone:
-            return self._lost(gone, "came and was gone again")
+            return self._lost(gone, "connected and then ended")
         failures = [blocks.failure(rank) for rank in failure.ranks(FailureKind.FAILED)]
         for reported in failures:
             if reported.kind == RankLost.__name__:
@@ -155,21 +154,21 @@ class Bootstrap:
         if failures:
             return RendezvousError(failures[0].message)
         names = ", ".join(map(self.name, failure.ranks(FailureKind.LATE)))
-        return RendezvousError(f"{names} came and then stopped for {self.timeout_s:g} s")
+        return RendezvousError(f"{names} connected and then stopped responding for {self.timeout_s:g} s")
 
     def open_segment(self, size_bytes: int, layout: Terms) -> Segment:
-        """The control segment of the new group, in which all ranks have introduced themselves. Collective.
+        """Create or map the control segment of the new group, and wait until all ranks have done so. Collective.
 
         Args:
             size_bytes: size of the segment.
-            layout: what all ranks must have alike to find the same things in it.
+            layout: parameters that determine the layout of the segment; compared between ranks.
 
         Raises:
-            RendezvousError: a rank did not come in time, or two came as the same; names it.
+            RendezvousError: a rank did not come in time, or two have the same number; names it.
             RankLost: a rank came and died.
-            SetupError: ranks were given different world sizes, or go by different terms; on every rank.
-            SharedMemoryError: the memory cannot be had; on every rank.
-            SeveralHosts: not all of them are on one host; on every rank.
+            SetupError: world sizes or handshake parameters differ; on every rank.
+            SharedMemoryError: memory cannot be allocated; on every rank.
+            SeveralHosts: the ranks are not all on one host; on every rank.
         """
         self._require_descriptors()
         terms = self._terms | dict(layout)
@@ -182,7 +181,7 @@ class Bootstrap:
             raise
 
     def _require_descriptors(self) -> None:
-        """Raise, and have the other ranks raise, if this process has too few left for a group."""
+        """Raise, on all ranks, if this process has too few descriptors left for a group."""
         try:
             descriptors.require(_DESCRIPTORS, self.name(self.rank))
         except SetupError as error:
@@ -195,7 +194,7 @@ class Bootstrap:
             raise
 
     def _give_up(self, error: LockstepError) -> None:
-        """Publish why there is no segment, so that ranks that come later need not wait for it. By rank 0."""
+        """Publish why there is no segment, so that later ranks do not wait for it. By rank 0."""
         failure = {
             "error": type(error).__name__,
             "message": str(error),
@@ -212,8 +211,8 @@ class Bootstrap:
             if blocks.state(self.rank) != PeerState.ABSENT:
                 other = blocks.identity(self.rank)
                 raise RendezvousError(
-                    f"two processes came as {self.name(self.rank)}: this one and pid {other.pid} on {other.host}. Give "
-                    "each process a rank of its own"
+                    f"two processes claim to be {self.name(self.rank)}: this one and pid {other.pid} on {other.host}. "
+                    "Give each process a different rank"
                 )
             blocks.introduce(own_identity())
             self._await_all(blocks, published)
@@ -222,16 +221,16 @@ class Bootstrap:
         return segment
 
     def forget_segment(self) -> None:
-        """Delete the handle. By rank 0, once all have come. See [Note: stale handles]."""
+        """Delete the handle. By rank 0, once all ranks have come. See [Note: stale handles]."""
         self._store.delete(FIRST_KEY)
 
     def forget_several_hosts(self) -> None:
-        """Delete what told the ranks that they are on several hosts. By rank 0, once all know."""
+        """Delete the message that the ranks are on several hosts. By rank 0, once all have read it."""
         self.forget_segment()
         self._store.delete(_SEVERAL_HOSTS)
 
     def _publish(self, size_bytes: int, terms: Terms) -> tuple[Segment, str]:
-        # Sparse, since most of it is rings and texts that most groups never use.
+        # Sparse, since most of it is rings and texts, which most groups never use.
         segment = Segment.create(size_bytes, is_sparse=True)
         published = json.dumps(
             {
@@ -275,7 +274,7 @@ class Bootstrap:
             return segment, published
 
     def _read(self, published: str) -> dict[str, Any]:
-        """What stands in the store for the segment, as rank 0 writes it.
+        """Parse the store's value for the segment, as written by rank 0.
 
         Raises:
             RendezvousError: rank 0 did not write that.
@@ -292,13 +291,13 @@ class Bootstrap:
             found["published_at_s"] = float(found["published_at_s"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise RendezvousError(
-                f"{self.name(self.rank)} found something else in the store than {self.name(0)} writes there: "
+                f"{self.name(self.rank)} found a value in the store that {self.name(0)} did not write: "
                 f"{published[:60]!r}. Does another program use the same store?"
             ) from None
         return dict(found)
 
     def _different(self, found: dict[str, Any], terms: Terms) -> SetupError | None:
-        """The error if rank 0 goes by other terms than this rank."""
+        """The error if the handshake parameters of rank 0 differ from this rank's."""
         if found["world_size"] != self.world_size:
             return SetupError(
                 f"{self.name(self.rank)} was given world_size {self.world_size}, {self.name(0)} {found['world_size']}: "
@@ -309,9 +308,9 @@ class Bootstrap:
     def _explain_unmapped(self, error: SharedMemoryError, found: dict[str, Any], published: str) -> None:
         """Raise why the segment cannot be mapped here, unless it may be replaced soon."""
         if self._store.find(_SEVERAL_HOSTS) is not None:
-            raise SeveralHosts from None  # Another rank has found out first, and rank 0 closed the segment.
+            raise SeveralHosts from None  # Another rank noticed first, and rank 0 closed the segment.
         if found["maker"].pid_namespace != pid_namespace() and error.errno not in (errno.ENOMEM, errno.EINVAL):
-            # Two containers of one machine that share neither processes nor a folder are two hosts.
+            # Two containers on one machine that share neither processes nor a folder are two hosts.
             self._publish_several_hosts()
         if error.errno not in _STALE or not self._may_be_replaced(found):
             text = f"{self.name(self.rank)}: {error}"
@@ -323,7 +322,7 @@ class Bootstrap:
         raise SeveralHosts
 
     def _may_be_replaced(self, found: dict[str, Any]) -> bool:
-        """Whether a handle that leads nowhere may give way to another soon. See [Note: stale handles]."""
+        """Whether a handle that leads nowhere may soon be replaced by another. See [Note: stale handles]."""
         waited_s = self._waited_s()
         if found["published_at_s"] < started_at_s():
             return waited_s < min(self.timeout_s, _EARLIER_LIFE_PATIENCE_S)
@@ -342,7 +341,7 @@ class Bootstrap:
             self._nap([0])
 
     def _await_all(self, blocks: SharedControlBlocks, published: str) -> None:
-        """Wait until every rank has introduced itself."""
+        """Wait until every rank has written its identity."""
         failure_key = _failure_key(published)
         ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
         watch = Watch({})
@@ -361,7 +360,7 @@ class Bootstrap:
                 if self._waited_s() > ask_store_at_s:
                     ask_store_at_s = self._waited_s() + _ASK_STORE_EVERY_S
                     if self.rank == 0 and self._store.find(FIRST_KEY) is None:
-                        self._store.set(FIRST_KEY, published)  # Somebody has written over it.
+                        self._store.set(FIRST_KEY, published)  # another process has overwritten it
                     failure = self._store.find(failure_key)
                     if failure is not None:
                         raise _read_failure(failure)
@@ -375,7 +374,7 @@ class Bootstrap:
         return time.monotonic() - self._start_s
 
     def _nap(self, missing: Sequence[int]) -> None:
-        """Wait a little for ranks that are missing, unless they cannot come, or it took too long already."""
+        """Wait a little for missing ranks; raise if they cannot come, or the time is up."""
         self._check_peers()
         waited_s = self._waited_s()
         if waited_s > self.timeout_s:
@@ -390,7 +389,7 @@ def peer_error(kind: str, message: str) -> SetupError:
 
 
 def _read_failure(text: str) -> SetupError:
-    """The error with which a rank could not map the segment, from its text in the store."""
+    """The error of a rank that could not map the segment, from its text in the store."""
     try:
         kind, message = json.loads(text)
     except (ValueError, TypeError, RecursionError):
@@ -399,5 +398,5 @@ def _read_failure(text: str) -> SetupError:
 
 
 def _failure_key(published: str) -> str:
-    """The key under which ranks write that they cannot map the segment; another one for every segment."""
+    """The key under which ranks report that they cannot map the segment; different for every segment."""
     return "failure-" + hashlib.blake2b(published.encode(), digest_size=8).hexdigest()

@@ -1,6 +1,6 @@
-"""The control segment: one control block per rank, written by its owner only, and a gate for all.
+"""The control segment: one control block per rank, written only by its owner, and a gate for all.
 
-Layout in bytes, all integers 64 bit little endian, every hot field on a cache line of its own::
+Layout in bytes, all integers 64 bit little endian, every hot field on a separate cache line::
 
     0        header of the segment (nonce)                                 64
     64       gate: changes when sleepers are woken; its bell: not 0 if     64
@@ -21,15 +21,15 @@ Layout in bytes, all integers 64 bit little endian, every hot field on a cache l
     2048     text: failure (why the rank is in state FAILED)               2048
     4096     texts: rings of calls and of call sites, as in a section of the status file
 
-Rings and texts have the form of those in `lockstep.rank_status`.
+Rings and texts have the format described in `lockstep.rank_status`.
 
 [Note: one line] Every collective compares the fingerprints, so they share a cache line with the step count, which peers
-fetch anyway. The rest of a record is read only when something is wrong, and stays in its owner's cache: in another pair
+fetch anyway. The rest of a record is only read when something is wrong, and stays in its owner's cache: in another pair
 of lines, because processors fetch lines in pairs.
 
-[Note: two records] A rank may be one collective ahead of a peer that still reads its record, never
-two, because the second would need that peer's step. So even and odd collectives have a record
-each, and a text that one of the two names is not overwritten.
+[Note: two records] A rank may be one collective ahead of a peer that still reads its record, never two, because the
+second would need that peer's step. So even and odd collectives have separate records, and a text that either of them
+refers to is not overwritten.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _FAILURE = (2048, 2048)
 
 
 def damage_text(what: str) -> str:
-    """The message of a SegmentDamaged."""
+    """The message of a SegmentDamaged error."""
     return (
-        f"the control segment of this group is damaged: {what}, and no rank writes that. Something else wrote into the "
+        f"the control segment of this group is damaged: {what}, which no rank writes. Something else wrote into the "
         "memory that the ranks share: a wild pointer in a process of this job, a faulty memory module, or another "
         "program of this user. The script made no mistake in this call; start the job again"
     )
@@ -71,7 +71,7 @@ def damage_text(what: str) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank says about one collective."""
+    """The record of one rank about one collective."""
 
     fingerprint: int
     number: int
@@ -84,7 +84,7 @@ class Failure:
     """Why a rank is in state FAILED.
 
     Attributes:
-        kind: name of the CollectiveError with which it gave up a collective; empty if it raised something else.
+        kind: name of the CollectiveError with which it gave up a collective; empty if it raised another exception.
         culprits: global ranks that it blames.
         message: what happened, in one line.
     """
@@ -99,12 +99,12 @@ class SharedControlBlocks:
 
     Args:
         segment: the mapped control segment.
-        rank: this rank; the only one whose block is written here.
+        rank: this rank; only its block is written here.
         world_size: number of blocks.
-        on_end: called when this rank has left or failed and its block says so. See [Note: alarm] in `sync.py`.
+        on_end: called after this rank's block says that it has left or failed. See [Note: alarm] in `sync.py`.
 
     Attributes:
-        can_be_damaged: whether something other than ranks can have written into them: always.
+        can_be_damaged: whether anything other than the ranks could have written into the blocks: always.
     """
 
     can_be_damaged = True
@@ -126,7 +126,7 @@ class SharedControlBlocks:
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
-        """Bytes of header and blocks, a multiple of the page size."""
+        """Size of header and blocks in bytes, a multiple of the page size."""
         return BLOCKS_START + world_size * BLOCK_BYTES
 
     def _write_text(self, offset: int, capacity: int, text: str) -> None:
@@ -136,7 +136,7 @@ class SharedControlBlocks:
         return read_text(self._bytes, self._starts[rank] + offset, capacity)
 
     def introduce(self, identity: PeerIdentity) -> None:
-        """Write who this rank is, then READY."""
+        """Write the identity of this rank, then the state READY."""
         self._write_text(*_HOST, identity.host)
         state = self.state_words[self.rank]
         self.words[state + 1] = identity.pid
@@ -146,30 +146,30 @@ class SharedControlBlocks:
         self.words[state] = PeerState.READY
 
     def identity(self, rank: int) -> PeerIdentity:
-        """Who that rank is. Only for a rank that is not ABSENT."""
+        """The identity of a rank, which must not be ABSENT."""
         state = self.state_words[rank]
         namespace = self.words[self._starts[rank] // 8 + _NAMESPACE_WORD]
         return PeerIdentity(self.words[state + 1], self.words[state + 2], self._read_text(rank, *_HOST), namespace)
 
     def state(self, rank: int) -> PeerState:
-        """Where that rank stands.
+        """The state of that rank.
 
         Raises:
-            SegmentDamaged: no rank writes what is there.
+            SegmentDamaged: the value is not a state.
         """
         word = self.words[self.state_words[rank]]
         if not PeerState.ABSENT <= word <= PeerState.FAILED:
-            raise SegmentDamaged(damage_text(f"rank {rank} of it would be in state {word}"), (rank,))
+            raise SegmentDamaged(damage_text(f"the state of rank {rank} is {word}"), (rank,))
         return PeerState(word)
 
     def leave(self) -> None:
-        """Mark this rank as gone in good order; a failure stays a failure."""
+        """Mark this rank as left in good order, unless it has failed."""
         state = self.state_words[self.rank]
         if self.words[state] in (PeerState.READY, PeerState.GIVING_UP):
             self._end(PeerState.LEFT)
 
     def fail(self, failure: Failure) -> None:
-        """Mark this rank as failed. The first failure stays, because it is the cause of the others."""
+        """Mark this rank as failed. Only the first failure is kept, because it is the cause of the others."""
         state = self.state_words[self.rank]
         if self.words[state] == PeerState.FAILED:
             return
@@ -189,15 +189,15 @@ class SharedControlBlocks:
         kind, _, rest = text.partition("|")
         culprits, separator, message = rest.partition("|")
         numbers = tuple(int(culprit) for culprit in culprits.split(",") if culprit.isascii() and culprit.isdigit())
-        if not separator:  # nothing that `fail` writes
+        if not separator:  # not written by `fail`
             return Failure("", (), f"failed, and the reason cannot be read: {text[:60]!r}")
         return Failure(kind, numbers, message)
 
     def find_damage(self, rank: int, number: int) -> str | None:
-        """What that rank's block says of collective `number`, which it has entered, and no rank can have written.
+        """What in that rank's record of collective `number`, which it has entered, no rank can have written.
 
         None if nothing is wrong: a rank writes its record before its step, and the fingerprint in it is that of the
-        text beside it.
+        text next to it.
         """
         word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
         _, written_number, call, site = self.words[word : word + 4]
@@ -209,24 +209,24 @@ class SharedControlBlocks:
         return None if PeerState.READY <= state <= PeerState.FAILED else f"it is in state {state}"
 
     def finish_large(self, step: int) -> None:
-        """Publish that this rank, after that many steps, has read all that it will of the large slots."""
+        """Publish that this rank, after that many steps, has finished reading the large slots."""
         fence()
         self.words[self._starts[self.rank] // 8 + _FINISHED_WORD] = step
 
     def finished_large(self) -> list[int]:
-        """After how many steps each rank finished its last operation through large slots, as far as it shows here."""
+        """Number of steps after which each rank finished its last operation on large slots, as published so far."""
         return [self.words[start // 8 + _FINISHED_WORD] for start in self._starts]
 
     def announce(self, text: str) -> None:
-        """Publish a short text; peers read it after the next step."""
+        """Publish a short text; peers may read it after the next step."""
         self._write_text(*_ANNOUNCEMENT, text)
 
     def announcement(self, rank: int) -> str:
-        """What that rank announced last."""
+        """The last text that this rank announced."""
         return self._read_text(rank, *_ANNOUNCEMENT)
 
     def publish_wait(self, text: str) -> None:
-        """Publish what this rank waits in, and for whom; a new wait, also where the text is the same as before."""
+        """Publish what this rank is waiting in, and for which ranks; a new wait even if the text is the same."""
         self.withdraw_wait()
         self._write_text(*_BLOCKED, text)
         self._num_blocked += 1
@@ -234,16 +234,16 @@ class SharedControlBlocks:
         self.words[self._starts[self.rank] // 8 + _BLOCKED_WORD] = self._num_blocked
 
     def confirm_wait(self, time_ns: int) -> None:
-        """Confirm that the published wait still continued at that time of the monotonic clock."""
+        """Confirm that the published wait was still going on at that time of the monotonic clock."""
         self.words[self._starts[self.rank] // 8 + _CONFIRMED_WORD] = time_ns
 
     def withdraw_wait(self) -> None:
-        """Publish that this rank waits no more."""
+        """Publish that this rank is no longer waiting."""
         self.words[self._starts[self.rank] // 8 + _BLOCKED_WORD] = 0
         fence()
 
     def wait_of(self, rank: int) -> tuple[int, int, str] | None:
-        """Number of that rank's wait, when it was last confirmed (ns), and its text; None if it published none."""
+        """Number of that rank's wait, time of its last confirmation (ns), and its text; None if none is published."""
         start = self._starts[rank] // 8
         number, confirmed_ns = self.words[start + _BLOCKED_WORD], self.words[start + _CONFIRMED_WORD]
         fence()
@@ -254,16 +254,16 @@ class SharedControlBlocks:
         return number, confirmed_ns, text
 
     def add_call(self, text: str) -> int:
-        """Put a description of a call into this rank's ring; returns its index in the ring."""
+        """Store the description of a call in this rank's ring; returns its index there."""
         return self._add_text(call_field, _CALL_WORD, text)
 
     def add_site(self, text: str) -> int:
-        """Put a call site into this rank's ring; returns its index in the ring."""
+        """Store a call site in this rank's ring; returns its index there."""
         return self._add_text(site_field, _SITE_WORD, text)
 
     def _add_text(self, field_of: Callable[[int], tuple[int, int]], record_word: int, text: str) -> int:
         word = self.record_words[self.rank] + record_word
-        # Peers may still read the texts that the two records name.
+        # Peers may still be reading the texts that the two records refer to.
         in_use = (self.words[word], self.words[word + _RECORD_WORDS])
         index = self._ring_counts[record_word] % RING
         while index in in_use:
@@ -273,7 +273,7 @@ class SharedControlBlocks:
         return index
 
     def record(self, rank: int, number: int) -> Record:
-        """What that rank wrote last in the record of collective `number`'s parity."""
+        """That rank's latest record of a collective of `number`'s parity."""
         word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
         _, written_number, call, site = self.words[word : word + 4]
         return Record(
@@ -284,7 +284,7 @@ class SharedControlBlocks:
         )
 
     def latest_record(self, rank: int) -> Record | None:
-        """The last collective that rank entered, or None before its first."""
+        """The last collective that this rank entered, or None before its first."""
         even, odd = self.record(rank, 0), self.record(rank, 1)
         latest = even if even.number >= odd.number else odd
         return latest if latest.number > 0 else None

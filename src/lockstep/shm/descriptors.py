@@ -1,7 +1,7 @@
-"""What happens where a process has no descriptor left: a named error, with the limit, on all ranks.
+"""Errors for a process that has run out of file descriptors: they name the limit, and are raised on all ranks.
 
-The sentry (`sentry.py`) keeps one in reserve, because a rank that has none could not tell the others: ranks of one host
-meet in a file, which is opened for every value.
+The sentry (`sentry.py`) keeps one in reserve, because a rank without any could not tell the others: the ranks of one
+host meet in a file, which is opened for every value.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from lockstep.errors import SetupError
 
 try:
     import resource
-except ImportError:  # Windows, where this package can be imported
+except ImportError:  # Windows, where this package can still be imported
     resource = None  # type: ignore[assignment]
 
 __all__ = ["advice", "require"]
 
 
 def advice(error: OSError) -> str:
-    """What to do where descriptors have run out, as the end of a message; empty for other errors."""
+    """Advice for when descriptors have run out, as the end of a message; empty for other errors."""
     if error.errno == errno.EMFILE and resource is not None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f". This process may have {limit} open at a time: close some, or raise the limit (ulimit -n)"
@@ -30,14 +30,14 @@ def advice(error: OSError) -> str:
 
 
 def require(count: int, rank: str) -> None:
-    """Check that this process can open the descriptors that a new group takes. Local.
+    """Check that this process can open the descriptors that a new group needs. Local.
 
     Args:
-        count: how many descriptors the group takes at most.
-        rank: how to call this rank in the error.
+        count: maximum number of descriptors that the group needs.
+        rank: the name of this rank in the error.
 
     Raises:
-        SetupError: there are fewer left; says what the limit is.
+        SetupError: fewer are left; states the limit.
     """
     held: list[int] = []
     try:

@@ -1,12 +1,12 @@
 """Sleeping until a word of shared memory changes: Linux's futex.
 
-[Note: missed wake-ups] A rank that is about to sleep writes so into a word beside the one that it waits for, and looks
-once more. A rank that changes the word then reads that other word, and wakes the sleeper. A processor may carry out
-that read before the store has left the core, which takes some tens of nanoseconds, while the sleeper still has a system
-call before it. Should it happen nevertheless, the sleeper notices 2 ms later: it sleeps no longer at first
-(`MISSED_AFTER_S` in `sync.py`), and looks once more. Then whoever looked too early has stored, and whoever comes later
-reads that somebody sleeps. So if nothing has changed, the rank sleeps on without writing anything, and for as
-long as it likes; after a wake-up it begins anew.
+[Note: missed wake-ups] A rank that is about to sleep announces it in a word next to the one that it waits for, and
+checks once more. A rank that changes the word then reads that other word, and wakes the sleeper. A processor may
+execute that read before the store has left the core, which takes some tens of nanoseconds, while the sleeper still has
+a system call ahead of it. Should it happen nevertheless, the sleeper notices 2 ms later: its first sleep is no longer
+than that (`MISSED_AFTER_S` in `sync.py`), and then it checks once more. By then, whoever read too early has stored, and
+whoever comes later reads that somebody sleeps. So if nothing has changed, the rank continues to sleep without writing
+anything, for as long as needed; after a wake-up it starts over.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Futex:
     @staticmethod
     @functools.cache
     def is_supported() -> bool:
-        """Whether it works here: a sandbox may lack the call, and its number is known for some processors only."""
+        """Whether it works here: a sandbox may block the call, and its number is known for some processors only."""
         if _syscall is None or sys.platform != "linux" or _number is None or sys.byteorder != "little":
             return False
         word = ctypes.c_uint64()
         return bool(_syscall(_number, ctypes.byref(word), _WAKE, 1, None, None, 0) == 0)
 
     def sleep(self, index: int, seen: int, timeout_s: float) -> None:
-        """Sleep until woken, if word `index` still is `seen`. Local; may return early for no reason.
+        """Sleep until woken, if word `index` still is `seen`. Local; may return early without reason.
 
         Args:
             index: index of the word.
@@ -73,5 +73,5 @@ class Futex:
         )
 
     def wake(self, index: int) -> None:
-        """Wake all that sleep on word `index`. Local."""
+        """Wake all threads that sleep on word `index`. Local."""
         _syscall(_number, ctypes.c_void_p(self._address + 8 * index), _WAKE, _EVERYBODY, None, None, 0)

@@ -1,17 +1,17 @@
 """Element-wise reduction of the parts of all ranks, always in the same pairwise tree.
 
-[Note: tree order] The parts of ranks 0 … n-1 are combined as neighbours in pairs, then pairs of
-pairs, and so on: ((0 1) (2 3)) 4 for five. The order depends on n only, so every rank and
-every run gets the same bits, on whichever rank the addition runs.
+[Note: tree order] The parts of ranks 0 … n-1 are combined as neighbours in pairs, then pairs of pairs, and so on: ((0
+1) (2 3)) 4 for five. The order only depends on n, so every rank and every run gets the same bits, whichever rank does
+the addition.
 
-[Note: dtypes without arithmetic] torch stores unsigned integers of more than 8 bits, and hardly computes with
-them. Their bits can be added as signed numbers, because both wrap around; and compared as such with the highest bit
-turned over. 8-bit floats have no arithmetic at all and, like 16-bit ones, accumulate in float32.
+[Note: dtypes without arithmetic] torch stores unsigned integers of more than 8 bits, but has few operations for them.
+Their bits can be added as signed numbers, because both wrap around; and compared as such with the highest bit flipped.
+8-bit floats have no arithmetic at all and, like 16-bit ones, accumulate in float32.
 
-[Note: means of integers] torch.distributed leaves them to the backend. Gloo has no AVG; NCCL divides the sum and cuts
-the fraction off, and there are engines that count on it: Lightning's `self.log(…, sync_dist=True)` averages numbers of
-samples. AVG does as NCCL does, with two differences. The sum is made in int64, so that 200 and 100 of uint8 have the
-mean 150. And a fraction that was there and is lost is a warning.
+[Note: means of integers] torch.distributed leaves them to the backend. Gloo has no AVG; NCCL divides the sum and
+truncates, and some frameworks rely on it: Lightning's `self.log(…, sync_dist=True)` averages numbers of samples. AVG
+does as NCCL does, with two differences. The sum is computed in int64, so that 200 and 100 of uint8 have the mean 150.
+And losing a nonzero fraction is a warning.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _ACCUMULATE: dict[torch.dtype, torch.dtype] = {
     torch.complex32: torch.complex64,
 }
 _SIGNED = dict(zip(_dtypes("uint16", "uint32", "uint64"), (torch.int16, torch.int32, torch.int64), strict=False))
-# So many parts of so many bytes at most are copied into a matrix first: fewer calls of torch, and more bytes to move.
+# At most this many parts of this many bytes are first copied into a matrix: fewer calls of torch, but more bytes to
+# move.
 _MANY_PARTS, _SMALL_PART_BYTES = 16, 4096
 _INTEGERS = _dtypes("uint8", "int8", "int16", "int32", "int64")
 _BITWISE = ("BAND", "BOR", "BXOR")
@@ -71,14 +72,14 @@ _COMBINE: dict[str, _Combine] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """How one reduce operation works on one dtype.
+    """The implementation of one reduce operation for one dtype.
 
     Attributes:
         name: the operation, as users spell it.
         combine: the element-wise torch function, with `out=`.
         accumulate: dtype to accumulate in, or None for the tensor's own.
-        divide: divide the result by the number of parts (AVG).
-        factor: multiply this rank's own part first (PREMUL_SUM), or None.
+        divide: whether to divide the result by the number of parts (AVG).
+        factor: number by which this rank's part is multiplied first (PREMUL_SUM), or None.
     """
 
     name: str
@@ -92,7 +93,7 @@ class Kernel:
 
         Args:
             parts: one flat tensor per rank, same dtype and numel.
-            out: same dtype and numel. May be one of two parts, and none of more than two.
+            out: same dtype and numel. May be one of the parts if there are two, but not if there are more.
         """
         if len(parts) >= _MANY_PARTS and out.numel() * out.element_size() <= _SMALL_PART_BYTES:
             rows = torch.stack(tuple(parts))
@@ -118,7 +119,7 @@ class Kernel:
         out.copy_(total)
 
     def reduce_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Combine the rows of a matrix in the same tree, without `divide` and `accumulate`; uses up its memory. Local.
+        """Combine the rows of a matrix in the same tree, ignoring `divide` and `accumulate`; overwrites it. Local.
 
         Args:
             rows: of shape (parts, numel), each row contiguous.
@@ -126,10 +127,10 @@ class Kernel:
         Returns:
             The result, of shape (numel,), in the memory of the first row.
         """
-        while (count := rows.shape[0]) > 1:  # sooner than len()
+        while (count := rows.shape[0]) > 1:  # faster than len()
             left, right = rows[: count - 1 : 2], rows[1::2]
             self.combine(left, right, out=left)
-            if count & 1:  # a part without a neighbour goes up as it is
+            if count & 1:  # a part without a partner is passed up unchanged
                 left = torch.cat((left, rows[-1:]))
             rows = left
         return rows[0]
@@ -148,14 +149,14 @@ class Kernel:
 
 
 def divide(total: torch.Tensor, count: int) -> None:
-    """Make a sum a mean, in place, for AVG. Local.
+    """Turn a sum into a mean, in place, for AVG. Local.
 
     Args:
-        total: any shape; the sum of so many parts. Of integers, fractions are cut off: see [Note: means of integers].
-        count: of parts.
+        total: any shape; the sum of `count` parts. Integers are truncated: see [Note: means of integers].
+        count: number of parts.
     """
     if total.is_floating_point() or total.is_complex():
-        if count.bit_count() == 1:  # the same bits, in half of the time
+        if count.bit_count() == 1:  # the same bits, in half the time
             total.mul_(1 / count)
         else:
             total.div_(count)
@@ -171,7 +172,7 @@ def divide(total: torch.Tensor, count: int) -> None:
 
 
 def _as_signed(combine: _Combine, signed: torch.dtype) -> _Combine:
-    """`combine` for unsigned integers, on the same bits as signed ones, which wrap around alike."""
+    """`combine` for unsigned integers, on the same bits as signed ones, which wrap around in the same way."""
 
     def wrapped(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         combine(left.view(signed), right.view(signed), out=out.view(signed))
@@ -181,7 +182,7 @@ def _as_signed(combine: _Combine, signed: torch.dtype) -> _Combine:
 
 
 def _in_order(combine: _Combine, signed: torch.dtype) -> _Combine:
-    """`combine`, which compares, for unsigned integers. See [Note: dtypes without arithmetic]."""
+    """A comparing `combine` for unsigned integers. See [Note: dtypes without arithmetic]."""
     high_bit = torch.iinfo(signed).min
 
     def ordered(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -205,7 +206,7 @@ _cache: dict[tuple[object, torch.dtype], Kernel] = {}
 
 
 def _kind(op: Any) -> Any:
-    # `ReduceOp.SUM` is a plain enum member; options carry it wrapped in a ReduceOp. isinstance says yes to both.
+    # `ReduceOp.SUM` is a plain enum member; options carry it wrapped in a ReduceOp. isinstance is true for both.
     return op.op if type(op) is ReduceOp else op  # type: ignore[attr-defined]
 
 
@@ -218,7 +219,7 @@ def find_kernel(op: Any, dtype: torch.dtype) -> Kernel:
     """The kernel for a reduce operation on a dtype.
 
     Raises:
-        InputTypeError: the operation makes no sense for the dtype; names those that do.
+        InputTypeError: the operation is undefined for the dtype; says which dtypes it needs.
     """
     kind = _kind(op)
     kernel = _cache.get((kind, dtype))
@@ -232,7 +233,7 @@ def find_kernel(op: Any, dtype: torch.dtype) -> Kernel:
     if name == "AVG" and dtype in _INTEGERS and dtype is not torch.int64:
         accumulate = torch.int64
     if name == "PREMUL_SUM":
-        # The factor belongs to this one call; before torch 2.13 only pickle can read it.
+        # The factor is part of this call only; before torch 2.13 it can only be read by pickling.
         return Kernel(name, _COMBINE[name], accumulate, factor=op.__getstate__()[1])
     kernel = Kernel(name, _find_combine(name, dtype), accumulate, divide=name == "AVG")
     _cache[(kind, dtype)] = kernel

@@ -1,14 +1,14 @@
-"""Tells whether a process is still there: by pidfd, which also sees the end of a process that nobody has reaped yet.
+"""Tells whether a process is still running, by pidfd, which also detects the end of a process not reaped yet.
 
-All watches of this process share the pidfds, and a thread that sleeps on them (`sentry.py`). Where pidfds cannot be had
-(an old kernel, a container whose filter does not know the call, no descriptor left), each wait reads
-`/proc/<pid>/stat` instead, which costs more and is done less often.
+All watches of this process share the pidfds, and a thread that sleeps on them (`sentry.py`). If pidfds are unavailable
+(old kernel, a container whose filter does not know the call, no descriptors left), each wait reads `/proc/<pid>/stat`
+instead, which costs more and is done less often.
 
-[Note: what proves a death] A pid means a process only within its pid namespace, so a process of another one (another
-container) is not watched by its pid. A wait for such a process ends by its state word in the shared segment, which it
-sets when it leaves or fails, or by the deadline. Within the namespace only a kernel that says "no such process"
-(ESRCH, ENOENT), a pidfd that became readable, and a zombie prove a death. Any other error (no descriptor left, no
-permission) says something about the process that asks.
+[Note: what proves a death] A pid identifies a process only within its pid namespace, so a process in another one
+(another container) is not watched by its pid. A wait for such a process ends by its state word in the shared segment,
+which it sets when it leaves or fails, or at the deadline. Within the namespace, only the following prove a death: the
+kernel's "no such process" (ESRCH, ENOENT), a readable pidfd, and a zombie. Any other error (no descriptors left, no
+permission) is about the process that asks.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ _NO_SUCH_PROCESS = (errno.ENOENT, errno.ESRCH)
 def _read_stat(pid: int) -> tuple[str, int]:
     """State letter and start time (clock ticks after boot) of a process. OSError if it cannot be read."""
     with open(f"/proc/{pid}/stat", "rb") as file:
-        # The name, in parentheses, may hold anything; the fields after it are plain.
+        # The name, in parentheses, may contain anything; the fields after it are plain.
         fields = file.read().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])
 
 
 def seconds_since_boot() -> float:
-    """Now, on a clock that all processes of a host share and nobody sets."""
+    """The current time, on a clock that all processes of a host share and nobody sets."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def started_at_s() -> float:
-    """When this process began, in seconds since boot, to a hundredth."""
+    """The start time of this process, in seconds since boot, accurate to a hundredth."""
     return _read_stat(os.getpid())[1] / os.sysconf("SC_CLK_TCK")
 
 
 def pid_namespace() -> int:
-    """Tells processes that can see each other's pids from those that cannot, such as in two containers."""
+    """Identifies the pid namespace: processes in different ones, such as containers, cannot see each other's pids."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """One process of one host.
+    """Identifies one process on one host.
 
     Attributes:
         pid: its process id.
         start_time: clock ticks after boot.
         host: the name of its host.
-        pid_namespace: inode of the namespace in which `pid` means this process.
+        pid_namespace: inode of the namespace in which `pid` is valid.
     """
 
     pid: int
@@ -78,7 +78,7 @@ class PeerIdentity:
 
 
 def own_identity() -> PeerIdentity:
-    """The identity of the calling process. Read once: a process that runs out of descriptors later still knows it."""
+    """The identity of the calling process. Read once: it stays known when descriptors run out later."""
     return _identity_of(os.getpid())
 
 
@@ -88,9 +88,9 @@ def _identity_of(pid: int) -> PeerIdentity:
 
 
 def is_running(peer: PeerIdentity) -> bool:
-    """Whether a process of this host is still there, and is not a zombie. See [Note: what proves a death].
+    """Whether a process on this host is still running, and not a zombie. See [Note: what proves a death].
 
-    A process of another pid namespace counts as running: nothing here can tell.
+    A process in another pid namespace counts as running, since this cannot be determined.
     """
     if peer.pid_namespace != pid_namespace():
         return True
@@ -102,24 +102,24 @@ def is_running(peer: PeerIdentity) -> bool:
 
 
 def _has_pid(pid: int) -> bool:
-    """Whether any process, also a zombie, has that pid. Needs no descriptor."""
+    """Whether any process, even a zombie, has that pid. Needs no descriptor."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # another user's, but there
+        pass  # another user's process
     return True
 
 
 class Watch:
-    """Watches a set of processes of this host for their end. Thread-safe.
+    """Watches a set of processes on this host for their end. Thread-safe.
 
-    A process in another pid namespace cannot be watched and counts as alive for ever. See [Note: what proves a death].
+    A process in another pid namespace cannot be watched and always counts as alive. See [Note: what proves a death].
 
     Args:
         peers: rank -> identity, without the calling process.
-        on_death: called after a process has ended, in any thread, unless `must_ask`; may not wait for anything.
+        on_death: called in any thread after a process has ended, unless `must_ask`; must not block.
     """
 
     def __init__(self, peers: Mapping[int, PeerIdentity], on_death: Callable[[], None] | None = None) -> None:
@@ -133,7 +133,7 @@ class Watch:
 
     @property
     def must_ask(self) -> bool:
-        """Whether there is a process whose end only `dead` finds out, and `on_death` does not tell."""
+        """Whether some process's end is only detected by `dead`, and not reported to `on_death`."""
         return bool(self._without_pidfd)
 
     def add(self, rank: int, peer: PeerIdentity) -> None:
@@ -160,17 +160,17 @@ class Watch:
             if error.errno in _NO_SUCH_PROCESS:
                 self._dead.add(rank)
             else:
-                self._without_pidfd[rank] = peer  # `dead` keeps asking
+                self._without_pidfd[rank] = peer  # polled by `dead`
         if is_peer and fd is not None and sentry().watch(process, fd, self):
             return
         if fd is not None:
             os.close(fd)
         if is_peer:
             self._without_pidfd[rank] = peer
-        # Else dead, or this `/proc` counts time or pids differently: nothing to watch by.
+        # Otherwise it is dead, or this `/proc` counts time or pids differently, and it cannot be watched.
 
     def note_end(self, process: ProcessKey) -> None:
-        """Note that a process that the sentry watches has ended."""
+        """Note the end of a process watched by the sentry."""
         self._dead.update(self._ranks[process])
         on_death = self._on_death
         if on_death is not None:

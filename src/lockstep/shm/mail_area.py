@@ -1,4 +1,4 @@
-"""The mail area holds the rings of a team. It is a part of the control segment, which every rank maps from the start.
+"""The mail area holds the rings of a team. It is part of the control segment, which every rank maps from the start.
 
 Layout in bytes, for W ranks::
 
@@ -6,9 +6,9 @@ Layout in bytes, for W ranks::
     …        bell of rank 0, then of rank 1, …: the last ring, and what it is armed for   BELL_BYTES each
     …        ring from rank 0 to rank 0, 0 to 1, …; then from rank 1, …            ring_bytes(capacity) each
 
-[Note: rings from the beginning] Ranks do not send all together, so they cannot make memory together when one of them
-begins to send. And a rank may send and leave before its peer comes to its receive, so a message cannot lie in memory
-that goes with the sender. Hence every pair has a ring, used or not. The rings take 256 KiB for each rank of up to 64;
+[Note: rings from the beginning] Sending is not collective, so the ranks cannot allocate memory together when one of
+them starts to send. And a rank may send and leave before its peer gets to its receive, so a message cannot be in memory
+that ends with the sender. Hence every pair has a ring, used or not. The rings take 256 KiB for each rank of up to 64;
 with more ranks they take 4 KiB for each pair.
 """
 
@@ -35,7 +35,7 @@ class MailArea:
         world_size: number of ranks.
 
     Attributes:
-        capacity: bytes of each ring, a power of two.
+        capacity: size of each ring in bytes, a power of two.
         num_ranks: number of ranks that have a bell here.
         words: the segment as 64-bit words.
     """
@@ -50,13 +50,13 @@ class MailArea:
 
     @staticmethod
     def capacity_of(world_size: int) -> int:
-        """Bytes of each ring among so many ranks."""
+        """Size of each ring in bytes, with that many ranks."""
         share = max(_RING_BYTES_PER_RANK // world_size, 1)
         return max(_SMALLEST_RING_BYTES, min(_LARGEST_RING_BYTES, 1 << share.bit_length() - 1))
 
     @classmethod
     def size_bytes(cls, world_size: int) -> int:
-        """Bytes of the area."""
+        """Size of the area in bytes."""
         return world_size * (_TEXT_BYTES + _BELL_BYTES) + world_size**2 * ring_bytes(cls.capacity_of(world_size))
 
     def ring_start(self, sender: int, receiver: int) -> int:
@@ -65,13 +65,13 @@ class MailArea:
         return rings + (sender * self.num_ranks + receiver) * ring_bytes(self.capacity)
 
     def bell_word(self, local_rank: int) -> int:
-        """Index of the word that changes when that rank is rung for; after it is what its bell is armed for."""
+        """Index of the word that changes when that rank is woken; the next one tells what its bell is armed for."""
         return (self._start + self.num_ranks * _TEXT_BYTES + local_rank * _BELL_BYTES) // 8
 
     def publish_waiting(self, rank: int, text: str) -> None:
-        """Publish what that rank waits for; empty for nothing. By that rank only."""
+        """Publish what that rank waits for; empty for nothing. Only called by that rank."""
         write_text(self._memory, self._start + rank * _TEXT_BYTES, _TEXT_BYTES, text)
 
     def waiting(self, rank: int) -> str:
-        """What that rank waits for in a send or receive: `recv(float32[3], src=0, tag=0) at …`; empty for nothing."""
+        """The send or receive that a rank waits in: `recv(float32[3], src=0, tag=0) at …`; empty for none."""
         return read_text(self._memory, self._start + rank * _TEXT_BYTES, _TEXT_BYTES)

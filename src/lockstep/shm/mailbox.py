@@ -1,22 +1,22 @@
-"""Point to point on one host: sends and receives of one rank, moved through the rings of its pairs.
+"""Point to point on one host: the sends and receives of one rank, moved through the rings of its pairs.
 
-[Note: eager or announced] A small message travels in a record of the ring (`ring.py`) and its send is over as soon as
-it is written; a receiver that has no use for it yet keeps a copy. What a receiver must keep is bounded: it
-publishes how many bytes it has delivered, and a sender that is too far ahead of that, or whose message is large, only
-*announces* the message. The receiver *grants* it when a receive matches, and then the sender streams it through chunks
-of its pool (`pool.py`). The first chunk goes along with the announcement where one is free, so that a message of one
-chunk needs no round trip when the receiver is there.
+[Note: eager or announced] A small message travels in a record of the ring (`ring.py`), and its send completes as soon
+as it is written; a receiver that does not need it yet keeps a copy. What a receiver must keep is bounded: it publishes
+how many bytes it has delivered, and a sender that is too far ahead of that, or whose message is large, only *announces*
+the message. The receiver *grants* it when a receive matches, and then the sender streams it through chunks of its pool
+(`pool.py`). The first chunk is sent with the announcement if one is free, so that a message of one chunk needs no round
+trip when the receiver is ready.
 
 [Note: nothing blocks a ring] A rank that has anything pending with a peer reads all records from that peer, of every
 kind: eager messages into bounded memory, announcements into a queue no longer than what the peer has pending. So a
-grant never sits behind a record that cannot be read, and sends and receives that can end in some order do end.
+grant is never stuck after a record that cannot be read, and sends and receives that can finish in some order do finish.
 
-[Note: labels] Each message names its dtype, shape and the line of its send. These repeat, so they are written
-once for each peer and then named by a number. A receiver looks the number up as it reads, so a number can be given to
+[Note: labels] Each message states its dtype, shape and the line of its send. These repeat, so they are written once for
+each peer and then referenced by a number. A receiver resolves the number as it reads, so a number can be reassigned to
 another label later.
 
-This module waits for nobody: `progress` does what can be done now. `lockstep.comm.p2p` calls it, decides for how long,
-and deals with ranks that are gone. Not thread-safe.
+This module does not wait: `progress` does what can be done now. `lockstep.comm.p2p` calls it, decides for how long, and
+handles ranks that are gone. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -42,43 +42,43 @@ from lockstep.shm.ring import Fields, RingReader, RingWriter, copy_bytes
 
 __all__ = ["Mailbox"]
 
-_LARGEST_DEBT_BYTES = 4 << 20  # what a receiver may have to keep for each sender
-_OVERHEAD_BYTES = 256  # of a message that is kept, besides its payload
+_LARGEST_DEBT_BYTES = 4 << 20  # limit of what a receiver may have to keep for each sender
+_OVERHEAD_BYTES = 256  # per kept message, in addition to its payload
 _NUM_LABELS = 64
 _RECORDS_PER_READ = 64
 _NO_CHUNK = -1
-# This process lacks something, whatever became of the peer.
+# Errors of this process, whatever the state of the peer.
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _RecordKind(IntEnum):
-    """Records. The fields after the kind are: number, tag, num_bytes, label, chunk, chunk_bytes."""
+    """Kinds of records. The fields after the kind are: number, tag, num_bytes, label, chunk, chunk_bytes."""
 
-    LABEL = 1  # the payload is what that label stands for from here on
+    LABEL = 1  # the payload is the label that this number refers to from now on
     POOL = 2  # the payload is the handle of the sender's pool
     EAGER = 3  # the payload is the message
-    ANNOUNCE = 4  # a message that waits for a grant; the chunk is its beginning
-    CHUNK = 5  # the next piece of a granted message: the chunk, or else the payload
+    ANNOUNCE = 4  # a message that waits for a grant; the chunk is its first piece
+    CHUNK = 5  # the next piece of a granted message: in the chunk, or else the payload
     GRANT = 6  # to the sender of that number: continue
-    REFUSE = 7  # to the sender of that number: the receive that matched has that label, which does not fit
+    REFUSE = 7  # to the sender of that number: the matching receive has that label, which does not agree
 
 
 @dataclass(eq=False)
 class _RingPeer:
-    """What this rank knows of another."""
+    """What this rank knows about another one."""
 
     rank: int
     writer: RingWriter
     reader: RingReader
-    # Records that found no room, in order, each with the send that is over when it is written.
+    # Records for which there was no room, in order, each with the send that completes when it is written.
     backlog: deque[tuple[Fields, torch.Tensor | None, Send | None]] = field(default_factory=deque)
     num_messages: int = 0  # sent to it so far
-    eager_bytes: int = 0  # of the eager ones, overhead included
-    settled_bytes: int = 0  # of the eager ones from it: delivered
-    label_numbers: dict[Label, int] = field(default_factory=dict)  # as it knows them, oldest first
-    labels: dict[int, Label] = field(default_factory=dict)  # as it sent them
+    eager_bytes: int = 0  # in eager messages sent to it, overhead included
+    settled_bytes: int = 0  # of eager messages from it that have been delivered
+    label_numbers: dict[Label, int] = field(default_factory=dict)  # as that rank knows them, oldest first
+    labels: dict[int, Label] = field(default_factory=dict)  # as that rank has sent them
     knows_pool: bool = False
-    pool: PoolView | None = None  # its own
+    pool: PoolView | None = None  # that rank's
     announced: dict[int, Send] = field(default_factory=dict)  # by number
     granted: dict[int, Receive] = field(default_factory=dict)  # by number
 
@@ -90,13 +90,13 @@ class Mailbox(BaseMailbox):
         area: the memory in which the rings lie.
         rank: this rank.
         world_size: number of ranks.
-        local_ranks: rank -> index in the area, of the ranks that share it, this one included; default the rank itself.
-        matcher: matches messages and receives, where this is not the only mailbox of its rank.
+        local_ranks: index in the area of each rank that shares it, this one included; default the rank itself.
+        matcher: matches messages and receives; passed if this is not the only mailbox of its rank.
         bell: wakes the ranks of the area; default a `Doorbell`.
 
     Attributes:
-        pending: the operations that are not done, in the order they were asked for.
-        num_records: records read and written so far; it changes while messages move.
+        pending: unfinished operations, in the order of the calls.
+        num_records: number of records read and written so far; changes whenever messages move.
     """
 
     num_records = 0
@@ -115,16 +115,16 @@ class Mailbox(BaseMailbox):
         self._rank = rank
         self._local_ranks = {peer: peer for peer in range(world_size)} if local_ranks is None else local_ranks
         self._bell = Doorbell(area, self._local_ranks[rank]) if bell is None else bell
-        self._touched: dict[int, bool] = {}  # peers to ring for, and whether there is a record for them
+        self._touched: dict[int, bool] = {}  # peers to wake, and whether there is a record for them
         self._others = [peer for peer in self._local_ranks if peer != rank]
         self._peers: dict[int, _RingPeer] = {}
-        self._streams: deque[Send] = deque()  # granted, and not all of it written yet
+        self._streams: deque[Send] = deque()  # granted, but not completely written yet
         self.pending: dict[Send | Receive, None] = {}
         self._pending_with: Counter[int] = Counter()  # by rank or ANY_SOURCE
         self._eager_bytes = area.capacity // 4
         self._pool: Pool | None = None
         self._unmapped: dict[int, tuple[float, SharedMemoryError]] = {}
-        # Peers open a pool some time after it was made. In a folder (LOCKSTEP_SHM_DIR) it would need its name until
+        # Peers open a pool some time after it was created. In a folder (LOCKSTEP_SHM_DIR) it would need its name until
         # then, and a kill would leave the name behind: there, messages are streamed through the rings.
         self._may_have_pool = env.LOCKSTEP_SHM_DIR.get() is None
 
@@ -157,10 +157,10 @@ class Mailbox(BaseMailbox):
         self._pending_with[receive.source] += 1
 
     def progress(self) -> None:
-        """Do what can be done now: read, match, copy, write. Local; waits for nothing.
+        """Do what can be done now: read, match, copy, write. Local; does not wait.
 
         Raises:
-            SharedMemoryError: a peer's pool cannot be mapped, because this process has no memory or descriptor left.
+            SharedMemoryError: a peer's pool cannot be mapped, because this process has no memory or descriptors left.
         """
         ranks = self._others if ANY_SOURCE in self._pending_with else list(self._pending_with)
         for rank in ranks:
@@ -198,7 +198,7 @@ class Mailbox(BaseMailbox):
         self._bell.ring_here()
 
     def close(self) -> None:
-        """Close the file of the pool. Local; peers that have mapped it continue."""
+        """Close the file of the pool. Local; peers that have mapped it can still use it."""
         if self._pool is not None:
             self._pool.release()
 
@@ -239,11 +239,11 @@ class Mailbox(BaseMailbox):
 
     def _keep(self, arrival: Incoming) -> None:
         if arrival.data is not None and not arrival.announced:
-            arrival.data = arrival.data.clone()  # It lies in the ring, which must continue.
+            arrival.data = arrival.data.clone()  # it lies in the ring, whose room is needed
         self._matcher.keep(arrival)
 
     def deliver(self, receive: Receive, arrival: Incoming) -> None:
-        """Copy what has come of a message, and see to the rest."""
+        """Copy what has arrived of a message, and arrange for the rest."""
         receive.peer = arrival.peer
         fits = arrival.label.fits(receive.label)
         if fits and arrival.data is not None:
@@ -282,11 +282,11 @@ class Mailbox(BaseMailbox):
     # ---- reading -------------------------------------------------------------------------------------
 
     def _read(self, peer: _RingPeer) -> None:
-        """Handle what has come from a peer.
+        """Process the records from a peer.
 
         Raises:
             SharedMemoryError: as `progress` does.
-            SegmentDamaged: no rank writes such records.
+            SegmentDamaged: the records cannot come from a rank.
         """
         for _ in range(_RECORDS_PER_READ):
             fields = peer.reader.read()
@@ -297,18 +297,18 @@ class Mailbox(BaseMailbox):
             except SharedMemoryError as error:
                 if error.errno in _LACKING:
                     raise
-                # The pool of a process that has ended is gone with it. The record stays, and is tried again.
+                # The pool of an ended process is gone with it. The record stays, and is tried again.
                 self._unmapped.setdefault(peer.rank, (time.monotonic(), error))
                 return
             except (KeyError, ValueError, IndexError) as error:
-                what = f"rank {peer.rank} of it would have sent {fields}"
+                what = f"rank {peer.rank} seems to have sent {fields}"
                 raise SegmentDamaged(damage_text(f"{what} ({type(error).__name__})"), (peer.rank,)) from None
             peer.reader.advance()
             self.num_records += 1
             self._touched.setdefault(peer.rank, False)
 
     def _take(self, peer: _RingPeer, fields: Fields) -> None:
-        """Handle one record."""
+        """Process one record."""
         reader = peer.reader
         kind, number, tag, num_bytes, label, chunk, chunk_bytes = fields
         if kind == _RecordKind.EAGER:
@@ -318,7 +318,7 @@ class Mailbox(BaseMailbox):
             arrival = Incoming(peer.rank, tag, peer.labels[label], num_bytes, number, announced=True)
             if chunk != _NO_CHUNK:
                 if peer.pool is None or chunk_bytes > num_bytes:
-                    raise ValueError(chunk)  # The handle of a pool comes before its first chunk.
+                    raise ValueError(chunk)  # the handle of a pool comes before its first chunk
                 arrival.chunk, arrival.data = chunk, peer.pool.view(chunk, chunk_bytes)
             self._match(arrival)
         elif kind == _RecordKind.CHUNK:
@@ -336,7 +336,7 @@ class Mailbox(BaseMailbox):
             raise ValueError(kind)
 
     def _read_piece(self, peer: _RingPeer, number: int, num_bytes: int, chunk: int) -> None:
-        """The next piece of a granted message."""
+        """Copy the next piece of a granted message."""
         receive = peer.granted[number]
         if num_bytes > receive.flat.numel() - receive.num_received:
             raise ValueError(num_bytes)
@@ -357,7 +357,7 @@ class Mailbox(BaseMailbox):
     def _write(
         self, to: _RingPeer, fields: Fields, payload: torch.Tensor | None = None, send: Send | None = None
     ) -> None:
-        """Write a record, after those that wait for room; `send` is done once it is written."""
+        """Write a record, after those that wait for room; `send` completes once it is written."""
         to.backlog.append((fields, payload, send))
         self._flush(to)
 
@@ -365,7 +365,7 @@ class Mailbox(BaseMailbox):
         self._write(to, fields, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _flush(self, to: _RingPeer) -> None:
-        """Write the records for which there is room."""
+        """Write waiting records for which there is room."""
         backlog = to.backlog
         while backlog:
             fields, payload, send = backlog[0]
@@ -411,7 +411,7 @@ class Mailbox(BaseMailbox):
                 self._touched[to.rank] = True
 
     def _fill_chunk(self, to: _RingPeer, send: Send, *, unclaimed: bool) -> int:
-        """Copy the next piece of a message into a chunk of the pool: its number, or `_NO_CHUNK`."""
+        """Copy the next piece of a message into a chunk of the pool; returns its number, or `_NO_CHUNK`."""
         pool = self._open_pool()
         chunk = None if pool is None else pool.take(unclaimed=unclaimed)
         if pool is None or chunk is None:
@@ -429,5 +429,5 @@ class Mailbox(BaseMailbox):
             try:
                 self._pool = Pool()
             except SharedMemoryError:
-                self._may_have_pool = False  # Through the rings, then: slower, and needs no memory.
+                self._may_have_pool = False  # streams through the rings instead: slower, but needs no memory
         return self._pool

@@ -1,8 +1,8 @@
-"""Messages between two ranks, and which receive gets which.
+"""Messages between two ranks, and the matching of messages and receives.
 
-A receive names a tag and a source, or any source. Of the messages that fit it, it gets the first that came; of the
-receives that fit a message, the first that was posted gets it. So messages of one source and tag are received in the
-order in which they were sent.
+A receive names a tag and a source, or any source. It gets the first matching message that arrived; a message goes to
+the first matching receive that was posted. So messages of one source and tag are received in the order in which they
+were sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """Describes one side of a message, besides its tag. Compared by `fits`, hashed by identity.
+    """Describes one side of a message, except for its tag. Compared by `fits`, hashed by identity.
 
     Attributes:
         dtype: name of the dtype.
@@ -39,10 +39,10 @@ class Label:
     site: str
 
     def fits(self, other: Label) -> bool:
-        """Whether a message with this label can be received as the other.
+        """Whether a message with this label can be received with the other.
 
-        Dtypes must be equal, and shapes too, apart from dimensions of size 1; a flat tensor fits every shape
-        of as many elements.
+        Dtypes must be equal, and shapes too, except for dimensions of size 1; a flat tensor matches every shape with as
+        many elements.
         """
         if self.dtype != other.dtype:
             return False
@@ -65,10 +65,10 @@ class Label:
 
     @classmethod
     def decode(cls, data: bytes) -> Label:
-        """Decode from bytes, the end of which may be missing.
+        """Decode from bytes, which may be truncated.
 
         Raises:
-            ValueError: the bytes are no label.
+            ValueError: the bytes are not a label.
         """
         dtype, shape, site = data.decode(errors="replace").split("|", 2)
         return cls(dtype, tuple(int(size) for size in shape.split(",") if size), site)
@@ -82,8 +82,8 @@ class _Operation:
         tag: the tag that the user gave.
         label: the label of this side.
         flat: the memory, uint8, shape (n,).
-        done: whether the operation is over on this rank.
-        conflict: the label of the other side, where the two do not fit.
+        done: whether the operation has finished on this rank.
+        conflict: the label of the other side, if the two do not agree.
     """
 
     tag: int
@@ -95,10 +95,10 @@ class _Operation:
 
 @dataclass(eq=False)
 class Send(_Operation):
-    """A message on its way.
+    """A message being sent.
 
     Attributes:
-        peer: the rank that receives.
+        peer: rank of the receiver.
         number: its number among all messages to that peer.
         num_sent: bytes written to shared memory so far.
     """
@@ -109,13 +109,13 @@ class Send(_Operation):
 
     @property
     def awaited(self) -> int:
-        """The rank on which it depends."""
+        """The rank that it waits for."""
         return self.peer
 
 
 @dataclass(eq=False)
 class Receive(_Operation):
-    """A message to come.
+    """A message to be received.
 
     Attributes:
         source: the rank to receive from, or `ANY_SOURCE`.
@@ -131,7 +131,7 @@ class Receive(_Operation):
 
     @property
     def awaited(self) -> int:
-        """The rank on which it depends, or `ANY_SOURCE`."""
+        """The rank that it waits for, or `ANY_SOURCE`."""
         return self.source if self.peer is None else self.peer
 
 
@@ -140,15 +140,15 @@ class Incoming:
     """A message that has arrived, or been announced.
 
     Attributes:
-        peer: the rank that sends.
+        peer: rank of the sender.
         tag: the tag that the sender gave.
         label: the label of the sender.
-        num_bytes: bytes of the whole message.
-        number: its number among all messages of that peer.
-        data: what has come of it: all, the first chunk, or nothing.
-        chunk: of the sender's pool in which `data` lies, if it does.
-        announced: it has to be granted before the rest comes.
-        own: the send, where this rank sends to itself.
+        num_bytes: size of the whole message in bytes.
+        number: its number among all messages from that peer.
+        data: the part that has arrived: all, the first chunk, or nothing.
+        chunk: the chunk of the sender's pool that holds `data`, if any.
+        announced: whether it has to be granted before the rest is sent.
+        own: the send, if this rank sends to itself.
         order: its number among all arrivals here.
     """
 
@@ -165,16 +165,16 @@ class Incoming:
 
 
 class Matcher:
-    """The receives that wait for messages, and the messages that wait for receives, of one rank."""
+    """One rank's receives that wait for messages, and messages that wait for receives."""
 
     def __init__(self) -> None:
         self._num_seen = 0
-        # No queue is ever empty.
+        # Empty queues are removed.
         self._receives: dict[tuple[int, int], deque[Receive]] = {}  # by source or ANY_SOURCE, and tag
         self._arrivals: dict[tuple[int, int], deque[Incoming]] = {}  # by source and tag
 
     def arrival_for(self, receive: Receive) -> Incoming | None:
-        """Take the message for a new receive; if there is none, the receive waits."""
+        """Take the message that matches a new receive; if there is none, the receive waits."""
         self._num_seen += 1
         receive.order = self._num_seen
         if receive.source == ANY_SOURCE:
@@ -187,7 +187,7 @@ class Matcher:
         return None
 
     def receive_for(self, arrival: Incoming) -> Receive | None:
-        """Take the receive for a new message; if there is none, the caller may `keep` the message."""
+        """Take the receive that matches a new message; if there is none, the caller may `keep` the message."""
         receives = self._receives
         key, any_key = (arrival.peer, arrival.tag), (ANY_SOURCE, arrival.tag)
         if any_key in receives and (key not in receives or receives[any_key][0].order < receives[key][0].order):
@@ -195,13 +195,13 @@ class Matcher:
         return _take(receives, key) if key in receives else None
 
     def keep(self, arrival: Incoming) -> None:
-        """Let a message wait for its receive."""
+        """Make a message wait for its receive."""
         self._num_seen += 1
         arrival.order = self._num_seen
         self._arrivals.setdefault((arrival.peer, arrival.tag), deque()).append(arrival)
 
     def withdraw(self, receive: Receive) -> None:
-        """Forget a receive that waits, if it does."""
+        """Remove a receive, if it is waiting."""
         key = receive.source, receive.tag
         queue = self._receives.get(key)
         if queue is not None and receive in queue:
@@ -210,7 +210,7 @@ class Matcher:
                 del self._receives[key]
 
     def kept_from(self, peer: int) -> Iterator[Incoming]:
-        """The messages of a peer that wait for a receive, in order of arrival."""
+        """The messages from a peer that wait for a receive, in order of arrival."""
         found = [arrival for queue in self._arrivals.values() for arrival in queue if arrival.peer == peer]
         return iter(sorted(found, key=lambda arrival: arrival.order))
 

@@ -1,8 +1,8 @@
-"""Chunks of shared memory through which one rank streams large messages to all others.
+"""Chunks of shared memory through which a rank streams large messages to all others.
 
-The sender owns the pool: it fills a free chunk and names it in a record of a ring; the
-receiver copies it out and hands it back by a flag. A receiver maps the pool when it first gets a
-record that names it. Layout in bytes::
+The sender owns the pool: it fills a free chunk and references it in a record of a ring; the receiver copies the data
+and returns the chunk by a flag. A receiver maps the pool when it first gets a record that references it. Layout in
+bytes::
 
     0        header of the segment (nonce)           64
     64       one cache line for each chunk: 1 when the receiver has handed it back
@@ -26,7 +26,7 @@ _HANDED_BACK = 1
 
 
 class _Chunks:
-    """What both ends see of a pool."""
+    """The view of a pool common to both ends."""
 
     def __init__(self, segment: Segment) -> None:
         self._words = segment.memory.cast("q")
@@ -36,7 +36,7 @@ class _Chunks:
         """The first bytes of a chunk: uint8, shape (num_bytes,).
 
         Raises:
-            ValueError: a pool has no such chunk.
+            ValueError: the pool has no such chunk.
         """
         if not (0 <= chunk < _NUM_CHUNKS and 0 <= num_bytes <= CHUNK_BYTES):
             raise ValueError(f"chunk {chunk} with {num_bytes} bytes")
@@ -51,7 +51,7 @@ class Pool(_Chunks):
         SharedMemoryError: there is no memory for it.
 
     Attributes:
-        handle: what a receiver hands to `PoolView`.
+        handle: what a receiver passes to `PoolView`.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,11 @@ class Pool(_Chunks):
         self._unclaimed: set[int] = set()
 
     def take(self, *, unclaimed: bool) -> int | None:
-        """A free chunk, or None.
+        """Take a free chunk; None if there is none.
 
         Args:
-            unclaimed: the receiver has not asked for the message yet and may keep the chunk for long. Such
-                messages get no more than half of the pool, so that there always is a way for the others.
+            unclaimed: the receiver has not requested the message yet and may keep the chunk for long. Such messages get
+                no more than half of the pool, so that the others always make progress.
         """
         self._reclaim()
         if not self._free or (unclaimed and len(self._unclaimed) >= _NUM_CHUNKS // 2):
@@ -89,7 +89,7 @@ class Pool(_Chunks):
                 self._free.append(chunk)
 
     def release(self) -> None:
-        """Close the file. The memory stays for the receivers that have mapped it."""
+        """Close the file. The memory stays for receivers that have mapped it."""
         self._segment.release()
 
 
@@ -97,7 +97,7 @@ class PoolView(_Chunks):
     """A receiver's end of a pool.
 
     Args:
-        handle: names the pool of a peer.
+        handle: the handle of a peer's pool.
 
     Raises:
         SharedMemoryError: it cannot be mapped.
@@ -109,6 +109,6 @@ class PoolView(_Chunks):
         segment.release()
 
     def hand_back(self, chunk: int) -> None:
-        """Let the sender use the chunk again."""
+        """Return the chunk to the sender."""
         fence()
         self._words[(1 + chunk) * _LINE_WORDS] = _HANDED_BACK

@@ -1,6 +1,6 @@
-"""A stream of records from one rank to another, through a ring of bytes in shared memory.
+"""A stream of records from one rank to another, through a ring buffer in shared memory.
 
-One rank writes, one reads, and nobody locks. Layout in bytes, integers 64 bit little endian::
+One rank writes, one reads, without locks. Layout in bytes, integers 64 bit little endian::
 
     0        bytes written since the beginning (by the writer)             64
     64       bytes read since the beginning, bytes settled (by the reader) 64
@@ -10,9 +10,9 @@ One rank writes, one reads, and nobody locks. Layout in bytes, integers 64 bit l
     0        its size with padding, then seven fields of its kind          64
     64       payload
 
-[Note: no record wraps] A record lies in one piece. One that does not fit before the end of the ring
-begins at its start, and a record of kind 0 fills the gap. So no record may be larger than half the
-ring: then an empty ring has room for it wherever the writer stands.
+[Note: no record wraps] A record is contiguous. One that does not fit before the end of the ring begins at its start,
+and a record of kind 0 fills the gap. So no record may be larger than half the ring: then an empty ring has room for it
+wherever the writer is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Fields = tuple[int, int, int, int, int, int, int]
 
 
 class Payload(NamedTuple):
-    """What a record of a ring carries, where it lies. A view of a tensor would cost several times as much to make."""
+    """The payload of a record, in place in the ring. A tensor view would be several times as expensive to create."""
 
     address: int
     num_bytes: int
@@ -57,13 +57,13 @@ class Payload(NamedTuple):
 
 
 def copy_bytes(source: torch.Tensor | Payload, target: torch.Tensor) -> int:
-    """Copy memory, in this thread alone.
+    """Copy memory, in this thread only.
 
-    torch would share a copy of tens of KiB with its other threads, which costs milliseconds where cores are few.
+    torch would split a copy of tens of KiB among its threads, which costs milliseconds if there are few cores.
 
     Args:
-        source: contiguous, uint8, shape (n,); or what a ring carries.
-        target: contiguous, uint8, elsewhere.
+        source: contiguous, uint8, shape (n,); or the payload of a ring's record.
+        target: contiguous, uint8, not overlapping.
 
     Returns:
         The number of bytes, n.
@@ -82,19 +82,19 @@ def copy_bytes(source: torch.Tensor | Payload, target: torch.Tensor) -> int:
 
 
 def ring_bytes(capacity: int) -> int:
-    """Bytes that a ring of `capacity` takes in a segment."""
+    """Bytes that a ring of `capacity` bytes takes in a segment."""
     return _RING_START + capacity
 
 
 @dataclass(frozen=True)
 class _RingMemory:
-    """Where a ring lies."""
+    """The location of a ring."""
 
     words: memoryview  # of the whole segment, 64 bit each
     data: memoryview  # the ring, as bytes
     tensor: torch.Tensor  # the ring, as uint8, shape (capacity,)
     address: int  # of the ring
-    written: int  # index of the word
+    written: int  # index of the word that counts the bytes written
     read: int
     settled: int
 
@@ -117,12 +117,12 @@ class RingWriter:
     """The writing end.
 
     Args:
-        segment: where the ring lies.
-        start: its offset, a multiple of 64.
-        capacity: its size, a power of two.
+        segment: the segment that contains the ring.
+        start: offset of the ring, a multiple of 64.
+        capacity: size of the ring in bytes, a power of two.
 
     Attributes:
-        largest_payload: bytes that a record can carry.
+        largest_payload: maximum payload of a record in bytes.
     """
 
     def __init__(self, segment: Segment, start: int, capacity: int) -> None:
@@ -162,12 +162,12 @@ class RingWriter:
 
     @property
     def settled(self) -> int:
-        """The number that the reader published last by `settle`."""
+        """The number that the reader last published by `settle`."""
         return self._memory.words[self._memory.settled]
 
 
 class RingReader:
-    """The reading end; arguments as for `RingWriter`."""
+    """The reading end; for the arguments see `RingWriter`."""
 
     def __init__(self, segment: Segment, start: int, capacity: int) -> None:
         self._memory = _map(segment, start, capacity)
@@ -177,10 +177,10 @@ class RingReader:
         self._offset = 0
 
     def read(self) -> Fields | None:
-        """The fields of the next record, or None if there is none yet. Local. Then comes `advance`.
+        """The fields of the next record, or None if there is none yet. Local. Call `advance` afterwards.
 
         Raises:
-            SegmentDamaged: no writer makes such a record.
+            SegmentDamaged: no writer produces such a record.
         """
         memory = self._memory
         while memory.words[memory.written] != self._read:
@@ -189,12 +189,12 @@ class RingReader:
             header = _HEADER.unpack_from(memory.data, self._offset)
             self._size = header[0]
             if not 0 < self._size <= self._capacity - self._offset or self._size % _RECORD_UNIT:
-                raise SegmentDamaged(damage_text(f"a record of a ring would have {self._size} bytes"))
+                raise SegmentDamaged(damage_text(f"a ring has a record of {self._size} bytes"))
             if header[1] != _GAP:
                 return header[1:]
-            # A gap is what is left at the ring's end. Others would have this go round without end.
+            # A gap must end at the ring's end. Any other would make this loop for ever.
             if self._offset == 0 or self._size != self._capacity - self._offset:
-                raise SegmentDamaged(damage_text(f"a ring would have a gap of {self._size} bytes at {self._offset}"))
+                raise SegmentDamaged(damage_text(f"a ring has a gap of {self._size} bytes at {self._offset}"))
             self.advance()
         return None
 
@@ -202,18 +202,18 @@ class RingReader:
         """The first bytes of the record's payload. Valid until `advance`.
 
         Raises:
-            SegmentDamaged: the record has not so many.
+            SegmentDamaged: the payload is shorter.
         """
         if not 0 <= num_bytes <= self._size - _RECORD_UNIT:
-            raise SegmentDamaged(damage_text(f"a record of {self._size} bytes would carry {num_bytes}"))
+            raise SegmentDamaged(damage_text(f"a record of {self._size} bytes has a payload of {num_bytes}"))
         return Payload(self._memory.address + self._offset + _RECORD_UNIT, num_bytes)
 
     def advance(self) -> None:
-        """Give the record's room back to the writer."""
+        """Return the record's room to the writer."""
         self._read += self._size
         fence()
         self._memory.words[self._memory.read] = self._read
 
     def settle(self, total_bytes: int) -> None:
-        """Publish a number for the writer: what of all that was read needs no memory here any more."""
+        """Publish to the writer how many of the bytes read so far need no memory here any more."""
         self._memory.words[self._memory.settled] = total_bytes

@@ -1,9 +1,9 @@
-"""The pairwise tree over the rows of a matrix, for sums that are made again and again in the same memory.
+"""The pairwise tree over the rows of a matrix, for sums that are computed repeatedly in the same memory.
 
-With small tensors a reduction costs what its calls of torch cost, and most of that is making views of parts. Where many
-ranks share a core it costs the more, because each finds the caches full of what the others used. Measured with 4, 8, 16
-and 32 ranks on two cores, a reduction of 4 bytes: 19, 38, 100 and 150 µs with views made each time, 12, 19, 35 and
-65 µs with these.
+With small tensors the cost of a reduction is that of its calls of torch, mostly for creating views of parts. It is
+higher if many ranks share a core, because each finds the caches full of the others' data. Measured with 4, 8, 16 and 32
+ranks on two cores, a reduction of 4 bytes: 19, 38, 100 and 150 µs with new views each time, 12, 19, 35 and 65 µs with
+these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGNMENT = 16  # elements; shares start at whole cache lines for 4-byte element
 
 
 def even_bounds(numel: int, count: int) -> list[int]:
-    """Bounds of shares of one size, a multiple of `ALIGNMENT`, but for the last, which has the rest; count + 1 numbers.
+    """Bounds of equal shares, a multiple of `ALIGNMENT`, except that the last has the rest; count + 1 numbers.
 
     >>> even_bounds(1000, 3)
     [0, 320, 640, 1000]
@@ -36,8 +36,8 @@ class RowTree:
     A row and its partner are combined into the row's place in `sums`; a row without a partner stays where it is.
 
     Args:
-        rows: of shape (parts, numel), with at least three rows, each contiguous. Is read, and may change in between.
-        sums: memory for the sums on the way, of the same shape, in the dtype in which kernels accumulate.
+        rows: of shape (parts, numel), with at least three rows, each contiguous. Only read; may change between calls.
+        sums: memory for intermediate sums, of the same shape, in the dtype in which kernels accumulate.
     """
 
     def __init__(self, rows: torch.Tensor, sums: torch.Tensor) -> None:
@@ -83,19 +83,19 @@ class RowTree:
 
 
 class RowShare:
-    """One rank's share of the columns of a matrix of which each rank has a row: it combines them for all ranks.
+    """One rank's share of the columns of a matrix with one row per rank: it combines them for all ranks.
 
-    Every call of torch is for all rows, because with many ranks and short shares the calls are most of the time.
-    Measured with 8 rows, in one process: the share of 64 KiB in 20 µs, and in 160 µs by calls for each row; of 1 MiB
-    in 80 µs, and in 180.
+    Every call of torch handles all rows, because with many ranks and short shares calls take most of the time. Measured
+    with 8 rows, in one process: the share of 64 KiB in 20 µs, and in 160 µs with calls for each row; of 1 MiB in 80 µs,
+    and in 180.
 
     Args:
-        rows: of shape (parts, numel), with at least three rows, each contiguous, at one distance from each other.
-        rank: which row, and which share, is this rank's own.
-        sums: flat memory for the sums on the way, in the dtype in which kernels accumulate. Its size decides how many
+        rows: of shape (parts, numel), with at least three rows, each contiguous, at a constant stride.
+        rank: index of this rank's row and share.
+        sums: flat memory for intermediate sums, in the dtype in which kernels accumulate. Its size determines how many
             columns are combined at a time.
-        is_handed_back: write the results to all rows; else to the own row alone. See [Note: who writes a line] in
-            `algorithms.py`.
+        is_handed_back: whether to write the results to all rows, or only to this rank's row. See [Note: who writes a
+            line] in `algorithms.py`.
 
     Attributes:
         own: the row of this rank.
@@ -106,7 +106,7 @@ class RowShare:
         self.own = rows[rank]
         bounds = even_bounds(numel, count)
         share = bounds[1] - bounds[0]
-        self._shared = share * count  # what is left belongs to the last share
+        self._shared = share * count  # the rest belongs to the last share
         self._is_handed_back = is_handed_back
         # Row r of this matrix is the share of rank r in row r.
         self._results = rows.as_strided((count, share), (rows.stride(0) + share, 1))
@@ -119,14 +119,14 @@ class RowShare:
             self._pieces.append((tree, columns, columns[rank]))
 
     def reduce(self, kernel: Kernel) -> None:
-        """Combine the columns of the share, from what is in all rows. Local."""
+        """Combine the columns of the share from all rows. Local."""
         for tree, columns, result in self._pieces:
             tree.reduce(kernel, result)
             if self._is_handed_back:
                 columns.copy_(result)
 
     def copy_to(self, out: torch.Tensor) -> None:
-        """Copy the results of all shares to `out`, of shape (numel,), when all ranks have combined theirs. Local."""
+        """Copy the results of all shares to `out`, of shape (numel,), once all ranks have combined theirs. Local."""
         if self._is_handed_back:
             out.copy_(self.own)
             return

@@ -1,22 +1,21 @@
 """Memory shared by the processes of one host.
 
-A segment has no name. It is a memfd by default, which the peers open through
-`/proc/<pid>/fd`, so that nothing can be left behind at any moment of a kill -9, and the size of
-`/dev/shm` (64 MiB in a default container) does not matter. Where peers cannot see each
-other's `/proc`, `LOCKSTEP_SHM_DIR` names a folder that they share: the segment is then a file there
+A segment has no name. It is a memfd by default, which peers open through `/proc/<pid>/fd`, so that kill -9 at any
+moment leaves nothing behind, and the size of `/dev/shm` (64 MiB in a default container) does not matter. If peers
+cannot see each other's `/proc`, `LOCKSTEP_SHM_DIR` names a folder that they share: the segment is then a file there
 with a random name and mode 0600, unlinked as soon as all ranks have mapped it.
 
-[Note: orphans] A process killed between making such a file and unlinking it leaves the file. So its
-maker holds a lock on it meanwhile, which ends with the process, and the process that makes the next
-segment in that folder removes the files that are not locked.
+[Note: orphans] A process killed between creating such a file and unlinking it leaves the file behind. So its creator
+meanwhile holds a lock on it, which ends with the process, and the process that creates the next segment in that folder
+removes the files that are not locked.
 
-[Note: forged handles] A handle comes out of a store that others may be able to write, and what it names is mapped and
-written. So it may name only what a rank of this user made for this: a file of our name in this rank's own
-LOCKSTEP_SHM_DIR, whatever folder the handle speaks of, or a memfd of our name; nothing else of the user's files. Its
-size is what this rank works out for itself, not what the handle says.
+[Note: forged handles] A handle comes from a store that others may be able to write, and the file that it names is
+mapped and written. So it may only name what a rank of this user has created for this purpose: a file with our naming
+scheme in this rank's own LOCKSTEP_SHM_DIR, whatever folder the handle says, or a memfd of our name; no other file of
+the user's. Its size is what this rank computes itself, not what the handle says.
 
-Pages are reserved when the segment is made (`posix_fallocate`): a full file system is an
-error here, never a SIGBUS later.
+Pages are reserved when the segment is created (`posix_fallocate`): a full file system is an error here, never a SIGBUS
+later.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def _reserve(fd: int, size_bytes: int, where: str, is_sparse: bool) -> None:
 
 
 def _open_in(directory: str) -> tuple[int, str]:
-    """A new locked file in `directory`: its descriptor and its path."""
+    """Create a locked file in `directory`; returns its descriptor and path."""
     if len(directory) > _LONGEST_DIRECTORY:
         raise SharedMemoryError(errno.ENAMETOOLONG, f"LOCKSTEP_SHM_DIR={directory}: give a shorter path")
     try:
@@ -96,7 +95,7 @@ def _open_in(directory: str) -> tuple[int, str]:
             _lock(fd)
             if os.fstat(fd).st_nlink > 0:
                 return fd, path
-            os.close(fd)  # Another process took it for an orphan before it was locked.
+            os.close(fd)  # another process removed it as an orphan before it was locked
     except OSError as error:
         raise SharedMemoryError(
             error.errno,
@@ -105,14 +104,14 @@ def _open_in(directory: str) -> tuple[int, str]:
 
 
 def _lock(fd: int, waits: bool = True) -> None:
-    """Hold a file until it is closed. BlockingIOError if somebody else holds it and this does not wait."""
-    import fcntl  # not on Windows, where this package can be imported
+    """Lock a file until it is closed. BlockingIOError if another process holds it and `waits` is False."""
+    import fcntl  # not on Windows, where this package can still be imported
 
     fcntl.flock(fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _make_memfd() -> int:
-    """A new file without a name: its descriptor."""
+    """Create a file without a name; returns its descriptor."""
     try:
         return os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
     except OSError as error:
@@ -120,11 +119,11 @@ def _make_memfd() -> int:
 
 
 def _remove_orphans(directory: str) -> None:
-    """Remove what killed processes of this user left in `directory`. See [Note: orphans]."""
+    """Remove files of this user's killed processes from `directory`. See [Note: orphans]."""
     for entry in os.scandir(directory):
         if not _FILE_NAME.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
             continue
-        with contextlib.suppress(OSError):  # Another user's, or held by its maker: not an orphan.
+        with contextlib.suppress(OSError):  # another user's, or locked by its creator: not an orphan
             fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 _lock(fd, waits=False)
@@ -138,7 +137,7 @@ _LONGEST_HANDLE = 1024
 
 @dataclass(frozen=True)
 class _Description:
-    """What a handle says of a segment."""
+    """The parsed handle of a segment."""
 
     boot_id: str
     pid: int
@@ -149,12 +148,12 @@ class _Description:
 
 
 def _read_handle(handle: str) -> _Description:
-    """What a handle says, if it has the fields of a handle of ours. See [Note: forged handles]."""
+    """Parse a handle, if it has the fields of one of our handles. See [Note: forged handles]."""
     try:
         return read_record(_Description, handle if len(handle) <= _LONGEST_HANDLE else "")
     except ValueError:
         raise SharedMemoryError(
-            errno.EINVAL, f"{handle[:60]!r} is no handle of a segment; is the store ours?"
+            errno.EINVAL, f"{handle[:60]!r} is not the handle of a segment; does another program use the store?"
         ) from None
 
 
@@ -164,7 +163,9 @@ def _path_of(description: _Description, directory: str | None) -> str:
         return f"/proc/{description.pid}/fd/{description.fd}"
     name = os.path.basename(str(description.path))
     if not _FILE_NAME.fullmatch(name):
-        raise SharedMemoryError(errno.EINVAL, f"{description.path} is not the name of a segment; is the store ours?")
+        raise SharedMemoryError(
+            errno.EINVAL, f"{description.path} is not the name of a segment; does another program use the store?"
+        )
     if directory is None:
         raise SharedMemoryError(
             errno.EINVAL,
@@ -175,7 +176,7 @@ def _path_of(description: _Description, directory: str | None) -> str:
 
 
 def _open_peers(description: _Description, directory: str | None) -> tuple[int, str]:
-    """Open what a peer announced, if it is that at all: its descriptor, and where it lies."""
+    """Open the file that a peer announced, if it is valid; returns its descriptor and path."""
     path = _path_of(description, directory)
     try:
         fd = _open_regular(path, follows_links=description.path is None)
@@ -190,7 +191,7 @@ def _open_peers(description: _Description, directory: str | None) -> tuple[int, 
         ) from None
     if fd is not None:
         found = os.fstat(fd)
-        # Of the open file, since what a path names may change.
+        # Of the open file, since the path may change its meaning.
         is_ours = found.st_uid == os.geteuid() and (
             description.path is not None or _MEMFD_LINK.fullmatch(os.readlink(f"/proc/self/fd/{fd}")) is not None
         )
@@ -201,7 +202,7 @@ def _open_peers(description: _Description, directory: str | None) -> tuple[int, 
 
 
 def _open_regular(path: str, follows_links: bool) -> int | None:
-    """A descriptor of a regular file; None for another kind: to open a pipe or a tape has effects.
+    """Open a regular file; None for another kind, since opening a pipe or a tape has side effects.
 
     Raises:
         OSError: it cannot be opened.
@@ -218,7 +219,7 @@ def _open_regular(path: str, follows_links: bool) -> int | None:
 
 
 def _map(fd: int, size_bytes: int) -> int:
-    """Map `fd` at an address aligned to a huge page, so that huge pages are possible at all."""
+    """Map `fd` at an address aligned to a huge page, so that huge pages can be used."""
     span = size_bytes + HUGE_PAGE_BYTES
     # Reserve more than needed, then put the segment on top at an aligned address.
     try:
@@ -245,24 +246,24 @@ def _map(fd: int, size_bytes: int) -> int:
 
 
 def can_leave(alignment_bytes: int) -> bool:
-    """Whether `leave` can take pieces of memory that begin and end at multiples of so many bytes."""
+    """Whether `leave` can handle pieces of memory that begin and end at multiples of that many bytes."""
     return alignment_bytes % mmap.PAGESIZE == 0 and libc.function("mremap") is not None
 
 
 def leave(piece: torch.Tensor) -> torch.Tensor:
     """Move a piece of a segment to another address, and leave private memory in its place. Local.
 
-    The memory at the old address becomes private, with the same content, in one step: tensors, views and bare pointers
-    to it stay valid, and no rank writes there any more. Peers continue with the segment as it was.
+    The memory at the old address becomes private, with the same content, in one step: tensors, views and raw pointers
+    to it stay valid, and no other rank writes there any more. Peers keep using the segment as before.
 
     Args:
-        piece: uint8 tensor that begins at a page, and has the rest of its last page for itself.
+        piece: uint8 tensor that begins at a page boundary, with nothing else in its last page.
 
     Returns:
         A uint8 tensor of the same shape, over the shared memory.
 
     Raises:
-        SharedMemoryError: the kernel refuses, or there is no memory.
+        SharedMemoryError: the kernel refuses, or memory is exhausted.
     """
     address, size_bytes = piece.data_ptr(), -(-piece.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
     protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -280,26 +281,26 @@ def leave(piece: torch.Tensor) -> torch.Tensor:
 
 
 def give_back(piece: torch.Tensor) -> bool:
-    """Return the memory of a piece of a segment to the system, for all processes that map it; zeros remain. Local.
+    """Return the memory of a piece of a segment to the system, for all processes that map it; it reads as zeros. Local.
 
     Args:
-        piece: uint8 tensor that begins at a page and is some pages long.
+        piece: uint8 tensor that begins at a page boundary and is a whole number of pages long.
 
     Returns:
-        Whether the kernel did, and knows how to `populate` the piece again.
+        Whether the kernel did, and supports `populate`.
     """
     address, size_bytes = piece.data_ptr(), piece.numel()
     return libc.advise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE) and libc.advise(address, size_bytes, _MADV_REMOVE)
 
 
 def populate(piece: torch.Tensor) -> None:
-    """Take memory for a piece of a segment that was given back, in huge pages where the kernel has them. Local.
+    """Allocate memory for a piece of a segment after `give_back`, in huge pages if the kernel has any. Local.
 
     Args:
         piece: as for `give_back`.
 
     Raises:
-        SharedMemoryError: there is not enough.
+        SharedMemoryError: there is not enough memory.
     """
     address, size_bytes = piece.data_ptr(), piece.numel()
     if size_bytes >= HUGE_PAGE_BYTES:
@@ -314,12 +315,11 @@ def populate(piece: torch.Tensor) -> None:
 class Segment:
     """A piece of zeroed memory that several processes map.
 
-    The memory stays mapped for as long as any tensor or view made of it is alive; there is
-    nothing to close by hand but the file (`release`).
+    The memory stays mapped as long as any tensor or view of it is alive; only the file has to be closed (`release`).
 
     Attributes:
         size_bytes: its size, a multiple of the page size.
-        handle: text that a peer on the same host hands to `attach`.
+        handle: text that a peer on the same host passes to `attach`.
     """
 
     def __init__(self, fd: int, size_bytes: int, handle: str, path: str | None) -> None:
@@ -336,23 +336,23 @@ class Segment:
 
     @classmethod
     def whole(cls, size_bytes: int) -> int:
-        """The size of a segment that was made with that many bytes: whole pages, whole huge pages from 2 MiB on."""
+        """The size of a segment created with that many bytes: whole pages, whole huge pages from 2 MiB on."""
         unit = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
         return -(-size_bytes // unit) * unit
 
     @classmethod
     def create(cls, size_bytes: int, directory: str | None = None, *, is_sparse: bool = False) -> Segment:
-        """Make a new segment. Local.
+        """Create a segment. Local.
 
         Args:
             size_bytes: rounded up, see `whole`.
-            directory: where the file goes; default `LOCKSTEP_SHM_DIR`, else no file at all.
-            is_sparse: take each page when it is first touched, where there is no file. The space of a folder is
-                limited, and a page that it has no space for ends a process with SIGBUS; so a file has its pages
-                from the beginning.
+            directory: folder for the file; default `LOCKSTEP_SHM_DIR`, otherwise a memfd.
+            is_sparse: allocate each page when it is first touched, unless there is a file. The space of a folder is
+                limited, and touching a page for which there is no space kills a process with SIGBUS; so the pages of a
+                file are always allocated at once.
 
         Raises:
-            SharedMemoryError: not enough space; says how much was asked for and where.
+            SharedMemoryError: not enough space; says how much was requested and where.
         """
         size_bytes = cls.whole(size_bytes)
         directory = directory or segment_folder()
@@ -377,16 +377,16 @@ class Segment:
 
     @classmethod
     def attach(cls, handle: str, directory: str | None = None, *, size_bytes: int | None = None) -> Segment:
-        """Map a segment that a peer on this host made. Local.
+        """Map a segment that a peer on this host created. Local.
 
         Args:
-            handle: what the peer's segment has as `handle`.
-            directory: where its file is, if it has one; default `LOCKSTEP_SHM_DIR`. Not taken from the handle.
-            size_bytes: the size that the peer gave to `create`, as this process computes it; None to take any size.
+            handle: the `handle` of the peer's segment.
+            directory: folder of its file, if it has one; default `LOCKSTEP_SHM_DIR`. Not taken from the handle.
+            size_bytes: the size that the peer passed to `create`, as computed by this process; None to accept any size.
 
         Raises:
-            SharedMemoryError: the peer is on another host, or its segment cannot be opened from here, or it is none,
-                or of another size.
+            SharedMemoryError: the peer is on another host, or its segment cannot be opened from here, is not a segment,
+                or has another size.
         """
         description = _read_handle(handle)
         if description.boot_id != boot_id():
@@ -403,7 +403,9 @@ class Segment:
                 f"have {cls.whole(size_bytes)}. Do all ranks run the same Lockstep?",
             )
         if not 0 < announced_bytes <= _LARGEST_BYTES:
-            raise SharedMemoryError(errno.EINVAL, f"no segment has {announced_bytes} bytes; is the store ours?")
+            raise SharedMemoryError(
+                errno.EINVAL, f"no segment has {announced_bytes} bytes; does another program use the store?"
+            )
         fd, path = _open_peers(description, directory or segment_folder())
         segment = cls(fd, announced_bytes, handle, None)
         if bytes(segment.memory[:_NONCE_BYTES]).hex() != description.nonce:
@@ -413,7 +415,7 @@ class Segment:
 
     @property
     def memory(self) -> memoryview:
-        """All of it as bytes. The first 64 bytes belong to the segment itself."""
+        """The whole segment as bytes. The first 64 bytes belong to the segment itself."""
         return memoryview(self._memory).cast("B")
 
     def tensor(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
@@ -421,10 +423,10 @@ class Segment:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes, offset=offset_bytes)
 
     def use_huge_pages(self) -> bool:
-        """Ask the kernel to back the segment by huge pages now. True if it did.
+        """Ask the kernel to back the segment by huge pages now. Returns whether it did.
 
-        Shared memory gets none on its own where `shmem_enabled` is `never` (the default);
-        `MADV_COLLAPSE` (Linux 6.1) does not ask that setting.
+        Shared memory gets none by itself if `shmem_enabled` is `never` (the default); `MADV_COLLAPSE` (Linux 6.1)
+        ignores that setting.
         """
         address = ctypes.addressof(self._memory)
         return libc.advise(address, self.size_bytes, _MADV_COLLAPSE)

@@ -1,9 +1,9 @@
-"""The sentry: one thread of this process that sleeps until a process with which a group shares memory ends.
+"""The sentry: one thread of this process that sleeps until a process with which it shares memory ends.
 
-[Note: one sentry] Each group has a `Watch`, and they watch mostly the same processes. So there is one pidfd for each
-process, whatever the number of groups, and one thread that sleeps on all of them: it costs nothing while nobody dies.
-When a process dies, it tells its listeners, the watches of that process, which wake the ranks that wait. The thread is
-there while a process is watched. A forked child has no such thread, and must not use the descriptors: it shares its
+[Note: one sentry] Each group has a `Watch`, and they mostly watch the same processes. So there is one pidfd for each
+process, whatever the number of groups, and one thread that sleeps on all of them: it costs nothing while no process
+dies. When one dies, it notifies its listeners, the watches of that process, which wake the waiting ranks. The thread
+exists while any process is watched. A forked child has no such thread, and must not use the descriptors: it shares its
 epoll with the parent.
 """
 
@@ -19,27 +19,27 @@ from typing import Protocol
 
 __all__ = ["DeathListener", "ProcessKey", "Sentry", "sentry"]
 
-# Pid and start time: a pid alone may mean another process later.
+# Pid and start time: a pid alone may be reused.
 ProcessKey = tuple[int, int]
 _END_PATIENCE_S = 1.0
 
 
 class DeathListener(Protocol):
-    """What wants to learn of the end of processes."""
+    """An object that is notified of the end of processes."""
 
     def note_end(self, process: ProcessKey) -> None:
-        """Note that the process has ended. Called in any thread, once for each process at most; may not wait."""
+        """Note that the process has ended. Called in any thread, at most once for each process; must not block."""
 
 
 class _WatchedProcess:
-    """One process under watch."""
+    """A watched process."""
 
     __slots__ = ("fd", "listeners", "process")
 
     def __init__(self, process: ProcessKey, fd: int) -> None:
         self.process = process
         self.fd = fd
-        self.listeners: weakref.WeakSet[DeathListener] = weakref.WeakSet()  # a group may go without being closed
+        self.listeners: weakref.WeakSet[DeathListener] = weakref.WeakSet()  # a group may be dropped without closing it
 
 
 class Sentry:
@@ -49,14 +49,14 @@ class Sentry:
         self._lock = threading.Lock()
         self._watched: dict[ProcessKey, _WatchedProcess] = {}
         self._by_fd: dict[int, _WatchedProcess] = {}
-        # While there are watched processes, and until the thread has seen that there are none.
+        # Set while there are watched processes, and until the thread has seen that there are none.
         self._epoll: select.epoll | None = None
         self._bell = -1
-        self._reserve = -1  # a descriptor for when there is no other left; see `lend`
+        self._reserve = -1  # a descriptor kept for when no other is left; see `lend`
         self._thread: threading.Thread | None = None
 
     def join(self, process: ProcessKey, listener: DeathListener) -> bool:
-        """Listen for the end of a process that is watched already; False if it is not. Local."""
+        """Listen for the end of a process that is already watched; False if it is not. Local."""
         with self._lock:
             watched = self._watched.get(process)
             if watched is not None:
@@ -68,16 +68,16 @@ class Sentry:
 
         Args:
             process: pid and start time of the process.
-            pidfd: its pidfd, which belongs to the sentry from now on if the result is True.
-            listener: told when the process ends.
+            pidfd: its pidfd, owned by the sentry from now on if the result is True.
+            listener: notified when the process ends.
 
         Returns:
-            Whether the sentry can watch it: not where there is no descriptor or thread left.
+            Whether the sentry can watch it; False if there are no descriptors or threads left.
         """
         with self._lock:
             watched = self._watched.get(process)
             if watched is not None:
-                os.close(pidfd)  # Another thread was faster.
+                os.close(pidfd)  # another thread was faster
             elif not self._start():
                 return False
             else:
@@ -88,7 +88,7 @@ class Sentry:
             return True
 
     def leave(self, listener: DeathListener) -> None:
-        """Tell this listener nothing more. Local; where nothing is left to watch, the thread ends."""
+        """Stop notifying this listener. Local; if nothing is left to watch, the thread ends."""
         with self._lock:
             for watched in list(self._watched.values()):
                 watched.listeners.discard(listener)
@@ -101,12 +101,12 @@ class Sentry:
             thread.join(_END_PATIENCE_S)
 
     def look(self) -> None:
-        """Tell the listeners of processes that have ended. Local; takes a microsecond while none has."""
+        """Notify the listeners of processes that have ended. Local; takes a microsecond while none has."""
         ended: list[_WatchedProcess] = []
         with self._lock:
             if self._epoll is None:
                 return
-            # Asked under the lock: a number in an older answer may by now be another process's.
+            # Polled under the lock: a descriptor in an older answer may have been reused since.
             for fd, _ in self._epoll.poll(0):
                 if fd != self._bell:
                     ended.append(self._by_fd[fd])
@@ -117,7 +117,7 @@ class Sentry:
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[None]:
-        """Meanwhile one descriptor can be opened, even where this process has no other left. Local."""
+        """Allow one descriptor to be opened meanwhile, even if this process has no other left. Local."""
         with self._lock:
             self._give_up_reserve()
         try:
@@ -137,15 +137,15 @@ class Sentry:
             self._reserve = -1
 
     def _forget(self, watched: _WatchedProcess) -> None:
-        """Watch a process no more. Under the lock."""
+        """Stop watching a process. Under the lock."""
         assert self._epoll is not None
         del self._watched[watched.process], self._by_fd[watched.fd]
-        with contextlib.suppress(OSError):  # the script may have closed it, as os.closerange does
+        with contextlib.suppress(OSError):  # the script may have closed it, like os.closerange does
             self._epoll.unregister(watched.fd)
             os.close(watched.fd)
 
     def _start(self) -> bool:
-        """Start the thread, and make what it sleeps on. Under the lock."""
+        """Start the thread, and create the descriptors on which it sleeps. Under the lock."""
         if self._epoll is not None:
             return True
         epoll, bell = None, -1
@@ -157,7 +157,7 @@ class Sentry:
             self._epoll, self._bell, self._thread = epoll, bell, thread
             thread.start()
             self._keep_reserve()
-        except (AttributeError, OSError, RuntimeError):  # No such calls, no descriptors or no threads left.
+        except (AttributeError, OSError, RuntimeError):  # no such calls, or no descriptors or threads left
             self._epoll, self._bell, self._thread = None, -1, None
             if epoll is not None:
                 epoll.close()
@@ -167,7 +167,7 @@ class Sentry:
         return True
 
     def _run(self, epoll: select.epoll) -> None:
-        """Sleep until processes end, and tell the listeners: what the thread runs."""
+        """The thread: sleeps until processes end, and notifies the listeners."""
         while True:
             epoll.poll()
             self.look()
@@ -182,7 +182,7 @@ class Sentry:
                     os.eventfd_read(self._bell)
 
     def disown(self) -> None:
-        """In a forked child: give up what belongs to the parent. Takes no lock: it may have been held at the fork."""
+        """In a forked child: release what belongs to the parent. Takes no lock: it may have been held at the fork."""
         for fd in [*self._by_fd, self._bell, self._reserve]:
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -1,11 +1,11 @@
-"""What ranks need of the system to share memory, and what is used where the system lacks it.
+"""What sharing memory requires of the system, and the substitutes if something is missing.
 
-| call | without it |
+| system call | if it is missing |
 |---|---|
 | memfd_create | segments are files in LOCKSTEP_SHM_DIR, else in /dev/shm |
-| pidfd_open | `/proc/<pid>/stat` says who is still there (`liveness.py`) |
+| pidfd_open | `/proc/<pid>/stat` tells which processes are running (`liveness.py`) |
 | futex | waits yield the core instead of sleeping (`sync.py`) |
-| `/proc`, Linux | no memory is shared: `lockstep.init()` takes gloo |
+| `/proc`, Linux | no memory is shared: `lockstep.init()` uses gloo |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FOLDER = "/dev/shm"
 
 @functools.cache
 def has_memfd() -> bool:
-    """Whether files without a name can be made here: not on other systems, and not where a filter refuses the call."""
+    """Whether files without a name can be created here: not on other systems, nor if a filter blocks the call."""
     try:
         os.close(os.memfd_create("lockstep-probe", os.MFD_CLOEXEC))
     except (AttributeError, OSError):
@@ -31,7 +31,7 @@ def has_memfd() -> bool:
 
 
 def segment_folder() -> str | None:
-    """The folder for the files of segments; None where they need no name."""
+    """The folder for segment files; None if they need no name."""
     chosen = env.LOCKSTEP_SHM_DIR.get()
     return chosen if chosen is not None or has_memfd() else _FOLDER
 

@@ -1,10 +1,9 @@
 """A team: the connected ranks of one host, and the shared memory through which they move data.
 
-[Note: two slots] Data moves in *transfers*. A transfer writes to the caller's slot, takes at
-least one step, and reads the slots of others. Every rank counts the same transfers, and
-transfer c uses slot c mod 2. That is enough for no rank ever to overwrite what a peer still
-reads: a rank writes slot c mod 2 again in transfer c + 2, hence after a step of transfer c + 1, which every
-peer takes only when it has done with transfer c. So no transfer needs a closing barrier.
+[Note: two slots] Data moves in *transfers*. A transfer writes to the caller's slot, takes at least one step, and reads
+the slots of others. Every rank counts the same transfers, and transfer c uses slot c mod 2. That is enough for no rank
+ever to overwrite what a peer is still reading: a rank writes slot c mod 2 again in transfer c + 2, hence after a step
+of transfer c + 1, which every peer takes only when it has finished transfer c. So no transfer needs a closing barrier.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _ERROR = "error:"
 
 
 class Region:
-    """A segment with one part per rank, the same size and offset for all: symmetric memory.
+    """Symmetric memory: a segment with one part per rank, of the same size and offset for all.
 
     Attributes:
         parts: uint8 tensors of shape (part_bytes,), one per rank, all mapped here.
-        own: the part of this rank.
+        own: this rank's part.
         part_bytes: usable bytes of each part.
-        words: 64-bit words for the region's own protocol, `WORDS_PER_RANK` for each rank;
-            those of rank r start at `word_start(r)` and are written by r only.
+        words: 64-bit words for protocols over the region, `WORDS_PER_RANK` for each rank; those of rank r start at
+            `word_start(r)` and are only written by r.
     """
 
     WORDS_PER_RANK = 2 * PAGE_BYTES // 8
@@ -61,7 +60,7 @@ class Region:
 
     @property
     def whole(self) -> torch.Tensor:
-        """The parts of all ranks, one after the other; what lies between them too, unless they are whole huge pages."""
+        """The parts of all ranks, concatenated; includes the gaps between them unless parts are whole huge pages."""
         stride, start = self._layout(self.part_bytes, len(self.parts))
         return self._segment.tensor(start, stride * len(self.parts))
 
@@ -79,7 +78,7 @@ class Region:
 
     @classmethod
     def size_bytes(cls, part_bytes: int, world_size: int) -> int:
-        """Bytes of a segment that holds such a region."""
+        """Size in bytes of a segment that holds such a region."""
         stride, start = cls._layout(part_bytes, world_size)
         return start + stride * world_size
 
@@ -89,7 +88,7 @@ class Region:
 
 
 def _terms(world_size: int) -> dict[str, str | int]:
-    """What ranks that share memory must have alike."""
+    """The handshake parameters of ranks that share memory."""
     return common_terms() | {
         "small slots": SMALL_SLOT_BYTES,
         "large slots": LARGE_SLOT_BYTES,
@@ -114,20 +113,20 @@ class SharedMemoryTeam:
         segment: the mapped control segment.
         rank: this rank among the team.
         world_size: number of ranks in the team.
-        make_waiter: makes what waits for words of shared memory.
+        make_waiter: creates the object that waits for words of shared memory.
 
     Attributes:
         blocks: the control blocks.
-        watch: liveness of the peers.
+        watch: monitors whether the peers are alive.
         waiter: waits for words of shared memory.
         mail_area: the memory through which messages between two ranks travel.
-        is_entering: this rank has entered a collective; the first step of it resets this.
-        on_arrival: called after that step, before anybody reads a byte: the flight recorder compares there what the
-            ranks came for.
-        near: the ranks of this rank's host: all of them.
+        is_entering: this rank has entered a collective; reset by the first step of it.
+        on_arrival: called after that step, before any rank reads a byte: the flight recorder compares the ranks' calls
+            there.
+        near: the ranks on this rank's host: all of them.
         shares_memory: whether all ranks map the same memory: always.
         has_symmetric_memory: whether `allocate` works: always.
-        interface: the network interface by which this rank reaches other hosts: none.
+        interface: network interface by which this rank reaches other hosts: None.
     """
 
     shares_memory = True
@@ -162,23 +161,23 @@ class SharedMemoryTeam:
         self._views: dict[tuple[bool, int, torch.dtype, int], list[torch.Tensor]] = {}
         for peer in range(world_size):
             if peer != rank:
-                self.watch.add(peer, blocks.identity(peer))  # From here on a death sounds the alarm.
+                self.watch.add(peer, blocks.identity(peer))  # from here on a death sounds the alarm
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> SharedMemoryTeam:
         """Connect the ranks of this host. Collective.
 
         Raises:
-            RendezvousError: a rank did not come in time, or two came as the same; names it.
+            RendezvousError: a rank did not come in time, or two have the same number; names it.
             RankLost: a rank came and died.
-            SetupError: ranks were given different world sizes, or go by different terms; on every rank.
-            SharedMemoryError: the memory cannot be had; on every rank.
+            SetupError: world sizes or handshake parameters differ; on every rank.
+            SharedMemoryError: memory cannot be allocated; on every rank.
         """
         return cls._connect(bootstrap)[1]
 
     @classmethod
     def meet(cls, bootstrap: Bootstrap) -> Segment:
-        """Connect the ranks of this host as `connect` does, for a team that is made afterwards. Collective.
+        """Connect the ranks of this host like `connect`, for a team that is created afterwards. Collective.
 
         Returns:
             The control segment of all of them.
@@ -218,12 +217,12 @@ class SharedMemoryTeam:
 
     @property
     def num_alarms(self) -> int:
-        """How many alarms of this group there have been."""
+        """Number of alarms of this group so far."""
         return self.waiter.num_alarms
 
     @property
     def overseers(self) -> list[Overseer]:
-        """Look at each long wait in a step."""
+        """Called during each long wait in a step."""
         return self.waiter.overseers
 
     @property
@@ -232,21 +231,21 @@ class SharedMemoryTeam:
         return self.blocks
 
     def poll(self) -> None:
-        """Do nothing: what peers say, they write into memory of this rank."""
+        """Do nothing: peers write directly into shared memory."""
 
     def publish_waiting(self, text: str) -> None:
-        """Let the peers know which send or receive this rank waits in; empty for none. Local."""
+        """Let the peers know which send or receive this rank is waiting in; empty for none. Local."""
         self.mail_area.publish_waiting(self.rank, text)
 
     def waiting(self, rank: int) -> str:
-        """The send or receive that a rank waits in; empty for none."""
+        """The send or receive that a rank is waiting in; empty for none."""
         return self.mail_area.waiting(rank)
 
     def step(self, timeout_s: float) -> None:
         """Wait until every rank has taken this step. Collective.
 
         Raises:
-            PeerFailure: a rank cannot come, or did not come in time.
+            PeerFailure: a rank cannot arrive, or did not in time.
         """
         self._step_counter.step(timeout_s)
         if self.is_entering:
@@ -255,18 +254,18 @@ class SharedMemoryTeam:
                 check()
 
     def prepare(self, num_bytes: int, timeout_s: float) -> int:
-        """Make sure that slots for an operation on `num_bytes` exist. Collective on first use of large ones.
+        """Make sure that slots for an operation on `num_bytes` exist. Collective at the first use of large ones.
 
-        Called with what the flight record verifies to be equal on all ranks, before the first transfer of more than
-        `SMALL_SLOT_BYTES`.
+        Called before the first transfer of more than `SMALL_SLOT_BYTES`, with arguments that the flight record has
+        verified to be equal on all ranks.
 
         Returns:
-            Bytes of the slots that its transfers go through.
+            Size in bytes of the slots used by its transfers.
 
         Raises:
-            SharedMemoryError: there is no memory for them, on every rank at their first use.
-            SetupError: this rank cannot have the memory again that its slots had given back. The others do not know.
-            PeerFailure: a rank did not come to their first use.
+            SharedMemoryError: memory is exhausted, on every rank at their first use.
+            SetupError: this rank cannot reallocate the memory that its slots had released. The others do not know.
+            PeerFailure: a rank did not arrive at their first use.
         """
         if num_bytes <= SMALL_SLOT_BYTES:
             return SMALL_SLOT_BYTES
@@ -280,10 +279,10 @@ class SharedMemoryTeam:
         return self._large.slot_bytes
 
     def finish(self, num_bytes: int) -> None:
-        """Say that this rank has read all that it will of the operation that `prepare` began. Local.
+        """Mark the operation started by `prepare` as fully read by this rank. Local.
 
-        See [Note: idle slots] in `large_slots.py`. An operation that fails does not come here: who reads what is
-        not known then, and the slots keep their memory.
+        See [Note: idle slots] in `large_slots.py`. Not called for an operation that fails: it is then unknown who is
+        reading what, and the slots keep their memory.
         """
         if num_bytes > SMALL_SLOT_BYTES and self._large is not None:
             self._large.finish(self._step_counter.count)
@@ -306,10 +305,10 @@ class SharedMemoryTeam:
             return LargeSlots(region.parts, slot_bytes, self.blocks)
 
     def allocate(self, part_bytes: int, timeout_s: float) -> Region:
-        """A new region with `part_bytes` for each rank. Collective, with the same size on all ranks.
+        """Create a region with `part_bytes` for each rank. Collective, with the same size on all ranks.
 
         Raises:
-            SharedMemoryError: on every rank, if any of them could not make or map it.
+            SharedMemoryError: on every rank, if any of them could not create or map it.
             PeerFailure: a rank did not come.
         """
         segment: Segment | None = None
@@ -325,7 +324,7 @@ class SharedMemoryTeam:
             self.step(timeout_s)
             handle = self.blocks.announcement(0)
             if handle.startswith(_ERROR):
-                # The text may not change before all have read it: the next announcement is a step away.
+                # The text must not change before all have read it: the next announcement is a step away.
                 self.step(timeout_s)
                 raise SharedMemoryError(handle.removeprefix(_ERROR))
             if self.rank != 0:
@@ -352,10 +351,10 @@ class SharedMemoryTeam:
         return self._transfers & 1
 
     def realign(self) -> None:
-        """Count transfers alike again, after a step at which the ranks found that they had called different operations.
+        """Realign the count of transfers, after a step at which the ranks had called different operations.
 
-        Some may have begun a transfer and some not. All have taken the same steps, so all count
-        on from there; nobody reads the slots of the transfer that did not happen.
+        Some may have begun a transfer and some not. All have taken the same steps, so all count on from these; nobody
+        reads the slots of the transfer that did not happen.
         """
         self._transfers = self._step_counter.count
 
@@ -363,7 +362,7 @@ class SharedMemoryTeam:
         """Each rank's slot as a flat tensor of `numel` elements of `dtype`.
 
         Args:
-            slot: what `begin_transfer` returned.
+            slot: the return value of `begin_transfer`.
             num_bytes: size of the whole operation, which decides between small and large slots.
             dtype: element type of the views.
             numel: elements of each view.
@@ -385,7 +384,7 @@ class SharedMemoryTeam:
         return views
 
     def rows(self, num_bytes: int, slot: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Each rank's slot as a row of a matrix, of shape (world_size, numel), each row contiguous. As `views`."""
+        """Each rank's slot as a row of a matrix, of shape (world_size, numel), each row contiguous. Like `views`."""
         if num_bytes > SMALL_SLOT_BYTES:
             assert self._large_rows is not None, "prepare() comes before the first transfer"
             rows = self._large_rows
@@ -404,5 +403,5 @@ class SharedMemoryTeam:
             self._large.close()
 
     def disown(self) -> None:
-        """In a forked child: let go of what belongs to the parent. Local."""
+        """In a forked child: release what belongs to the parent. Local."""
         self.watch.close()

@@ -1,8 +1,8 @@
-"""What the ranks of a group must have alike, compared while the group is made.
+"""Handshake parameters ("terms"): what must be the same on all ranks of a group, compared while it is created.
 
-Ranks that lay out shared memory differently, or encode sums differently, would read each other's bytes as something
-that they are not, and add them up without an error. So each rank publishes its terms beforehand: its release of
-Lockstep, the number of the layout, the sizes that it works with, and what the user has chosen.
+Ranks that lay out shared memory or encode sums differently would misread each other's bytes, and add them up without an
+error. So each rank first publishes its terms: its release of Lockstep, the version of the layout, the sizes that it
+uses, and the user's choices.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lockstep.errors import SetupError
 
 __all__ = ["Terms", "common_terms", "disagreement"]
 
-# The number of the layout of everything that lies in a segment, and of the messages between ranks of several hosts.
-# Raise it when you move a field, add one, or change what one means.
+# Version of the layout of everything in a segment, and of the messages between ranks of several hosts. Increment it
+# when you move a field, add one, or change its meaning.
 LAYOUT = 1
 Terms = Mapping[str, "str | int"]
 
@@ -24,20 +24,20 @@ _LONGEST_VALUE = 60
 
 
 def common_terms() -> dict[str, str | int]:
-    """What holds for every kind of group: the release, the layout, and how numbers lie in memory."""
-    # The package itself stands above this layer; it is there as soon as any module of it is.
+    """The terms common to every kind of group: release, layout, and how numbers are stored in memory."""
+    # The package itself is a layer above this one; it is loaded as soon as any module of it is.
     version = str(getattr(sys.modules["lockstep"], "__version__", "?"))
     return {"Lockstep": version, "layout": LAYOUT, "byte order": sys.byteorder}
 
 
 def disagreement(own_name: str, own: Terms, other_name: str, other: Any) -> SetupError | None:
-    """The error for two ranks that go by different terms; None if they agree.
+    """The error for two ranks whose terms differ; None if they agree.
 
     Args:
-        own_name: how to call this rank.
+        own_name: the name of this rank in the error.
         own: the terms of this rank.
-        other_name: how to call the other.
-        other: the terms that the other rank has published, which may be anything.
+        other_name: the name of the other rank.
+        other: the terms that the other rank has published; may be anything.
     """
     theirs = other if isinstance(other, dict) else {}
     names = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]

@@ -1,4 +1,4 @@
-"""Run functions on real ranks, and the conformance suite that every backend passes.
+"""Helpers for tests: run functions on real ranks, and the conformance suite for backends.
 
 Most tests need only `run_ranks`::
 
@@ -25,7 +25,7 @@ Tests with time limits in seconds should scale them by `limit_s`, which extends 
 General layout:
 
 * `pool`: `run_ranks`, and the workers that it reuses.
-* `fork_server`: the process that workers are forked from; `worker`: the main loop of a worker.
+* `fork_server`: the process from which workers are forked; `worker`: the main loop of a worker.
 * `one_answer`: `assert_one_answer`, which runs a training script on N processes and on one.
 * `limits`: `limit_s`.
 * `conformance`: the suite, a package with its own layout.

@@ -1,12 +1,11 @@
-"""The process that test workers are forked from.
+"""The process from which test workers are forked.
 
-Importing torch takes seconds and forking a process that has it takes milliseconds, so one
-process, the fork server, imports everything and runs nothing; workers are forked from it when a
-world needs more of them and when one must be replaced. The fork server also reaps its children,
-reports how they ended, and cleans up when the caller is gone: it kills the workers and
-removes the calls' folder, even if the caller was killed by SIGKILL.
+Importing torch takes seconds and forking a process that has imported it takes milliseconds, so one process, the fork
+server, imports everything and runs nothing; workers are forked from it when a world needs more of them and when one
+must be replaced. The fork server also reaps its children, reports how they ended, and cleans up when the caller has
+ended: it kills the workers and removes the calls' folder, even if the caller was killed by SIGKILL.
 
-Messages are pickled tuples over a pipe that only the two processes hold:
+Messages are pickled tuples over a pipe that only the two processes have:
 
     caller to server     ("fork",) and then a descriptor     fork a worker that serves it
                          ("signal", pid, signum)             to a worker, if it still lives
@@ -48,13 +47,13 @@ _PRELOADED = (
     "lockstep.world",
 )
 
-# How often a fork server with nothing to do looks whether its caller still lives. The end of
-# the pipe tells it at once, except while some child of the caller still holds a copy.
+# How often an idle fork server checks whether its caller is still alive. It notices the end of the pipe at once, except
+# while some child of the caller still has a copy.
 _CALLER_CHECK_S = 1.0
 
 
 def main(control_descriptor: int) -> None:
-    """Import, report ready, serve the caller until it is gone, leave nothing behind.
+    """Import, report ready, serve the caller until it has ended, leave nothing behind.
 
     Args:
         control_descriptor: the fork server's end of the pipe to the caller.
@@ -63,7 +62,7 @@ def main(control_descriptor: int) -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # A collection in a worker then leaves the shared pages alone.
+    gc.freeze()  # collections in a worker then do not touch the shared pages
     control = Connection(control_descriptor)
     folder = tempfile.mkdtemp(prefix="lockstep-testing-")
     server = _ForkServer(control, caller)
@@ -79,7 +78,7 @@ def main(control_descriptor: int) -> None:
 
 
 class _ForkServer:
-    """Forks, signals and reaps workers on the caller's orders."""
+    """Forks, signals and reaps workers, as ordered by the caller."""
 
     def __init__(self, control: Connection, caller: int) -> None:
         self.pid = os.getpid()
@@ -118,7 +117,7 @@ class _ForkServer:
             case ("fork",):
                 self._fork(reduction.recv_handle(self._control))
             case ("signal", int(pid), int(signum)):
-                # Only children that were not reaped yet: their pids cannot be somebody else's.
+                # Only for children that were not reaped yet: their pids cannot have been reused.
                 if pid in self._children:
                     os.kill(pid, signum)
             case _:
@@ -140,7 +139,7 @@ class _ForkServer:
                 self._control.send(("died", pid, os.waitstatus_to_exitcode(status)))
 
     def _become_worker(self, descriptor: int) -> None:
-        """In the child: serve calls, then end without the fork server's clean-up."""
+        """In the child: serve calls, then exit without the fork server's clean-up."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -148,10 +147,10 @@ class _ForkServer:
             os.close(self._wakeup_end)
             self._control.close()
             libc.die_with_parent()
-            if os.getppid() != self.pid:  # It died before the line above.
+            if os.getppid() != self.pid:  # the fork server died before the line above
                 os._exit(1)
             for stream in (sys.stdout, sys.stderr):
-                # A line is one write, also under PYTHONUNBUFFERED: the lines of ranks do not mix.
+                # Each line is a single write, even with PYTHONUNBUFFERED, so lines of ranks are not interleaved.
                 if isinstance(stream, io.TextIOWrapper):
                     stream.reconfigure(line_buffering=True, write_through=False)
             faulthandler.enable(file=2)

@@ -1,15 +1,15 @@
-"""Limits in seconds that follow the machine.
+"""Time limits that adapt to the machine.
 
 A test that waits for something gives up at a limit, and one that must be quick has to end before a limit. Such a number
-is written for a quiet machine; `limit_s` makes of it what is right on this one, now::
+is written for a quiet machine; `limit_s` converts it to the appropriate one for the current machine and load::
 
     process.communicate(timeout=limit_s(30))
     assert took_s < limit_s(1.0)
 
-[Note: pace] How much longer things take here has two factors. How slow the machine is: a fixed piece of work, measured
-once per process; the fastest of several short runs counts, since on a busy machine most are interrupted, but some are
-not. And how many processes want each of its cores: the kernel's load of the last minute, or what is runnable at this
-moment if that is more, so that a neighbour who has just begun counts at once. Neither ever shortens a limit.
+[Note: pace] Limits are extended by two factors. The speed of the machine: a fixed piece of work, measured once per
+process; the fastest of several short runs counts, since on a busy machine most are interrupted, but some are not. And
+the number of processes per core: the load average of the last minute, or the number of currently runnable processes if
+that is larger, so that a process that has just started counts at once. Neither ever shortens a limit.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ __all__ = ["limit_s"]
 
 _NUM_RUNS = 20
 _NUM_ADDITIONS = 20_000
-# What one run takes where the limits were written: Python 3.11, a virtual machine on an AMD EPYC of 2024.
+# Duration of one run on the reference machine: Python 3.11, a virtual machine on an AMD EPYC of 2024.
 _QUIET_RUN_S = 0.6e-3
 
 
 def limit_s(seconds: float) -> float:
-    """What a limit of so many seconds on a quiet machine is on this one, at this moment.
+    """Convert a limit in seconds, given for a quiet machine, to one for this machine at this moment.
 
-    Local. Ask when the limit is about to be used, not when a module is imported: neighbours come and go.
+    Local. Call it when the limit is about to be used, not when a module is imported: the load changes.
 
     Args:
-        seconds: enough where nothing else runs.
+        seconds: sufficient on an otherwise idle machine.
 
     Returns:
-        Seconds, no fewer than that.
+        Seconds, at least `seconds`.
     """
     return seconds * _slowness() * _crowding()
 
 
 @functools.cache
 def _slowness() -> float:
-    """How many times as long as where the limits were written a piece of work takes; at least 1."""
+    """How many times longer than on the reference machine a piece of work takes; at least 1."""
     return max(1.0, min(_run_s() for _ in range(_NUM_RUNS)) / _QUIET_RUN_S)
 
 
@@ -56,7 +56,7 @@ def _run_s() -> float:
 
 
 def _crowding(loadavg: str | None = None) -> float:
-    """How many processes want each core that this one may use; at least 1.
+    """Number of processes for each core that this one may use; at least 1.
 
     Args:
         loadavg: text of /proc/loadavg (proc(5)), such as "0.52 0.58 0.59 3/467 1234"; read if not given.

@@ -24,17 +24,17 @@ def assert_one_answer(
     steps: int = 4,
     double: bool = False,
 ) -> None:
-    """Assert that a training script gives on N processes the answer that it gives on one. Local; starts processes.
+    """Assert that a training script gives the same answer on N processes as on one. Local; starts processes.
 
     Args:
-        script: its path.
-        *args: its arguments; let it use little data.
-        nproc: numbers of processes, one of which is always compared with: 1 may be named, and need not.
+        script: path of the script.
+        *args: its arguments; choose them such that it uses little data.
+        nproc: numbers of processes to compare with one; 1 itself is optional.
         steps: optimizer steps to compare.
-        double: compute in float64, where no difference hides in rounding.
+        double: compute in float64, so that rounding hides no differences.
 
     Raises:
-        AssertionError: the answer is another, or it cannot be told; with the report of `lockstep verify`.
+        AssertionError: the answers differ, or could not be compared; with the report of `lockstep verify`.
 
         >>> assert_one_answer("train.py", "--epochs", "1", nproc=(1, 2, 3))  # doctest: +SKIP
     """

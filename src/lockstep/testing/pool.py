@@ -1,8 +1,8 @@
-"""`run_ranks`: call a function on N real processes and collect what each returned.
+"""`run_ranks`: calls a function on N real processes and returns the results.
 
-The first call starts a fork server (see `fork_server.py`), which imports torch once and forks one
-worker per rank. Later calls reuse the workers: a world of n takes the first n. After a call
-in which anything went wrong all its workers are killed, and the next call forks new ones.
+The first call starts a fork server (see `fork_server.py`), which imports torch once and forks one worker per rank.
+Later calls reuse the workers: a world of n takes the first n. After a call in which anything went wrong all its workers
+are killed, and the next call forks new ones.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from lockstep.topology import name_ranks
 
 __all__ = ["run_ranks"]
 
-# These are for a quiet machine (`limit_s`).
+# For a quiet machine (`limit_s`).
 _TIMEOUT_S = 60.0
 # Importing torch with cold caches.
 _START_DEADLINE_S = 180.0
-# From the first rank's failure until the others must have noticed, when the caller wants one error.
+# Seconds from the first rank's failure until the others must have noticed it, if the caller wants one error.
 _GRACE_AFTER_FAILURE_S = 10.0
-# From the order to dump stacks until the process must be gone; a stopped process never dumps.
+# Seconds from the order to dump stacks until the process must have ended; a suspended process never dumps.
 _DUMP_DEADLINE_S = 2.0
 _EXIT_DEADLINE_S = 10.0
 
-# What gloo and torch's stores say on the ranks whose peer broke.
+# Errors of gloo and torch's stores on ranks whose peer has failed.
 _SECONDARY = (*SECONDARY_PHRASES, "timed out waiting", "read timeout", "application timeout caused pair closure")
 
 
@@ -59,36 +59,34 @@ def run_ranks(
     expect_errors: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on `world_size` processes; the results in rank order.
+    """Call `fn(*args, **kwargs)` on `world_size` processes; returns the results in rank order.
 
-    Each process initialises `torch.distributed` before the call and destroys it after all
-    ranks have returned, or at once where `fn` raised. With `init=False` it does not; instead
-    `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and `LOCKSTEP_RENDEZVOUS` (a fresh
-    private folder) are set for the call, so that `fn` may call `lockstep.init()`.
+    Each process initialises `torch.distributed` before the call and destroys it after all ranks have returned, or at
+    once if `fn` raised. With `init=False` it does not; instead `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`
+    and `LOCKSTEP_RENDEZVOUS` (a new private folder) are set for the call, so that `fn` may call `lockstep.init()`.
 
-    Ranks see the caller's environment, working directory, `sys.path`, stdout and stderr; torch,
-    numpy and `random` are seeded with 0, torch has one thread, and warnings issued by Lockstep's
-    own modules are errors.
+    Ranks have the caller's environment, working directory, `sys.path`, stdout and stderr; torch, numpy and `random` are
+    seeded with 0, torch has one thread, and warnings issued by Lockstep's own modules are errors.
 
     Args:
         fn: a function at the top level of a module that the processes can import.
         world_size: number of processes, at least 1.
-        *args: for `fn`; pickled, as are the results.
-        backend: for `init_process_group`.
+        *args: arguments for `fn`; pickled, as are the results.
+        backend: name for `init_process_group`.
         timeout: seconds for the whole call; by default 60 on a quiet machine, and more on a slow or busy one
-            (`limit_s`). The process group's own deadline is four fifths of it, so that a rank that waits in vain
-            raises before it counts as hung.
+            (`limit_s`). The process group's own deadline is four fifths of it, so that a rank that waits in vain raises
+            before it counts as hung.
         init: whether to initialise the process group.
-        expect_errors: return outcomes instead of raising: for each rank its result, or the
-            exception it raised, or a `WorkerDied`.
-        **kwargs: for `fn`, like `args`.
+        expect_errors: return outcomes instead of raising: for each rank its result, or the exception that it raised, or
+            a `WorkerDied`.
+        **kwargs: keyword arguments for `fn`; pickled.
 
     Raises:
         InputError, InputTypeError: `world_size` below 1; `fn` or an argument cannot be pickled.
         TimeoutError: ranks were still running at the deadline. Their stacks are on stderr.
         WorkerFailed: a process died (without `expect_errors`).
-        Exception: whatever the first rank raised whose error is not just the consequence of another
-            rank's; a note on it lists the errors of all ranks.
+        Exception: the exception of the first rank whose error is not just a consequence of another rank's; a note on it
+            lists the errors of all ranks.
     """
     if world_size < 1:
         raise InputError(f"run_ranks: world_size is {world_size}; it must be at least 1")
@@ -125,21 +123,21 @@ class _Outcome:
 
 
 class _RankTracebackError(Exception):
-    """The traceback of an exception as its rank saw it; shown as the cause of the one re-raised."""
+    """The traceback of an exception on its rank; shown as the cause of the re-raised exception."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")
 
 
 def _is_secondary(error: object) -> bool:
-    """Whether an error only says that another rank broke."""
+    """Whether an error only says that another rank failed."""
     if isinstance(error, RankLost | CollectiveAborted):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _SECONDARY)
 
 
 def _raise_first(outcomes: Sequence[_Outcome]) -> None:
-    """Raise the first failure by rank that is not secondary; if all are, the first."""
+    """Raise the first failure by rank that is not secondary; if all are, the first one."""
     failures = [outcome for outcome in outcomes if outcome.failed]
     if not failures:
         return
@@ -148,7 +146,7 @@ def _raise_first(outcomes: Sequence[_Outcome]) -> None:
     if isinstance(error, WorkerDied):
         error = WorkerFailed(f"rank {error.rank}: {error}", error.rank, error.exit_code)
     lines = [f"Outcomes of the {len(outcomes)} ranks:", *(f"  rank {o.rank}: {_in_one_line(o)}" for o in outcomes)]
-    # Equal to add_note, which Python 3.10 does not have yet.
+    # Equivalent to add_note, which Python 3.10 does not have.
     error.__notes__ = [*getattr(error, "__notes__", []), "\n".join(lines)]
     raise error from (_RankTracebackError(first.rank, first.text) if first.text else None)
 
@@ -169,17 +167,17 @@ class _Worker:
 
 
 class _ForkServerLostError(Exception):
-    """The fork server is gone and all workers with it."""
+    """The fork server has ended, and with it all workers."""
 
 
 class _Pool:
-    """The caller's side: one fork server and the workers that it forked."""
+    """The caller's side: one fork server and the workers that it has forked."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.usable = True
         self._workers: list[_Worker] = []
-        self._exit_codes: dict[int, int] = {}  # of workers that died, by pid, until they are looked up
+        self._exit_codes: dict[int, int] = {}  # of workers that died, by pid, until they are read
         self._forked: list[int] = []
         self._control, server_end = Pipe()
         self._process = _start_fork_server(server_end)
@@ -194,7 +192,7 @@ class _Pool:
     def run(
         self, payload: bytes, world_size: int, backend: str, timeout_s: float, init: bool, *, fail_fast: bool
     ) -> list[_Outcome]:
-        """One call on the first `world_size` workers."""
+        """Run one call on the first `world_size` workers."""
         workers = self._take(world_size)
         folder = tempfile.mkdtemp(prefix="call-", dir=self._folder)
         deadline = time.monotonic() + timeout_s
@@ -221,7 +219,7 @@ class _Pool:
         """End the fork server, which kills the workers and removes the folder."""
         self.usable = False
         if os.getpid() != self.owner:
-            return  # A fork of the caller holds copies of the pipes, but none of this is its own.
+            return  # a fork of the caller has copies of the pipes, but owns none of this
         self._control.close()
         for worker in self._workers:
             worker.connection.close()
@@ -233,7 +231,7 @@ class _Pool:
             self._process.wait()
 
     def _take(self, world_size: int) -> list[_Worker]:
-        """The first `world_size` workers, after forking the missing and replacing the dead."""
+        """The first `world_size` workers, after forking missing ones and replacing dead ones."""
         self._read_control()
         self._workers = [worker for worker in self._workers if worker.pid not in self._exit_codes]
         missing = world_size - len(self._workers)
@@ -249,11 +247,11 @@ class _Pool:
     def _collect(
         self, workers: Sequence[_Worker], deadline: float, timeout_s: float, *, fail_fast: bool
     ) -> list[_Outcome]:
-        """Every rank's reply to what was sent last, or its death.
+        """Collect every rank's reply to the last message, or its death.
 
         Args:
-            fail_fast: once a rank has failed, give the others only a grace to notice it; those
-                that do not are reported as WorkerFailed.
+            fail_fast: once a rank has failed, give the others only a short time to notice it; those that do not are
+                reported as WorkerFailed.
         """
         outcomes: dict[int, _Outcome] = {}
         grace_s = limit_s(_GRACE_AFTER_FAILURE_S)
@@ -279,7 +277,7 @@ class _Pool:
         return [outcomes[rank] for rank in range(len(workers))]
 
     def _receive(self, rank: int, worker: _Worker) -> _Outcome:
-        """The reply waiting on a worker's pipe, or how the worker died if the pipe has ended."""
+        """The reply in a worker's pipe, or how the worker died if the pipe has ended."""
         try:
             reply: Reply = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -292,7 +290,7 @@ class _Pool:
     def _release(
         self, workers: Sequence[_Worker], outcomes: list[_Outcome], deadline: float, timeout_s: float
     ) -> list[_Outcome]:
-        """Let the workers leave their groups; a rank that cannot has failed after all."""
+        """Let the workers leave their groups; a rank that cannot counts as failed."""
         for worker in workers:
             with contextlib.suppress(ConnectionError):
                 worker.connection.send_bytes(b"")
@@ -300,7 +298,7 @@ class _Pool:
         return [after if after.failed else before for before, after in zip(outcomes, left, strict=True)]
 
     def _report_hang(self, workers: Sequence[_Worker], outcomes: dict[int, _Outcome], timeout_s: float) -> None:
-        """Have the stacks of the ranks that hang written to stderr and raise TimeoutError."""
+        """Dump the stacks of the hanging ranks to stderr and raise TimeoutError."""
         hanging = [rank for rank in range(len(workers)) if rank not in outcomes]
         for rank in hanging:
             pid = workers[rank].pid
@@ -315,7 +313,7 @@ class _Pool:
         raise TimeoutError("\n".join([head, *lines]))
 
     def _retire(self, workers: Sequence[_Worker]) -> None:
-        """Kill workers whose call failed: nobody knows what it left in them."""
+        """Kill workers whose call failed: their state is unknown."""
         self._workers = [worker for worker in self._workers if worker not in workers]
         for worker in workers:
             worker.connection.close()
@@ -325,12 +323,12 @@ class _Pool:
             del self._exit_codes[worker.pid]
 
     def _expect(self, timeout_s: float, until: Callable[[], bool]) -> None:
-        """Take in what the fork server says until `until` holds; it is lost if that takes too long."""
+        """Process messages of the fork server until `until` holds; it counts as lost if that takes too long."""
         if not self._read_control(timeout_s, until):
             raise _ForkServerLostError(f"it did not answer within {timeout_s:g} s")
 
     def _read_control(self, timeout_s: float = 0.0, until: Callable[[], bool] = lambda: False) -> bool:
-        """Take in what the fork server says until `until` holds or the time is over; whether it holds."""
+        """Process messages of the fork server until `until` holds or the time is up; returns whether it holds."""
         deadline = time.monotonic() + timeout_s
         while not until():
             if not self._control.poll(max(0.0, deadline - time.monotonic())):
@@ -350,7 +348,7 @@ class _Pool:
 
 
 def _start_fork_server(control: Connection) -> subprocess.Popen[bytes]:
-    """Start it in a session of its own, so that Ctrl-C reaches only the caller."""
+    """Start the fork server in a separate session, so that Ctrl-C reaches only the caller."""
     program = (
         f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
         f"from lockstep.testing.fork_server import main; main({control.fileno()})"
@@ -367,7 +365,7 @@ def _start_fork_server(control: Connection) -> subprocess.Popen[bytes]:
 
 
 def _send_call(worker: _Worker, call: RankCall) -> None:
-    """Send the call and the caller's stdout and stderr; a worker that died meanwhile is found out later."""
+    """Send the call and the caller's stdout and stderr; the death of a worker is detected later."""
     with contextlib.suppress(ConnectionError):
         worker.connection.send_bytes(pickle.dumps(call))
         for descriptor in (1, 2):
@@ -389,7 +387,7 @@ _pool: _Pool | None = None
 def _run(
     payload: bytes, world_size: int, backend: str, timeout_s: float, init: bool, *, fail_fast: bool
 ) -> list[_Outcome]:
-    """One call on this process's pool, which is started first, or anew after it broke."""
+    """Run one call on this process's pool, which is started first, or restarted after it broke."""
     global _pool
     try:
         if _pool is None or not _pool.usable or _pool.owner != os.getpid():
@@ -398,12 +396,12 @@ def _run(
             _pool = _Pool()
         return _pool.run(payload, world_size, backend, timeout_s, init, fail_fast=fail_fast)
     except TimeoutError:
-        raise  # The pool has replaced the workers that hung.
+        raise  # the pool has replaced the workers that hung
     except _ForkServerLostError as error:
         _close_at_exit()
         raise WorkerFailed(f"run_ranks lost the process that holds the workers: {error}", 0, 1) from None
     except BaseException:
-        _close_at_exit()  # Interrupted halfway: what the workers do now is unknown.
+        _close_at_exit()  # interrupted: the state of the workers is unknown
         raise
 
 

@@ -1,9 +1,9 @@
-"""What one test worker does: wait for a call, be a rank, report, be ready for the next.
+"""The main loop of a test worker: wait for a call, run it as a rank, report, get ready for the next.
 
-A call changes as little as it can of the worker it runs in: the caller's environment,
-working directory, module search path, stdout and stderr are in force while it runs;
-the process group, the ports it serves, the seeds, the published batch share and the
-default dtype are reset after it. A worker is used again only if its call went well on every rank.
+A call changes as little as possible in the worker in which it runs: the caller's environment, working directory, module
+search path, stdout and stderr are set while it runs; the process group, the ports that it serves, the seeds, the
+published batch share and the default dtype are reset after it. A worker is only reused if its call succeeded on every
+rank.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from lockstep.errors import WorkerFailed
 
 __all__ = ["DUMP_SIGNAL", "RankCall", "Reply", "WorkerDied", "serve"]
 
-# A worker that receives it writes the stacks of all its threads to stderr and dies.
+# A worker that receives this signal writes the stacks of all its threads to stderr and dies.
 DUMP_SIGNAL = signal.SIGUSR1
 
-# The process group's own deadline as a share of the call's, so that a rank that waits in
-# vain raises its error before the caller takes it for hung.
+# The process group's own deadline as a fraction of the call's, so that a rank that waits in vain raises its error
+# before the caller considers it hung.
 _GROUP_DEADLINE_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """One call of `run_ranks`, as one rank receives it.
+    """One call of `run_ranks`, as received by one rank.
 
     Attributes:
-        payload: pickled `(fn, args, kwargs)`; kept apart because unpickling imports the
-            caller's module, which may fail, and that failure is the rank's.
+        payload: pickled `(fn, args, kwargs)`; a separate field because unpickling imports the caller's module, which
+            may fail, and that failure is the rank's.
         backend: name for `init_process_group`.
         init: whether the worker initialises the process group itself.
         timeout_s: the caller's deadline for the whole call.
         folder: a private folder of this call, the same for all ranks, mode 0700.
-        environ, cwd, sys_path: the caller's.
+        environ, cwd, sys_path: those of the caller.
     """
 
     payload: bytes
@@ -65,7 +65,7 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank reports when its function is over.
+    """The report of a rank after its function has ended.
 
     Attributes:
         payload: the pickled result, or the pickled exception.
@@ -83,8 +83,8 @@ class WorkerDied:
     """The outcome of a rank whose process ended before it returned.
 
     Attributes:
-        rank: the rank that it was.
-        signal_number: the signal that killed it, or None if it left by exiting.
+        rank: the rank that the process was.
+        signal_number: the signal that killed it, or None if it exited.
         exit_code: its exit code; 128 + signal number if a signal killed it.
     """
 
@@ -112,11 +112,11 @@ def serve(connection: Connection) -> None:
             return
         reply = _attempt(_run, call)
         if reply.failed:
-            # Leave the group at once: peers that wait for this rank see it go.
+            # Leave the group at once, so that peers waiting for this rank notice.
             _attempt(_clean_up, call)
         connection.send_bytes(pickle.dumps(reply))
         try:
-            connection.recv_bytes()  # The caller has every rank's reply: nobody needs the group any more.
+            connection.recv_bytes()  # the caller has every rank's reply: the group is no longer needed
         except (EOFError, OSError):
             return
         reply = _attempt(_clean_up, call)
@@ -125,7 +125,7 @@ def serve(connection: Connection) -> None:
 
 
 def _attempt(step: Callable[[RankCall], Any], call: RankCall) -> Reply:
-    """Run one step of a call and put its result, or whatever it raised, into a reply."""
+    """Run one step of a call and put its result, or the exception that it raised, into a reply."""
     try:
         return Reply(pickle.dumps(step(call)), failed=False, text="")
     except BaseException as error:
@@ -136,7 +136,7 @@ def _attempt(step: Callable[[RankCall], Any], call: RankCall) -> Reply:
 
 
 def _pickle_error(error: BaseException, rank: int) -> bytes:
-    """The exception as bytes; one that cannot be pickled is described in a WorkerFailed."""
+    """The pickled exception; one that cannot be pickled is described in a WorkerFailed."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -168,7 +168,7 @@ def _init_process_group(call: RankCall) -> None:
 
 
 def _clean_up(_: RankCall) -> None:
-    """Close what the call left open and undo what it is likely to have set."""
+    """Close what the call left open and reset what it is likely to have changed."""
     import torch
     import torch.distributed as dist
 
@@ -186,7 +186,7 @@ def _clean_up(_: RankCall) -> None:
     deadlock.forget_other_callers()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    # gloo closes its connections when the last reference to the group goes.
+    # gloo closes its connections when the last reference to the group is dropped.
     gc.collect()
 
 
@@ -198,7 +198,7 @@ def _flush() -> None:
 
 
 def _take_on_caller(call: RankCall) -> None:
-    """Put the caller's surroundings and the known seeds in force."""
+    """Set the caller's environment and the fixed seeds."""
     import numpy
     import torch
 

@@ -1,15 +1,15 @@
-"""Who am I among whom: rank and world size, read from the launcher's environment.
+"""The rank of this process and the world size, read from the launcher's environment.
 
-Pure functions over a mapping of environment variables, so every launcher's form can be
-tested without that launcher. A reader per launcher (`torchrun`, …) recognises its own variables and
-returns a `Topology` or None; `detection` asks them in turn, and the first that recognises them wins.
+Pure functions over a mapping of environment variables, so every launcher's format can be tested without that launcher.
+Each launcher (`torchrun`, …) has a reader, which recognises its variables and returns a `Topology` or None; `detection`
+calls them in order, and the first that recognises its variables wins.
 
 General layout:
 
 * `topology`: the result, and how messages name ranks.
-* `torchrun`, `slurm`, `mpi`: a reader for each launcher; `slurm_forms`: reads Slurm's lists of hosts and numbers;
-  `processes`: names and parents of processes, above which a launcher may stand.
-* `detection`: asks the readers in turn.
+* `torchrun`, `slurm`, `mpi`: a reader for each launcher; `slurm_forms`: parses Slurm's lists of hosts and numbers;
+  `processes`: names and parents of processes, to find a launcher among the ancestors.
+* `detection`: calls the readers in order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which launcher started this process: the first reader that recognises its own variables says."""
+"""Determines which launcher started this process: the first whose reader recognises its variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Reader = Callable[[Mapping[str, str]], Topology | None]
 
 
 def _read_variables(variables: Mapping[str, str]) -> Topology | None:
-    """`RANK` and `WORLD_SIZE`; set by hand under mpirun or in a step of Slurm, without the local ones, placed there."""
+    """`RANK` and `WORLD_SIZE`; if set by hand under mpirun or in a Slurm step, completed by its local ranks."""
     topology = read_torchrun(variables)
     if topology is None or topology.launcher != "environment" or env.LOCAL_WORLD_SIZE.get(variables) is not None:
         return topology
@@ -27,8 +27,8 @@ def _read_variables(variables: Mapping[str, str]) -> Topology | None:
     return topology_of_step(variables, topology.rank, topology.world_size) or topology
 
 
-# In order: what stands closest to the process comes first, because launchers nest (`lockstep run` or mpirun inside
-# of a step of Slurm, whose tasks are then daemons of theirs), and the inner one knows the ranks.
+# In order: the innermost launcher first, because launchers nest (`lockstep run` or mpirun inside of a Slurm step, whose
+# tasks are then their daemons), and the inner one knows the ranks.
 _READERS: tuple[_Reader, ...] = (_read_variables, read_mpi, read_slurm)
 
 
@@ -46,10 +46,10 @@ def read_topology(
         world_size: overrides the environment; needs `rank` too.
 
     Returns:
-        One process alone (rank 0 of 1) where no launcher is recognised.
+        The topology; a single process (rank 0 of 1) if no launcher is recognised.
 
     Raises:
-        SetupError: variables that contradict each other, or only one of the two arguments.
+        SetupError: variables contradict each other, or only one of the two arguments is given.
 
     >>> read_topology({}).world_size
     1
@@ -82,14 +82,14 @@ def read_topology(
 
 
 def check_no_left_over(variables: Mapping[str, str]) -> None:
-    """Refuse `RANK` and `WORLD_SIZE` for fewer ranks than mpirun or srun have started.
+    """Raise if `RANK` and `WORLD_SIZE` are for fewer ranks than mpirun or srun have started.
 
-    In a shell where somebody has tried one rank they may still be set. Each process that is started from there would
+    They may still be set in a shell in which somebody has tried a single rank. Each process started from there would
     take itself for that rank, and N processes would train N models. Launchers within a step know their ranks, and a
     script that starts ranks by itself has at least as many as there are processes.
 
     Raises:
-        SetupError: they are so.
+        SetupError: they are for fewer.
     """
     topology = read_torchrun(variables)
     if topology is None or topology.launcher != "environment":

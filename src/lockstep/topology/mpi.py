@@ -1,10 +1,9 @@
-"""A process of an MPI program: who it is, read from what `mpirun` sets. Works without MPI.
+"""Reads the rank of a process of an MPI program from the variables that `mpirun` sets. Works without MPI.
 
-[Note: hosts] MPI's launchers tell a process its number on its host, and not the number of the host.
-(`OMPI_COMM_WORLD_NODE_RANK`, in spite of its name, is a number on the host as well.) So ranks are taken
-to be placed host by host, the same number on each: `node_rank` and `num_nodes` are true where they are,
-and where all ranks are on one host, which is what matters to whoever looks for shared memory.
-`lockstep.init(backend="mpi")` asks MPI itself, which knows.
+[Note: hosts] MPI's launchers tell a process its number on its host, but not the number of the host.
+(`OMPI_COMM_WORLD_NODE_RANK`, in spite of its name, is a number on the host as well.) So ranks are assumed to be placed
+host by host, with the same number on each: then `node_rank` and `num_nodes` are correct, and also if all ranks are on
+one host, which is what matters for shared memory. `lockstep.init(backend="mpi")` asks MPI itself, which knows.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _LAUNCHER = "mpirun"
 
 
 def read_mpi(variables: Mapping[str, str]) -> Topology | None:
-    """What the mpirun of Open MPI sets, or that of MPICH and Intel MPI, or another launcher that speaks PMI.
+    """The topology set by mpirun of Open MPI, or of MPICH and Intel MPI, or by another launcher that supports PMI.
 
-    Without the local variables all ranks are taken to be on this host. See [Note: hosts].
+    Without the local variables all ranks are assumed to be on this host. See [Note: hosts].
 
     Raises:
         SetupError: the variables contradict each other.
@@ -48,27 +47,27 @@ def _read_pmi(variables: Mapping[str, str]) -> Topology | None:
         and step is not None
         and (step.rank, step.num_tasks) == (topology.rank, topology.world_size)
     ):
-        # `srun --mpi=pmi2` sets these as well, and Slurm knows more: the hosts.
+        # `srun --mpi=pmi2` sets these as well, but Slurm's own variables also tell the hosts.
         return None
     return topology
 
 
 def check_size_is_known(variables: Mapping[str, str]) -> None:
-    """Refuse a rank without a number of ranks; taking it for one process alone would train N models.
+    """Raise for a rank without a world size: as a single process, it would train one of N separate models.
 
     Raises:
-        SetupError: PMIX_RANK is set, and nothing that says how many ranks there are.
+        SetupError: PMIX_RANK is set, but nothing that gives the number of ranks.
     """
     rank = env.PMIX_RANK.get(variables)
     if rank is not None:
         raise SetupError(
-            f"PMIX_RANK is {rank}: a launcher has started this process as a rank, but no variable says of how many. "
-            "Use lockstep.init(backend='mpi'), which asks MPI, or give rank and world_size"
+            f"PMIX_RANK is {rank}: a launcher has started this process as a rank, but no variable gives the number of "
+            "ranks. Use lockstep.init(backend='mpi'), which asks MPI, or give rank and world_size"
         )
 
 
 def job_id(variables: Mapping[str, str]) -> str | None:
-    """What tells this job from every other of this host, where the launcher says so."""
+    """An id that distinguishes this job from others on this host, if the launcher provides one; else None."""
     return env.PMIX_NAMESPACE.get(variables) or env.OMPI_MCA_ess_base_jobid.get(variables)
 
 
@@ -76,7 +75,7 @@ _Pair = tuple[env.Variable[int], env.Variable[int]]
 
 
 def _read(variables: Mapping[str, str], world: _Pair, local: tuple[_Pair, ...]) -> Topology | None:
-    """The topology in one launcher's variables: (rank, size), and (local rank, local size) under one of some names."""
+    """The topology from one launcher's variables: (rank, size), and alternatives for (local rank, local size)."""
     rank, world_size = world[0].get(variables), world[1].get(variables)
     if rank is None and world_size is None:
         return None
@@ -89,7 +88,7 @@ def _read(variables: Mapping[str, str], world: _Pair, local: tuple[_Pair, ...]) 
         if found[0] is not None and found[1] is not None:
             local_rank, local_world_size = found[0], found[1]
             break
-    ranks_per_host = max(local_world_size, 1)  # Topology itself refuses a size below 1.
+    ranks_per_host = max(local_world_size, 1)  # Topology itself refuses a size below 1
     node_rank = rank // ranks_per_host
     num_nodes = max(node_rank + 1, -(-world_size // ranks_per_host))
     return Topology(rank, world_size, local_rank, local_world_size, node_rank, num_nodes, _LAUNCHER)

@@ -1,4 +1,4 @@
-"""What Linux tells of a process, for those who look which launcher stands above this one."""
+"""Names and parents of processes, as Linux reports them, to find the launcher of this process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def name_and_parent(pid: int) -> tuple[str, int]:
     """The name of a process, and the pid of its parent.
 
     Raises:
-        OSError: it is gone.
+        OSError: it has ended.
     """
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    # The name, in parentheses, may hold anything; the parent's number is the second field after it.
+    # The name, in parentheses, may contain anything; the parent's pid is the second field after it.
     name, _, fields = stat.partition("(")[2].rpartition(")")
     return name, int(fields.split()[1])

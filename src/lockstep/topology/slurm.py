@@ -1,16 +1,16 @@
-"""A task of Slurm: who it is in its step, read from what `srun` sets.
+"""Reads a Slurm task's rank in its step from the variables that `srun` sets.
 
-[Note: inside a step] Only `srun` starts one process per task. The shell of `sbatch` or `salloc` is one
-process alone, though Slurm describes the whole job to it: in a batch script SLURM_PROCID is 0 and
-SLURM_NTASKS is what the job asked for. Reading these as rank and world size would wait for ranks that
-nobody starts. What tells a task of a step from that shell:
+[Note: inside a step] Only `srun` starts one process per task. The shell of `sbatch` or `salloc` is a single process,
+though Slurm describes the whole job to it: in a batch script SLURM_PROCID is 0 and SLURM_NTASKS is what the job
+requested. Reading these as rank and world size would wait for ranks that are never started. The differences between a
+task of a step and that shell are:
 
-* SLURM_STEP_ID is set, and is none of the numbers that Slurm keeps for steps of its own, one of which
-  is the shell that `salloc` opens on a node.
-* No shell that somebody types into stands above it. `srun --pty bash` opens one as task 0 of a step, and what is
-  started there is one process, whatever the number of tasks. The environment says only that there may be such a shell.
-* The step's own count of tasks agrees with SLURM_NTASKS. A batch script that was submitted from inside
-  of a step inherits that step's variables, while SLURM_NTASKS is always of what runs now.
+* SLURM_STEP_ID is set, and is not one of the numbers that Slurm reserves for special steps, one of which is the shell
+  that `salloc` opens on a node.
+* None of its ancestors is an interactive shell. `srun --pty bash` opens one as task 0 of a step, and what is started
+  there is a single process, whatever the number of tasks. The environment only says that there may be such a shell.
+* The step's own count of tasks agrees with SLURM_NTASKS. A batch script that was submitted from inside a step inherits
+  that step's variables, while SLURM_NTASKS always describes what is running now.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _LAUNCHER = "slurm"
 _STEP_DAEMON = "slurmstepd"
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh", "tcsh", "csh", "fish"})
 
-# Steps that hold no tasks of a user's: batch script, interactive shell, extern, pending (slurm.h).
+# Steps without user tasks: batch script, interactive shell, extern, pending (slurm.h).
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """One task, and the step that it belongs to.
+    """One task, and its step.
 
     Attributes:
         job_id: number of the job.
         step_id: number of the step within the job.
-        restart_count: how often the job was started again.
+        restart_count: how often the job has been restarted.
         rank: number of this task, 0 … num_tasks-1.
-        local_rank: number of this task among those of its node.
+        local_rank: number of this task on its node.
         node_rank: number of its node.
         tasks_per_node: number of tasks on each node.
-        hosts: names of the nodes; empty where Slurm does not say.
+        hosts: names of the nodes; empty if Slurm does not provide them.
     """
 
     job_id: int
@@ -65,7 +65,7 @@ class SlurmStep:
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks of the step, on all nodes together."""
+        """Number of tasks of the step, over all nodes."""
         return sum(self.tasks_per_node)
 
     @property
@@ -74,7 +74,7 @@ class SlurmStep:
         return len(self.tasks_per_node)
 
     def topology(self) -> Topology:
-        """One rank per task."""
+        """The topology with one rank per task."""
         return Topology(
             self.rank,
             self.num_tasks,
@@ -88,7 +88,7 @@ class SlurmStep:
 
 
 def read_slurm(variables: Mapping[str, str]) -> Topology | None:
-    """One rank per task of a step; None outside of a step. See [Note: inside a step].
+    """The topology with one rank per task of a step; None outside of a step. See [Note: inside a step].
 
     Raises:
         SetupError: the variables contradict each other.
@@ -98,10 +98,10 @@ def read_slurm(variables: Mapping[str, str]) -> Topology | None:
 
 
 def read_step(variables: Mapping[str, str]) -> SlurmStep | None:
-    """The step that this process is a task of, or None. See [Note: inside a step].
+    """The step of which this process is a task, or None. See [Note: inside a step].
 
     Raises:
-        SetupError: the variables contradict each other, or are not of the form that Slurm writes.
+        SetupError: the variables contradict each other, or do not have Slurm's format.
     """
     if not _is_inside_step(variables):
         return None
@@ -124,7 +124,7 @@ def read_step(variables: Mapping[str, str]) -> SlurmStep | None:
         local_rank=_need(variables, env.SLURM_LOCALID),
         node_rank=_need(variables, env.SLURM_NODEID),
         tasks_per_node=tasks_per_node,
-        # The list of the whole job, where that of the step is missing, is of use only if they are the same.
+        # If the step's list is missing, the job's list can only be used if they are the same.
         hosts=hosts if len(hosts) == num_nodes else (),
     )
     if not 0 <= step.node_rank < num_nodes:
@@ -135,16 +135,16 @@ def read_step(variables: Mapping[str, str]) -> SlurmStep | None:
 
 
 def topology_of_step(variables: Mapping[str, str], rank: int, world_size: int) -> Topology | None:
-    """Where a rank stands whose number was given by hand, if the step explains it.
+    """The position of a rank whose number was given by hand, if it can be derived from the step.
 
-    It does where the numbers are the step's own, and where each node has one task that has started the
-    same number of ranks, counted node by node: a script that spawns one process per GPU.
+    It can if the numbers are the step's own, or if each node has one task that has started the same number of ranks,
+    counted node by node: a script that spawns one process per GPU.
 
     Args:
         variables: the environment.
 
     Returns:
-        None outside of a step, or where rank and world size have nothing to do with it.
+        None outside of a step, or if rank and world size are unrelated to it.
 
     Raises:
         SetupError: Slurm's variables contradict each other.
@@ -162,7 +162,7 @@ def topology_of_step(variables: Mapping[str, str], rank: int, world_size: int) -
 
 
 def describe_allocation(variables: Mapping[str, str]) -> str | None:
-    """For a process that is alone: what Slurm holds for its job and nobody uses. None outside of a job.
+    """For a single process: the unused allocation of its Slurm job. None outside of a job.
 
     >>> describe_allocation({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"})
     'job 7 of Slurm has 4 tasks on 2 nodes'
@@ -195,7 +195,7 @@ def _may_have_a_shell(variables: Mapping[str, str]) -> bool:
 
 
 def is_in_a_shell_of_slurm(pid: int) -> bool:
-    """Whether that process of a step of Slurm, or one above it, is a shell that somebody types into."""
+    """Whether that process of a Slurm step, or one of its ancestors, is an interactive shell."""
     while pid > 1:
         try:
             name, parent = name_and_parent(pid)
@@ -216,7 +216,7 @@ def _begins_a_dialog(word: str) -> bool:
 
 
 def _first(variables: Mapping[str, str], *names: env.Variable[int]) -> int | None:
-    """The value of the first of these that is set."""
+    """The value of the first of these variables that is set; None if none is."""
     return next((value for name in names if (value := name.get(variables)) is not None), None)
 
 
@@ -233,7 +233,7 @@ def _need(variables: Mapping[str, str], *names: env.Variable[int]) -> int:
 def _expand(
     variables: Mapping[str, str], expand: Callable[[str], tuple[_T, ...]], *names: env.Variable[str]
 ) -> tuple[_T, ...]:
-    """The first of these that is set, expanded; empty if none is."""
+    """The first of these variables that is set, expanded; empty if none is."""
     for name in names:
         text = name.get(variables)
         if text is not None:

@@ -1,8 +1,8 @@
-"""Slurm's two shorthands: a list of hosts, and a number per host.
+"""Parses Slurm's two compact formats: a list of hosts, and a number per host.
 
-Pure functions of a text. Both are what Slurm itself writes into the environment of a step, so
-they follow `scontrol show hostnames`, and go beyond it only where a text after the last bracket
-(`gpu-a[01-04]x`, which newer releases write) has one possible meaning.
+Pure functions of a text. Slurm itself writes both formats into the environment of a step. They follow `scontrol show
+hostnames`, except that a text after the last bracket (`gpu-a[01-04]x`, which newer releases write) is accepted too, as
+it has only one possible meaning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 
 __all__ = ["expand_counts", "expand_hosts"]
 
-# More than any cluster has. Slurm draws its line for one range at the same place.
+# More than any cluster has; also Slurm's limit for one range.
 _MAX_HOSTS = 65_536
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -21,14 +21,14 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """The names in a host list, in its order, as often as they stand there.
+    """The names in a host list, in its order, repetitions included.
 
     Args:
-        text: names with commas between them; a name may have ranges in brackets, several times. A
-            range counts as wide as its first number is written.
+        text: comma-separated names; a name may have several ranges in brackets. The numbers of a range are padded to
+            the width of its first one.
 
     Raises:
-        ValueError: the text is no host list; says where.
+        ValueError: the text is not a host list; says where.
 
     >>> expand_hosts("n[1-3,7],gpu-a[01-02]x,login")
     ('n1', 'n2', 'n3', 'n7', 'gpu-a01x', 'gpu-a02x', 'login')
@@ -46,13 +46,13 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """One number per host, from the form that Slurm writes tasks and cores per node in.
+    """One number per host, from Slurm's format for tasks and cores per node.
 
     Args:
-        text: numbers with commas between them; `(x3)` after a number stands for three times.
+        text: comma-separated numbers; `(x3)` after a number means three times.
 
     Raises:
-        ValueError: the text is not of this form; says where.
+        ValueError: the text does not have this format; says where.
 
     >>> expand_counts("2(x2),1")
     (2, 2, 1)
@@ -70,7 +70,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def _split_outside_brackets(text: str) -> list[str]:
-    """The parts between commas that stand in no bracket; empty ones left out, as Slurm does."""
+    """The parts between commas outside of brackets; empty ones are left out, as by Slurm."""
     parts, depth, start = [], 0, 0
     for position, character in enumerate(text):
         depth += {"[": 1, "]": -1}.get(character, 0)
@@ -85,7 +85,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _expand_name(name: str) -> list[str]:
-    """One name with any number of brackets; the last one runs fastest."""
+    """Expand a name with any number of brackets; the last one varies fastest."""
     # re.split with a group: literal, contents of a bracket, literal, contents, …, literal.
     pieces = _BRACKETS.split(name)
     choices = [_expand_ranges(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]

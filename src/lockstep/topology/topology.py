@@ -1,4 +1,4 @@
-"""Where one process stands in a job, and how messages call its ranks."""
+"""The position of one process in a job, and the names of ranks in messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Topology", "name_each", "name_ranks"]
 
 @dataclass(frozen=True)
 class Topology:
-    """Where one process stands in a job.
+    """The position of one process in a job.
 
     Attributes:
         rank: global rank, 0 … world_size-1.
@@ -21,12 +21,10 @@ class Topology:
         local_world_size: number of ranks on this host.
         node_rank: number of this host.
         num_nodes: number of hosts.
-        launcher: who started this process: "lockstep", "torchrun", "mpirun", "slurm", "environment" or
-            "single".
-        hosts: names of the hosts in the order of their numbers, as the launcher calls them; empty where it
-            does not say.
-        unsaid: which of `local_rank`, `local_world_size`, `node_rank` and `num_nodes` nobody has said. They are
-            guesses, until the ranks have told each other where they are.
+        launcher: what started this process: "lockstep", "torchrun", "mpirun", "slurm", "environment" or "single".
+        hosts: names of the hosts in the order of their numbers, as given by the launcher; empty if it gives none.
+        unsaid: which of `local_rank`, `local_world_size`, `node_rank` and `num_nodes` were not provided. They are
+            guesses until the ranks have exchanged their hosts.
     """
 
     rank: int

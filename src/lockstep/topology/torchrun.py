@@ -1,4 +1,4 @@
-"""`RANK`, `WORLD_SIZE` and the names beside them: our launcher, torchrun, and variables set by hand."""
+"""`RANK`, `WORLD_SIZE` and related variables: set by our launcher, by torchrun, or by hand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["read_torchrun"]
 
 
 def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
-    """`RANK` and `WORLD_SIZE`, as our launcher, torchrun and hand-written scripts set them.
+    """The topology from `RANK` and `WORLD_SIZE`, as set by our launcher, torchrun and hand-written scripts.
 
-    Without `LOCAL_WORLD_SIZE` nobody says which ranks are on this host, and what is returned of that is a guess, marked
-    as such (`Topology.unsaid`): all are here, which is how people start two processes by hand, unless `LOCAL_RANK`,
-    where it is not `RANK`, proves otherwise. `WORLD_SIZE` alone is no rank: batch scripts export it and leave the rank
-    to the launcher; `read_topology` checks that it is true.
+    Without `LOCAL_WORLD_SIZE` it is unknown which ranks are on this host, and the result contains a guess, marked as
+    such (`Topology.unsaid`): all are here, which is how people start two processes by hand, unless a `LOCAL_RANK` other
+    than `RANK` proves otherwise. `WORLD_SIZE` alone gives no rank: batch scripts export it and leave the rank to the
+    launcher; `read_topology` checks that it is correct.
     """
     rank, world_size = env.RANK.get(variables), env.WORLD_SIZE.get(variables)
     if rank is None:
@@ -34,12 +34,12 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
     if local_world_size is None:
         unsaid = ("local_world_size", *(name for name, value in said.items() if value is None))
         local_world_size = _guess_local_world_size(rank, world_size, local_rank, node_rank)
-    ranks_per_host = max(local_world_size, 1)  # Topology itself refuses a size below 1.
+    ranks_per_host = max(local_world_size, 1)  # Topology itself refuses a size below 1
     if local_rank is None:
         local_rank = rank % ranks_per_host
     if node_rank is None:
         node_rank = rank // ranks_per_host
-    if num_nodes is None:  # Hosts may hold different numbers of ranks, so this is a guess.
+    if num_nodes is None:  # a guess, because hosts may have different numbers of ranks
         num_nodes = max(node_rank + 1, -(-world_size // ranks_per_host))
     if env.LOCKSTEP_RENDEZVOUS.get(variables) is not None:
         launcher = "lockstep"
@@ -51,7 +51,7 @@ def read_torchrun(variables: Mapping[str, str]) -> Topology | None:
 
 
 def _guess_local_world_size(rank: int, world_size: int, local_rank: int | None, node_rank: int | None) -> int:
-    """How many ranks are here if they are counted host by host, and as many on each as the numbers tell."""
+    """The number of ranks on this host, assuming that ranks are counted host by host, with equal numbers on each."""
     before = rank - (rank if local_rank is None else local_rank)  # ranks of the hosts before this one
     if local_rank is None or before <= 0:
         return world_size

@@ -1,4 +1,4 @@
-"""What the engine asks autograd inside of a backward pass, and of the transforms of torch.func."""
+"""Queries of autograd inside of a backward pass, and of the transforms of torch.func."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ current_graph_task_id: Callable[[], int] = need("torch._C._current_graph_task_id
 """Number of the backward pass that runs on this thread; -1 outside of one."""
 
 current_node: Callable[[], Node | None] = need("torch._C._current_autograd_node")
-"""The node that the backward pass on this thread is at, also in a hook of a tensor; None outside of one."""
+"""The node that the backward pass on this thread is executing, even in a hook of a tensor; None outside of one."""
 
 will_engine_execute_node: Callable[[Any], bool] = need("torch._C._will_engine_execute_node")
-"""Whether the backward pass under way runs a node; RuntimeError for a leaf that `autograd.grad` was asked for."""
+"""Whether the current backward pass will execute a node; RuntimeError for a leaf passed to `autograd.grad`."""
 
 queue_callback: Callable[[Callable[[], None]], None] = need("torch.autograd.Variable._execution_engine.queue_callback")
-"""Have a function called at the end of the backward pass under way; RuntimeError outside of one."""
+"""Register a function to be called at the end of the current backward pass; RuntimeError outside of one."""
 
 version_of: Callable[[torch.Tensor], int] = attribute("torch.Tensor._version", default=0)
-"""How often a tensor has been written to in place."""
+"""The number of in-place writes to a tensor."""
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attribute("torch.Tensor._base", default=None)
-"""The tensor that a tensor is a view of, for autograd; else None."""
+"""The tensor of which a tensor is a view, for autograd; else None."""
 
 innermost_transform: Callable[[], Any] = need("torch._C._functorch.peek_interpreter_stack")
-"""The transform of `torch.func` (grad, vmap, …) that this thread is in; None outside of all."""
+"""The transform of `torch.func` (grad, vmap, …) that is active on this thread; None if there is none."""
 
 without_transforms: Callable[[], AbstractContextManager[object]] = need("torch._C._DisableFuncTorch")
-"""A context in which tensors are what they are outside of the transforms of `torch.func`."""
+"""A context in which tensors behave as outside of the transforms of `torch.func`."""
 
 _transform_of: Callable[[torch.Tensor], int] = need("torch._C._functorch.maybe_get_level")
 _unwrapped: Callable[[torch.Tensor], torch.Tensor] = need("torch._C._functorch.get_unwrapped")

@@ -1,12 +1,12 @@
-"""What autocast casts on CUDA, for tensors in CPU memory.
+"""Makes autocast cast CPU tensors like CUDA tensors.
 
-torch has a list of operators to cast for each type of device, and the CPU's is shorter: its softmax, its sums and its
-layer norm stay in 16 bits, where CUDA's run in float32. What is to compute on the CPU as it would on a GPU gets the
-list of CUDA here: kernels under the CPU's key of autocast. They are reached only where autocast for the CPU is on.
+torch has a list of operators to cast for each device type, and the CPU's is shorter: its softmax, its sums and its
+layer norm stay in 16 bits, while CUDA's run in float32. To make the CPU compute as a GPU would, this module registers
+CUDA's list as kernels under the CPU's autocast key. They are only called while autocast for the CPU is enabled.
 
-[Note: lists] The operators stand by how CUDA casts them in `ATen/autocast_mode.h`; one that the torch at hand does
-not cast on CUDA is left alone. What only the CPU's list has stays as it is: it computes in float32 what has no
-kernel in 16 bits.
+[Note: lists] The operators are grouped by how CUDA casts them in `ATen/autocast_mode.h`; those that the installed torch
+does not cast on CUDA are left alone. Operators that are only in the CPU's list are unchanged: it computes in float32
+those that have no 16-bit kernel.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LOWER = frozenset(
     | {"_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
     | {"_scaled_dot_product_flash_attention", "scaled_dot_product_attention"}
 )
-"""Floating arguments come in the dtype of autocast."""
+"""Floating-point arguments are cast to the dtype of autocast."""
 
 RECURRENT = frozenset(
     f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")
 )
-"""The same; on CUDA what cuDNN has for them is on the list, which a CPU does not come to."""
+"""The same; CUDA's list has the cuDNN functions that implement them, which are not called on a CPU."""
 
 FLOAT32 = frozenset(
     {"acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"}
@@ -54,16 +54,16 @@ FLOAT32 = frozenset(
     | {"prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm"}
     | {"linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_matrix_sqrth", "sum", "sum.dim_IntList"}
 )
-"""Floating arguments come in float32, unless the call names the dtype of its result."""
+"""Floating-point arguments are cast to float32, unless the call specifies the dtype of its result."""
 
 WIDEST = frozenset(
     {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"}
     | {"scatter_add"}
 )
-"""Floating arguments come in the widest dtype among them."""
+"""Floating-point arguments are cast to the widest dtype among them."""
 
 BANNED = frozenset({"binary_cross_entropy"})
-"""An error, whatever the arguments are."""
+"""These raise an error, whatever the arguments are."""
 
 _REFUSAL = (
     "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. Use "
@@ -81,12 +81,12 @@ def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 class _Kernel:
-    """What runs for one operator under the CPU's key of autocast.
+    """The kernel of one operator under the CPU's autocast key.
 
     Args:
-        name: of the operator.
-        casts_cpu: whether tensors that say that they lie on the CPU are cast, too.
-        off: makes a context without casts.
+        name: name of the operator.
+        casts_cpu: whether to also cast tensors whose device is the CPU.
+        off: creates a context without casts.
     """
 
     def __init__(self, name: str, casts_cpu: bool, off: Callable[[], AbstractContextManager[None]]) -> None:
@@ -99,10 +99,10 @@ class _Kernel:
         self._off = off
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Cast, and run the operator itself without casts."""
+        """Cast the arguments, and run the operator itself without casts."""
         change = self._change(args, kwargs)
         if change is None:
-            # What it is made of may stand on the CPU's list.
+            # The operators that it consists of may be in the CPU's list.
             result = self._operator.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -112,7 +112,7 @@ class _Kernel:
             return self._operator(*args, **kwargs)
 
     def _lower(self, tensor: Tensor) -> torch.dtype | None:
-        """The dtype of autocast for a tensor; None where it takes no part."""
+        """The dtype of autocast for a tensor; None if it is not cast."""
         if not tensor.is_floating_point() or tensor.dtype is torch.float64:
             return None
         kind = tensor.device.type
@@ -121,7 +121,7 @@ class _Kernel:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _change(self, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor] | None:
-        """What happens to each tensor among the arguments; None for nothing."""
+        """The change to apply to each tensor among the arguments; None for none."""
         lower: list[tuple[Tensor, torch.dtype]] = []
 
         def look(tensor: Tensor) -> Tensor:
@@ -150,24 +150,25 @@ class _Kernel:
 
 
 def _casts_off() -> Callable[[], AbstractContextManager[None]] | None:
-    """Makes contexts in which autocast for the CPU is off; None in a torch that has none."""
+    """A factory of contexts in which autocast for the CPU is disabled; None if this torch has none."""
     guard, keys = find("torch._C._ExcludeDispatchKeyGuard"), find("torch._C.DispatchKeySet")
     key = getattr(find("torch._C.DispatchKey"), _KEY, None)
     return None if guard is None or keys is None or key is None else functools.partial(guard, keys(key))
 
 
 def _listed(key: str) -> frozenset[str]:
-    """The operators that this torch casts under a key of autocast."""
+    """The operators that this torch casts under an autocast key."""
     known = find("torch._C._dispatch_get_registrations_for_dispatch_key")
     return frozenset() if known is None else frozenset(name.removeprefix("aten::") for name in known(key))
 
 
 class CudaCasts:
-    """CUDA's list, in force from construction until `remove`. For the whole process; at most one at a time counts.
+    """CUDA's list, in force from construction until `remove`. For the whole process; at most one at a time is active.
 
     Args:
-        everywhere: for all tensors that autocast for the CPU casts, but for what is banned. Otherwise for those that
-            say they lie on CUDA; others are then cast by the CPU's own list, as far as both lists agree.
+        everywhere: apply to all tensors that autocast for the CPU casts, except for banned functions. Otherwise to
+            those whose device is CUDA; others are then cast according to the CPU's own list, as far as both lists
+            agree.
     """
 
     _current: CudaCasts | None = None
@@ -175,7 +176,7 @@ class CudaCasts:
     def __init__(self, everywhere: bool) -> None:
         self._library: Any = None
         if CudaCasts._current is not None:
-            return  # One that is there casts all that this one would.
+            return  # the existing one casts everything that this one would
         CudaCasts._current = self
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         off, on_cpu, on_cuda = _casts_off(), _listed(_KEY), _listed("AutocastCUDA")
@@ -190,7 +191,7 @@ class CudaCasts:
                 self._library.impl(name, _Kernel(name, everywhere or name in on_cpu, off), _KEY)
 
     def remove(self) -> None:
-        """Leave autocast for the CPU as it was."""
+        """Restore autocast for the CPU."""
         if CudaCasts._current is self:
             CudaCasts._current = None
             self._library._destroy()

@@ -1,4 +1,4 @@
-"""Functions that Dynamo runs as they are, inside of what it compiles."""
+"""Excludes functions from compilation by Dynamo."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _EVAL_FRAME = "torch._C._dynamo.eval_frame"
 
 
 def untraced(call: _Call) -> _Call:
-    """The same function, marked by its code object, which costs a call nothing.
+    """The same function, marked by its code object, so that calls have no overhead.
 
-    `torch.compiler.disable`, which stands in where a name is missing, imports the compiler at the first call, and
-    puts a function around each.
+    `torch.compiler.disable`, the substitute if a name is missing, imports the compiler at the first call, and wraps
+    each function in another.
     """
     return call if _mark(call, True) else cast(_Call, torch.compiler.disable(call))  # type: ignore[no-untyped-call]
 
 
 def left_out(with_what_it_calls: bool) -> Callable[[_Call], _Call]:
-    """A decorator: Dynamo runs the function as it is. Releases that lack the names compile it as well as they can.
+    """A decorator: Dynamo runs the function uncompiled. Releases that lack the names compile it as well as they can.
 
     Args:
-        with_what_it_calls: and what it calls, too; else that is compiled, as if it were called from outside.
+        with_what_it_calls: also exclude the functions that it calls; otherwise these are compiled.
     """
 
     def decorate(call: _Call) -> _Call:
@@ -40,8 +40,8 @@ def left_out(with_what_it_calls: bool) -> Callable[[_Call], _Call]:
 
 
 def _mark(call: Callable[..., object], with_what_it_calls: bool) -> bool:
-    """Whether this torch can be told."""
-    # Without a warning: older releases lack the names, and nothing is off there.
+    """Mark a function; returns whether this torch supports that."""
+    # Without a warning: older releases lack the names, and nothing breaks there.
     names = ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy")
     action, strategy, mark = (resolve(record_of(f"{_EVAL_FRAME}.{name}").name) for name in names)
     if MISSING in (action, strategy, mark):

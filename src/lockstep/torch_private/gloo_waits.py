@@ -1,9 +1,9 @@
 """Ends a wait for a send or receive of Gloo from another thread.
 
 [Note: waits that no error ends] When a connection breaks, Gloo wakes the threads that wait for a transfer which has not
-begun, and forgets the one that was in the middle of its bytes: a thread that waits for that one waits for ever. The
-class of such transfers has a method that ends the wait, and torch does not hand it to Python. So it is called where the
-library has it, after a look whether the object is one of that class: its first word says so.
+begun, but not for the one that was in progress: a thread that waits for that one waits for ever. The class of such
+transfers has a method that ends the wait, which torch does not expose to Python. So it is called at its address in the
+library, after a check that the object is of that class: its first word says so.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 __all__ = ["can_end_waits", "end_wait"]
 
 _CLASSES = ("RecvWork", "SendWork")
-_VALUE_OFFSET = object.__basicsize__  # of the pointer to the C++ object, in an object of pybind11
-_FUNCTIONS_OFFSET = 2 * ctypes.sizeof(ctypes.c_void_p)  # of what objects point to, in the table of their class
+_VALUE_OFFSET = object.__basicsize__  # of the pointer to the C++ object, in a pybind11 object
+_FUNCTIONS_OFFSET = 2 * ctypes.sizeof(ctypes.c_void_p)  # of the entries to which objects point, in the vtable
 
 
 def end_wait(work: Any) -> bool:
     """End the wait of another thread for this work: `work.wait` returns False there. Local.
 
     Args:
-        work: what `send` or `recv` of torch's ProcessGroupGloo returned, whose connection is gone.
+        work: the return value of `send` or `recv` of torch's ProcessGroupGloo, whose connection is gone.
 
     Returns:
-        Whether it could be done.
+        Whether this was possible.
     """
     if type(work) is not torch.distributed.Work:
         return False
@@ -45,13 +45,13 @@ def end_wait(work: Any) -> bool:
 
 
 def can_end_waits() -> bool:
-    """Whether this torch has what ends a wait."""
+    """Whether this torch has the method that ends a wait."""
     return len(_aborts()) == len(_CLASSES)
 
 
 @functools.cache
 def _aborts() -> dict[int, Callable[[int], None]]:
-    """What ends a wait, by the first word of the objects that it is for; empty where torch has another form."""
+    """The methods that end a wait, by the first word of their objects; empty if torch's layout differs."""
     found: dict[int, Callable[[int], None]] = {}
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))

@@ -1,4 +1,4 @@
-"""The private side of `torch.distributed`. May be imported while that is being imported."""
+"""The private part of `torch.distributed`. May be imported while that is being imported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _IS_BUILT_IN = frozenset({"undefined", "gloo", "nccl", "ucc", "mpi", "xccl"})
 
 
 def plugin_backends() -> list[str]:
-    """Names of the backends that somebody has registered, in small letters."""
+    """Names of the backends that have been registered, in lower case."""
     plugins = find("torch.distributed.distributed_c10d.Backend._plugins")
     if plugins is None:
         return [name for name in dist.Backend.backend_list if name not in _IS_BUILT_IN]
@@ -52,18 +52,18 @@ def plugin_backends() -> list[str]:
 
 
 def _world() -> Any:
-    """What torch knows of all groups of this process; None where it does not tell. Asked in every step."""
+    """torch's registry of all groups of this process; None if unavailable. Called in every step."""
     world = getattr(distributed_c10d, "_world", None)
     return find("torch.distributed.distributed_c10d._world") if world is None else world
 
 
 def group_count() -> int | None:
-    """From which number the next group gets its name; None where torch does not tell."""
+    """The number that the next group's name will be made of; None if unavailable."""
     return getattr(_world(), "group_count", None)
 
 
 def set_group_count(count: int | None) -> None:
-    """Take back the names that a failed `init_process_group` has given, so that all ranks count alike."""
+    """Undo the naming of groups by a failed `init_process_group`, so that all ranks count alike."""
     if count is not None:
         world = _world()
         assert world is not None  # it had a count before
@@ -71,7 +71,7 @@ def set_group_count(count: int | None) -> None:
 
 
 def open_groups() -> list[Any]:
-    """The groups of this process; empty where torch does not tell."""
+    """The groups of this process; empty if unavailable."""
     return list(getattr(_world(), "pg_map", ()))
 
 
@@ -81,29 +81,29 @@ def is_registered(group: Any) -> bool:
 
 
 def note_ranks(group: Any, global_ranks: Sequence[int]) -> None:
-    """Have torch know which ranks are in a group that it has made for us."""
+    """Register with torch which ranks are in a group that it has created for us."""
     known = getattr(_world(), "pg_group_ranks", None)
     if known is not None:
         known[group] = {rank: index for index, rank in enumerate(global_ranks)}
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """The backend that torch's group has for a kind of device."""
+    """The backend that torch's group has for a device type."""
     return group._get_backend(torch.device(device))
 
 
 def start_coalescing(group: Any, device: torch.device) -> None:
-    """What a group is asked for next, on that device, is one call. By torch's own method, whatever overrides it."""
+    """Start coalescing the next calls on that device into one. By torch's own method, even if it is overridden."""
     dist.ProcessGroup._start_coalescing(group, device)
 
 
 def end_coalescing(group: Any, device: torch.device) -> Any:
-    """Those were all. Returns the handle."""
+    """End coalescing. Returns the handle."""
     return dist.ProcessGroup._end_coalescing(group, device)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set how long later calls of a group of torch's wait. By its public method, where this torch has one. Local."""
+    """Set the timeout of later calls of one of torch's groups. By its public method, if this torch has one. Local."""
     if hasattr(group, "set_timeout"):
         group.set_timeout(timeout)
         return
@@ -113,7 +113,7 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def sequence_number_of(group: Any) -> int | None:
-    """How many collectives a group of torch's has begun; None where it does not count."""
+    """How many collectives one of torch's groups has started; None if it does not count."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
@@ -121,20 +121,20 @@ def sequence_number_of(group: Any) -> int | None:
 
 
 def default_store() -> Any:
-    """The store through which the default group met; None where torch does not tell."""
+    """The store through which the default group met; None if unavailable."""
     get = find("torch.distributed.distributed_c10d._get_default_store")
     return None if get is None else get()
 
 
 def rendezvous_handlers() -> dict[str, Callable[..., Any]] | None:
-    """By which function torch meets, for each scheme of `init_method`; None where it does not tell."""
+    """torch's rendezvous function for each scheme of `init_method`; None if unavailable."""
     # `torch.distributed.rendezvous` is also a function, which hides the module.
     importlib.import_module("torch.distributed.rendezvous")
     return find("torch.distributed.rendezvous._rendezvous_handlers")
 
 
 def default_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long a group of torch's waits if nobody says."""
+    """The default timeout of one of torch's groups."""
     get = find("torch.distributed.distributed_c10d._get_default_timeout")
     timeout: timedelta = (
         distributed_c10d.default_pg_timeout if get is None else get(dist.Backend(dist.get_backend(group)))
@@ -143,7 +143,7 @@ def default_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def device_types_of(group: dist.ProcessGroup) -> frozenset[str]:
-    """Of which kinds of devices a group takes tensors, such as {"cpu", "cuda"}."""
+    """The device types whose tensors a group accepts, such as {"cpu", "cuda"}."""
     devices = getattr(group, "_device_types", None)
     if devices is None:
         find("torch._C._distributed_c10d.ProcessGroup._device_types")
@@ -152,22 +152,22 @@ def device_types_of(group: dist.ProcessGroup) -> frozenset[str]:
 
 
 def join_config_of(engine: Any) -> Any:
-    """What `torch.distributed.algorithms.Join` has told a Joinable: whether it is enabled, and when it raises."""
+    """The settings that `torch.distributed.algorithms.Join` passed to a Joinable: enabled or not, when it raises."""
     return engine._join_config
 
 
 def tell_join_config(engine: Any, config: Any) -> None:
-    """Tell a Joinable what `Join` tells it when the context is made, and never takes back: `config`."""
+    """Pass a Joinable the settings that `Join` passes when the context is created, and never resets: `config`."""
     engine._join_config = config
 
 
 def gloo_device(address: str) -> Any:
-    """What Gloo listens by, at an address of this host, from now until nobody holds it. Local."""
-    gloo: Any = distributed_c10d.ProcessGroupGloo  # whose methods torch's stubs leave out
+    """Gloo's listener at an address of this host, open until it is no longer referenced. Local."""
+    gloo: Any = distributed_c10d.ProcessGroupGloo  # whose methods are missing in torch's stubs
     try:
-        # Else TORCH_GLOO_LAZY_INIT may have ranks connect at their first transfer.
+        # Otherwise TORCH_GLOO_LAZY_INIT may make ranks connect at their first transfer.
         return gloo.create_device(hostname=address, lazy_init=False)
-    except TypeError:  # torch 2.6 does not know lazy ones
+    except TypeError:  # torch 2.6 has no lazy devices
         return gloo.create_device(hostname=address)
 
 
@@ -176,7 +176,7 @@ def gloo_group(store: Store, rank: int, world_size: int, device: Any, timeout: t
 
     Raises:
         RuntimeError: the ranks could not connect.
-        SetupError: this torch has another way to choose the address.
+        SetupError: this torch chooses the address in another way.
     """
     gloo: Any = distributed_c10d.ProcessGroupGloo
     make_options = find("torch.distributed.distributed_c10d.ProcessGroupGloo._Options")
@@ -193,7 +193,7 @@ def gloo_group(store: Store, rank: int, world_size: int, device: Any, timeout: t
 
 
 def coalescing_manager(*args: Any, **options: Any) -> Any:
-    """torch's context manager for several collectives in one. See its docstring for the arguments."""
+    """torch's context manager that coalesces several collectives into one. See its docstring for the arguments."""
     manager = find("torch.distributed.distributed_c10d._coalescing_manager")
     assert manager is not None, "this torch has no _coalescing_manager"
     return manager(*args, **options)

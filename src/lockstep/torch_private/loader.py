@@ -1,4 +1,4 @@
-"""How `lockstep.DataLoader` stands in torch's loader."""
+"""The private part of torch's DataLoader, for `lockstep.DataLoader`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _get_iterator = need("torch.utils.data.DataLoader._get_iterator")
 
 
 def iterator_of(loader: DataLoader[Any]) -> Any:
-    """torch's own iterator over a loader, whatever its class puts in the place of it."""
-    # torch draws the workers' seed on the default device from `loader.generator`, which is the CPU's. A worker inherits
-    # the mode by fork, so that it is entered only where there is another default.
+    """torch's own iterator over a loader, even if its class overrides `__iter__`."""
+    # torch draws the workers' seed on the default device from `loader.generator`, which is on the CPU. Workers inherit
+    # the mode by fork, so it is only entered if the default is another device.
     default = torch.empty(0).device.type
     with torch.device("cpu") if default != "cpu" else nullcontext():
-        # Looked up again: others replace it, too.
+        # Looked up at each call: others replace it, too.
         return getattr(DataLoader, "_get_iterator", _get_iterator)(loader)
 
 
 def end_workers_with(iterator: Any) -> None:
-    """Have the workers of one of torch's iterators end where it is collected as part of a reference cycle. Local.
+    """Make the workers of one of torch's iterators end when it is collected as part of a reference cycle. Local.
 
-    An error of a worker makes such a cycle, by torch's frames in its traceback. multiprocessing ends the queues in it
-    before torch's `__del__` tells the workers through them to end, and torch then waits for each of them, some seconds.
-    What a finalizer holds is no part of the cycle.
+    An error of a worker creates such a cycle, by torch's frames in its traceback. multiprocessing closes the queues in
+    it before torch's `__del__` tells the workers through them to end, and torch then waits several seconds for each of
+    them. Objects held by a finalizer are not part of the cycle.
     """
     ended, queues = getattr(iterator, "_workers_done_event", None), getattr(iterator, "_index_queues", None)
     if ended is not None and queues:
@@ -48,12 +48,12 @@ def _end_workers(ended: Any, queues: Sequence[Any], pid: int) -> None:
 
 
 def set_guarded(loader: Any, name: str, value: object) -> None:
-    """Set an attribute that a class of torch's lets nobody set after construction: `dataset`, `batch_size`, ….
+    """Set an attribute that one of torch's classes protects after construction: `dataset`, `batch_size`, ….
 
     Args:
         loader: a DataLoader, or the frozen information of a worker.
-        name: of the attribute.
-        value: what it shall be.
+        name: name of the attribute.
+        value: its new value.
     """
     object.__setattr__(loader, name, value)
 
@@ -62,20 +62,20 @@ _COLLATE_FUNCTIONS = "torch.utils.data._utils.collate.default_collate_fn_map"
 
 
 def stacks_as_torch() -> bool:
-    """Whether torch's default collate function stacks tensors as torch made it. Local.
+    """Whether torch's default collate function stacks tensors in the original way. Local.
 
-    Torch's documentation has users put a function of their own in the place of that.
+    torch's documentation suggests that users replace it by a function of their own.
     """
     functions = find(_COLLATE_FUNCTIONS) or {}
     return getattr(functions.get(torch.Tensor), "__module__", None) == _COLLATE_FUNCTIONS.rpartition(".")[0]
 
 
 def stack_into(new_memory: Callable[[int], torch.Tensor | None], at_least_bytes: int) -> None:
-    """Have torch's default collate function stack tensors in memory of ours, in this worker process.
+    """Make torch's default collate function stack tensors in our memory, in this worker process.
 
     Args:
         new_memory: takes a size in bytes; returns a uint8 tensor of that size, or None.
-        at_least_bytes: smaller stacks are made in memory of torch's, which is not shared.
+        at_least_bytes: smaller stacks are created in torch's memory, which is not shared.
     """
     functions = find(_COLLATE_FUNCTIONS)
     if functions is None or not stacks_as_torch():

@@ -1,4 +1,4 @@
-"""Finds names of the table in the torch that runs. Imports no torch by itself.
+"""Finds names of the table in the installed torch. Does not import torch by itself.
 
 >>> find("torch._C._current_graph_task_id")()
 -1
@@ -19,13 +19,13 @@ from lockstep.torch_private.table import record_of
 __all__ = ["MISSING", "attribute", "find", "need", "owner_of", "resolve", "warn_missing"]
 
 MISSING: Any = object()
-"""What `resolve` returns for a name that is not there."""
+"""The return value of `resolve` for a missing name."""
 
 _logger = get_logger(__name__)
 
 
 def resolve(name: str) -> Any:
-    """What a dotted name stands for, or MISSING. The longest part of it that is a loaded module is where it begins."""
+    """The object with a dotted name, or MISSING. Starts from the longest part of it that is a loaded module."""
     parts = name.split(".")
     count = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules), 0)
     try:
@@ -50,13 +50,13 @@ def owner_of(name: str) -> tuple[Any, str]:
 
 
 def warn_missing(name: str) -> None:
-    """Say, once, that torch has no such name and what that means."""
+    """Warn, once, that torch has no such name, and what that means."""
     record = record_of(name)
     warn_once(_logger, f"this torch has no {name} ({record.why}): {record.without}")
 
 
 def find(name: str) -> Any | None:
-    """What a name of the table stands for; None, and one warning, where torch has no such name. Local."""
+    """The object with a name of the table; None, and one warning, if torch has no such name. Local."""
     record_of(name)
     value = resolve(name)
     if value is MISSING:
@@ -66,10 +66,10 @@ def find(name: str) -> Any | None:
 
 
 class _Refusal:
-    """Stands for a function or class that torch lacks.
+    """Replaces a function or class that torch lacks.
 
     Args:
-        name: of the table.
+        name: its name in the table.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,10 +88,10 @@ class _Refusal:
 
 
 def need(name: str) -> Any:
-    """A function or class of torch without which something of Lockstep cannot work. Local.
+    """A function or class of torch that a feature of Lockstep cannot work without. Local.
 
     Returns:
-        It; where torch has none, something that raises SetupError when it is used.
+        The object; if torch has none, an object that raises SetupError when it is used.
     """
     record_of(name)
     value = resolve(name)
@@ -99,11 +99,11 @@ def need(name: str) -> Any:
 
 
 def attribute(name: str, default: Any) -> Callable[[Any], Any]:
-    """A reader of an attribute that torch's class has. Local.
+    """A reader of an attribute of one of torch's classes. Local.
 
     Args:
-        name: of the table, such as "torch.Tensor._version".
-        default: what it reads where torch has no such attribute, after one warning.
+        name: its name in the table, such as "torch.Tensor._version".
+        default: its value if torch has no such attribute, after one warning.
     """
     owner, last = owner_of(name)
     record_of(name)

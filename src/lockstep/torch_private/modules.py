@@ -1,4 +1,4 @@
-"""The inside of `nn.Module`, classes that torch's own layers derive from, and what `nn.DataParallel` is made of."""
+"""Internals of `nn.Module`, base classes of torch's own layers, and the parts of `nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ _replicate = need("torch.nn.Module._replicate_for_data_parallel")
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Where a module keeps its children: written to by callers, and with those that stand there twice or are None."""
+    """A module's own dict of children, which callers may change; it includes repeated children and None."""
     return module._modules
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Where a module keeps its own parameters."""
+    """A module's own dict of parameters."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Where a module keeps its own buffers."""
+    """A module's own dict of buffers."""
     return module._buffers
 
 
 def copy_for_replica(module: nn.Module) -> nn.Module:
-    """A copy of a module without parameters, by its own method where it has one."""
+    """A copy of a module without parameters, by its own method if it has one."""
     copy: nn.Module = getattr(module, REPLICATE, functools.partial(_replicate, module))()
     return copy
 
 
 def copy_by_class(module: nn.Module) -> nn.Module:
-    """The same by the method of its class, whatever stands in the place of that on the module itself."""
+    """The same by the method of its class, even if an attribute of the module replaces that."""
     copy: nn.Module = getattr(type(module), REPLICATE, _replicate)(module)
     return copy
 
 
 def mark_as_stepped(optimizer: Any) -> None:
-    """Let a scheduler of the learning rate take a step that was left out for one that was made."""
+    """Make learning rate schedulers treat a skipped step of the optimizer as done."""
     optimizer._opt_called = True

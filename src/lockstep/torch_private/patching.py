@@ -1,11 +1,11 @@
-"""Replaces names of torch; the only module that does, besides rehearsals. Imports no torch by itself.
+"""Replaces names of torch; the only module that does, except for rehearsals. Does not import torch by itself.
 
-What is replaced has a record in the table with `Use.PATCH` or `Use.ADD`. A name that torch lacks is not patched: one
-warning says what is off, and torch stays as it is.
+Every replaced name has a record in the table with `Use.PATCH` or `Use.ADD`. A name that torch lacks is not patched: one
+warning says which feature is off, and torch is unchanged.
 
-[Note: what the compiler knows] Dynamo lists functions of torch.distributed that it compiles in its own way, when the
-module with that list is first imported. A function that takes the place of a listed one takes its entry, too, as if it
-had been there then; Dynamo would trace into it otherwise, and fail at the listed one.
+[Note: what the compiler knows] Dynamo has a list of functions of torch.distributed that it compiles in special ways,
+made when the module with that list is first imported. A function that replaces a listed one takes over its entry, as if
+it had been there then; otherwise Dynamo would trace into it, and fail at the listed one.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _LISTING = "torch.distributed._functional_collectives"
 
 
 def patch(name: str, value: object, alias: str | None = None) -> bool:
-    """Put a value in the place of a name of torch. Local.
+    """Replace a name of torch by a value. Local.
 
     Args:
         name: full name; in the table with `Use.PATCH`.
-        value: what it stands for from now on.
-        alias: another module that had taken the same object over, such as "torch.distributed"; changed too if so.
+        value: the new value.
+        alias: another module that has imported the same object, such as "torch.distributed"; changed too, if it has.
 
     Returns:
-        Whether it was done; False, and one warning, where torch has no such name.
+        Whether it was done; False, and one warning, if torch has no such name.
     """
     record_of(name, Use.PATCH)
     owner, last = owner_of(name)
@@ -55,7 +55,7 @@ def patch(name: str, value: object, alias: str | None = None) -> bool:
 
 
 def _take_entry(original: object, value: object) -> None:
-    """See [Note: what the compiler knows]. Older releases list less, or nothing, so that nobody is warned."""
+    """See [Note: what the compiler knows]. No warning, because older releases list fewer functions, or none."""
     name = f"{_LISTING}.traceable_collective_remaps"
     listed = resolve(name) if _LISTING in sys.modules else MISSING
     if isinstance(listed, dict) and inspect.isfunction(original) and original in listed:
@@ -64,11 +64,11 @@ def _take_entry(original: object, value: object) -> None:
 
 
 def wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], alias: str | None = None) -> bool:
-    """Put `make(original)` in the place of a function of torch, under its name and docstring. Local.
+    """Replace a function of torch by `make(original)`, keeping its name and docstring. Local.
 
     Args:
         name: as for `patch`.
-        make: gets the function that is there and returns the one to put there.
+        make: receives the current function and returns its replacement.
         alias: as for `patch`.
 
     Returns:
@@ -80,9 +80,9 @@ def wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], al
 
 
 def wrap_once(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], alias: str | None = None) -> bool:
-    """As `wrap`, unless it was done before, by another copy of this package too. Local.
+    """Like `wrap`, unless it was done before, even by another copy of this package. Local.
 
-    A name that this torch lacks has nothing to wrap, and nobody is warned: other releases have it.
+    If this torch lacks the name, there is nothing to wrap, and no warning: other releases have it.
 
     Returns:
         Whether it was done now.
@@ -101,11 +101,11 @@ def wrap_once(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def add(name: str, value: object) -> bool:
-    """Put a value where torch has nothing of that name; what it has stays. Local.
+    """Add a name to torch, unless it exists. Local.
 
     Args:
         name: full name; in the table with `Use.ADD`.
-        value: what it stands for.
+        value: its value.
 
     Returns:
         Whether it was done.
@@ -119,7 +119,7 @@ def add(name: str, value: object) -> bool:
 
 
 def add_module(name: str, content: Mapping[str, Any], doc: str) -> bool:
-    """Put a module where torch has none of that name; a real one stays. Local.
+    """Add a module to torch, unless it exists. Local.
 
     Args:
         name: full name; in the table with `Use.ADD`.
@@ -142,7 +142,7 @@ def add_module(name: str, content: Mapping[str, Any], doc: str) -> bool:
 
 
 def replace_attribute(owner: Any, name: str, value: object) -> None:
-    """Put a value in the place of an attribute of a module that the user has named, and back again. Local.
+    """Replace an attribute of a module that the user has named, or restore it. Local.
 
     For Apex's amp, whose users register functions of any module to be cast.
     """

@@ -1,4 +1,4 @@
-"""What the table says of one name of torch. Imports no torch."""
+"""The description of one name of torch in the table. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Use(enum.Enum):
     OVERRIDE = "override"
     """Defines it in a subclass, where torch calls it."""
     PATCH = "patch"
-    """Puts something else in its place."""
+    """Replaces it."""
     ADD = "add"
-    """Puts it where torch has nothing of that name."""
+    """Adds it if torch has nothing of that name."""
     BEHAVIOUR = "behaviour"
-    """Relies on what torch does and does not promise."""
+    """Relies on behaviour of torch that is not guaranteed."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class NameRecord:
     """One name.
 
     Attributes:
-        name: its full name; `*` stands for any text, where one reason holds for several names.
-        use: what is done with it.
-        why: what it is for.
-        without: what happens where torch has no such name.
-        when: "always" or the occasion.
+        name: its full name; `*` stands for any text, if one reason applies to several names.
+        use: how it is used.
+        why: what it is used for.
+        without: the consequence if torch has no such name.
+        when: "always", or when it is used.
         since: the first release of torch that has it, among those that Lockstep supports.
         until: the last one; empty while the newest has it.
-        folder: the package of ours that uses it by itself; empty where `torch_private` does.
+        folder: the package of ours that uses it directly; empty for `torch_private`.
     """
 
     name: str

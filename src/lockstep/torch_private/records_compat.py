@@ -1,4 +1,4 @@
-"""What scripts for other libraries, old releases of torch and GPUs need of torch."""
+"""Names of torch needed for scripts for other libraries, old releases of torch and GPUs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ def _old(name: str, use: Use, why: str) -> NameRecord:
 
 
 RECORDS = (
-    _old("torch.Tensor.eq", Use.PATCH, "2-d results lie in memory row by row, so that view(-1) takes them"),
-    NameRecord("torch.full", Use.PATCH, "of a whole number gives floats, as until torch 1.5", _OLD, "with --compat"),
-    _old("torch.serialization.load", Use.PATCH, "takes argparse.Namespace and numpy's numbers, which run no code"),
-    _old("torch.utils.data.DataLoader.__init__", Use.PATCH, "batch_size=64.0 is 64"),
-    _old("torch.utils.data.BatchSampler.__init__", Use.PATCH, "batch_size=64.0 is 64"),
-    _old("torch.utils.data.Sampler.__init__", Use.PATCH, "takes data_source and ignores it, as it did"),
-    _old("torch.optim.lr_scheduler.*.__init__", Use.PATCH, "schedulers take verbose=…, which torch 2.7 dropped"),
-    _old("torch.distributed.*_multigpu", Use.ADD, "several tensors of one process"),
+    _old("torch.Tensor.eq", Use.PATCH, "2-d results are stored row by row, so that view(-1) works"),
+    NameRecord(
+        "torch.full", Use.PATCH, "returns floats for an integer fill value, as until torch 1.5", _OLD, "with --compat"
+    ),
+    _old("torch.serialization.load", Use.PATCH, "accepts argparse.Namespace and numpy scalars, which run no code"),
+    _old("torch.utils.data.DataLoader.__init__", Use.PATCH, "accepts batch_size=64.0 as 64"),
+    _old("torch.utils.data.BatchSampler.__init__", Use.PATCH, "accepts batch_size=64.0 as 64"),
+    _old("torch.utils.data.Sampler.__init__", Use.PATCH, "accepts and ignores data_source, as it did"),
+    _old("torch.optim.lr_scheduler.*.__init__", Use.PATCH, "schedulers accept verbose=…, which torch 2.7 removed"),
+    _old("torch.distributed.*_multigpu", Use.ADD, "collectives of several tensors per process"),
     _old("torch.distributed.distributed_c10d.*_multigpu", Use.ADD, "the same"),
     _old("torch.distributed.reduce_op", Use.ADD, "the name of ReduceOp until torch 1.1"),
     _old("torch._six", Use.ADD, "names for Python 2 and 3, until torch 1.13"),
@@ -41,21 +43,21 @@ RECORDS = (
     NameRecord(
         "torch.Tensor.cpu",
         Use.PATCH,
-        "apex.amp gives float32 to the host, as Apex does",
+        "apex.amp converts to float32 on the host, as Apex does",
         "16 bits stay 16 bits",
         "from amp.initialize(opt_level='O1') until amp is off",
     ),
     NameRecord(
         "torch.Tensor.*_",
         Use.PATCH,
-        "apex.amp refuses functions that run in float32 and write to 16 bits, as Apex does: exp_, log_ and their like",
+        "apex.amp refuses functions that run in float32 and write to 16 bits, as Apex does: exp_, log_ and others",
         "they compute in 16 bits",
         "from amp.initialize(opt_level='O1') until amp is off",
     ),
     NameRecord(
         "the modules of amp.register_*_function",
         Use.BEHAVIOUR,
-        "a script names functions of any module, which apex.amp wraps while it is on",
+        "scripts register functions of any module, which apex.amp wraps while it is enabled",
         "the script's own error",
         "from amp.initialize(opt_level='O1') until amp is off",
     ),
@@ -77,23 +79,23 @@ RECORDS = (
     NameRecord(
         "torch.library.Library._destroy",
         Use.READ,
-        "takes that list back",
+        "removes that list",
         "it stays",
-        "when apex.amp is switched off",
+        "when apex.amp is disabled",
     ),
     NameRecord(
         "torch.* in rehearsing processes",
         Use.PATCH,
-        "GPUs that are not there: torch.cuda, devices of tensors, generators, nccl; and what watchers listen to",
-        "a name that is missing is not rehearsed or watched",
+        "simulated GPUs: torch.cuda, devices of tensors, generators, nccl; and the calls that are monitored",
+        "a missing name is not simulated or monitored",
         "under `lockstep rehearse`",
         folder="lockstep.tools.rehearse",
     ),
     NameRecord(
         "torch.* in verified processes",
         Use.PATCH,
-        "what loaders, backward(), optimizers and save() do, and each operator's draws and sums",
-        "a name that is missing is not compared",
+        "records what loaders, backward(), optimizers and save() do, and each operator's random draws and sums",
+        "a missing name is not compared",
         "under `lockstep verify`",
         folder="lockstep.tools.verify",
     ),

@@ -1,4 +1,4 @@
-"""What Lockstep uses of `torch.distributed`."""
+"""Names of `torch.distributed` that Lockstep uses."""
 
 from __future__ import annotations
 
@@ -6,107 +6,107 @@ from lockstep.torch_private.record import NameRecord, Use
 
 __all__ = ["RECORDS"]
 
-_MPI = "with the name 'mpi', where torch was built without MPI"
+_MPI = "with the name 'mpi', if torch was built without MPI"
 _GROUP = "in groups of Lockstep's"
 _LAUNCHED = "under a launcher of Lockstep's"
-_DISABLED = "torch.compiler.disable in the place of all three, which imports the compiler"
+_DISABLED = "torch.compiler.disable in place of all three, which imports the compiler"
 _HOSTS = "in launchers on several hosts"
 _C10D = "torch.distributed.distributed_c10d"
 _CLASSES = "torch._C._distributed_c10d"
 _AGENT = "torch.distributed.elastic.agent.server.api.SimpleElasticAgent"
 _NO_AGENT = "`lockstep run --nnodes` does not start; several hosts need torchrun or Slurm"
-_OLD_NAME = "none: releases that do not call it call the public name, which is there too"
+_OLD_NAME = "none: releases that do not call it call the public name, which exists too"
 
 _PATCHES = (
     NameRecord(
         f"{_C10D}.Backend.__new__",
         Use.PATCH,
-        'Backend("mpi") says "mpi4py", so that new_group and DeviceMesh find the group over mpi4py',
+        'Backend("mpi") returns "mpi4py", so that new_group and DeviceMesh find the group over mpi4py',
         'the name is "mpi4py", not "mpi"',
     ),
     NameRecord(
         f"{_C10D}.init_process_group",
         Use.PATCH,
-        '"mpi" takes rank and number of ranks from MPI; for old scripts, "tcp" is gloo and file://name is taken; a '
+        '"mpi" takes rank and world size from MPI; for old scripts, "tcp" is gloo and file://name is accepted; the '
         "launcher is told that a rank joins, and that it has joined",
-        'the name is "mpi4py", with init_method="mpi://"; old scripts need "gloo" and a whole path',
+        'the name is "mpi4py", with init_method="mpi://"; old scripts need "gloo" and a full path',
     ),
     NameRecord(
         f"{_C10D}.new_group",
         Use.PATCH,
-        "a launcher is told that a rank waits for others to make a group",
-        "a launcher says that such a rank is after its last collective",
+        "the launcher is told that a rank waits for others to create a group",
+        "the launcher reports such a rank as after its last collective",
     ),
     NameRecord(
         f"{_C10D}._new_process_group_helper",
         Use.PATCH,
-        'in "cpu:lockstep,cuda:nccl" the group for GPUs is made too, which torch leaves out beside ours',
-        "such groups copy tensors of GPUs through memory of the host",
+        'also creates the group for GPUs in "cpu:lockstep,cuda:nccl", which torch leaves out next to ours',
+        "such groups copy GPU tensors through host memory",
     ),
     NameRecord(
         f"{_C10D}.monitored_barrier",
         Use.PATCH,
-        "torch's function turns away every backend but gloo by its name",
+        "torch's function refuses every backend other than gloo by its name",
         "dist.monitored_barrier works with gloo only; group.monitored_barrier() works",
     ),
     NameRecord(
         f"{_C10D}.batch_isend_irecv",
         Use.PATCH,
-        "NCCL begins all messages of a batch together; torch 2.13 has it do so for groups of its own class alone, so "
-        "messages of a mixed group are handed to the group behind it first",
+        "NCCL starts all messages of a batch together; torch 2.13 only does so for groups of its own class, so "
+        "messages of a mixed group are passed to the underlying group first",
         "ranks that send large tensors to each other in such a batch may wait for each other",
     ),
     NameRecord(
         "torch.distributed._functional_collectives.traceable_collective_remaps",
         Use.PATCH,
-        "Dynamo has a table of functions that it compiles as others; a patch takes the entry of what it replaces",
-        "none: Dynamo leaves all functions of torch.distributed out",
+        "Dynamo has a table of functions that it compiles as others; a patch takes over the entry of the original",
+        "none: Dynamo does not compile any functions of torch.distributed",
     ),
     NameRecord(
         f"{_C10D}._set_pg_timeout",
         Use.PATCH,
-        "dist.breakpoint and Megatron-LM set timeouts by it, and torch's knows gloo and nccl alone; mixed groups call "
-        "it for groups behind them that have no set_timeout()",
-        "such a call warns, and the timeout of our groups stays; group.set_timeout() works",
+        "dist.breakpoint and Megatron-LM set timeouts by it, but torch's only supports gloo and nccl; mixed groups "
+        "call it for underlying groups that have no set_timeout()",
+        "such a call warns, and does not change the timeout of our groups; group.set_timeout() works",
     ),
     NameRecord(
         "torch.distributed.rendezvous._rendezvous_handlers",
         Use.PATCH,
-        'mpi:// is ours, and "env://" under mpirun takes rank and number of ranks from mpirun',
-        "dist.init_process_group() under mpirun wants RANK and WORLD_SIZE; lockstep.init() does not",
+        'adds mpi://; "env://" under mpirun takes rank and world size from mpirun',
+        "dist.init_process_group() under mpirun needs RANK and WORLD_SIZE; lockstep.init() does not",
     ),
     NameRecord(
         f"{_C10D}._maybe_attach_flight_recorder",
         Use.PATCH,
         "torch's flight recorder asks a group for a name that only groups with a C++ backend have",
-        "none: no recorder is attached by itself",
+        "none: no recorder is attached automatically",
         since="2.15",
     ),
     NameRecord(
         "torch.nn.parallel.distributed.DistributedDataParallel._register_builtin_comm_hook",
         Use.PATCH,
-        "torch's built-in FP16 hook needs a future made in C++; torch's DDP gets torch's hook in Python instead",
-        "that hook ends in an internal error of torch; register_comm_hook(None, fp16_compress_hook) works",
+        "torch's built-in FP16 hook needs a future created in C++; torch's DDP gets torch's Python hook instead",
+        "that hook causes an internal error in torch; register_comm_hook(None, fp16_compress_hook) works",
         _GROUP,
     ),
     NameRecord(
         f"{_C10D}.destroy_process_group",
         Use.PATCH,
-        "gloo's threads finish before its groups go",
-        "torch's DDP on gloo may, seldom, hang when it is freed after destroy_process_group()",
+        "gloo's threads finish before its groups are destroyed",
+        "torch's DDP on gloo may rarely hang when it is freed after destroy_process_group()",
     ),
     NameRecord(
         f"{_C10D}._shutdown_backend",
         Use.PATCH,
-        "dist.destroy_process_group() shuts down NCCL's groups alone",
+        "dist.destroy_process_group() only shuts down NCCL groups",
         "none: newer releases call shutdown() of every group",
         until="2.10",
     ),
     NameRecord(
         f"{_CLASSES}.ProcessGroup._set_group_name",
         Use.PATCH,
-        "every new group gets the hook that sees what torch's DDP reduces from C++",
-        "the failure summary says nothing of collectives that C++ calls",
+        "every new group gets the hook that observes the reductions of torch's DDP from C++",
+        "the failure summary omits collectives called from C++",
         _LAUNCHED,
         since="2.14",
     ),
@@ -114,21 +114,21 @@ _PATCHES = (
         f"{_CLASSES}.ProcessGroup.*",
         Use.PATCH,
         "every verb of gloo and nccl writes into the rank's status file, for the launcher's failure summary",
-        "the failure summary says nothing of calls by that name",
+        "the failure summary omits calls by that name",
         _LAUNCHED,
     ),
     NameRecord(
         f"{_CLASSES}.Work.wait",
         Use.PATCH,
-        "the status file says when a call is over",
-        "the failure summary takes a call for unfinished until the next one",
+        "the status file records when a call has finished",
+        "the failure summary treats a call as unfinished until the next one",
         _LAUNCHED,
     ),
     NameRecord(
         f"{_CLASSES}.Reducer.prepare_for_backward",
         Use.PATCH,
-        "torch's DDP reduces from C++: its forward passes are what can be recorded",
-        "the failure summary says nothing of torch's DDP",
+        "torch's DDP reduces from C++: only its forward passes can be recorded",
+        "the failure summary omits torch's DDP",
         _LAUNCHED,
     ),
 )
@@ -137,94 +137,94 @@ _READ = (
     NameRecord(
         f"{_C10D}.Backend._plugins",
         Use.READ,
-        "names of registered backends, for lockstep.init's error and choice",
-        "taken from Backend.backend_list, without those that torch has built in",
+        "names of registered backends, for lockstep.init's choice and errors",
+        "taken from Backend.backend_list, except for torch's built-in ones",
         "lockstep.init()",
     ),
     NameRecord(
         f"{_C10D}._world",
         Use.READ,
-        "its group_count: a failed start takes back the names of groups that it has given; its pg_map: which groups "
-        "there are, to see that nothing averages gradients; its pg_group_ranks: who is in the group behind a mixed one",
-        "a process that tries again after a failed lockstep.init() may not meet the others; a model not wrapped "
-        "is told at the end only",
+        "its group_count: a failed start undoes the naming of groups; its pg_map: which groups "
+        "exist, to notice that nothing averages gradients; its pg_group_ranks: the ranks of a mixed group's parts",
+        "a process that retries after a failed lockstep.init() may not meet the others; an unwrapped model "
+        "is only reported at the end",
         "lockstep.init()",
     ),
     NameRecord(
         f"{_CLASSES}.ProcessGroup._get_sequence_number_for_group",
         Use.READ,
-        "whether a group of torch's was called between two optimizer steps",
-        "it is taken for called: a model that nobody wrapped is told at the end only",
+        "whether one of torch's groups was called between two optimizer steps",
+        "it counts as called: an unwrapped model is only reported at the end",
         "lockstep.init()",
     ),
     NameRecord(
         f"{_C10D}._get_default_store",
         Use.READ,
         "ranks on torch's groups compare their models through it when they leave the world",
-        "they do not compare",
+        "they are not compared",
         "lockstep.init()",
     ),
     NameRecord(
         f"{_C10D}._get_default_timeout",
         Use.READ,
-        "how long Horovod's channel waits on a group that is not ours",
+        "the timeout of Horovod's channel on a group that is not ours",
         "torch's default_pg_timeout",
         "hvd.init() on gloo or nccl",
     ),
     NameRecord(
         f"{_C10D}._coalescing_manager",
         Use.READ,
-        "the conformance suite checks several collectives in one",
+        "the conformance suite checks coalesced collectives",
         "those checks fail",
         "in tests",
     ),
     NameRecord(
         f"{_C10D}.ProcessGroupGloo._Options",
         Use.READ,
-        "Gloo listens at the address of the host's connection; with _devices, _timeout and _threads of its instances",
-        "groups over several hosts refuse; use gloo",
+        "Gloo listens on the address of the host's connection; with _devices, _timeout and _threads of its instances",
+        "groups over several hosts raise an error; use gloo",
         "groups over several hosts",
     ),
     NameRecord(
         f"{_CLASSES}.ProcessGroupGloo.create_device",
         Use.BEHAVIOUR,
-        "its socket listens when it returns, and takes a filter that keeps strangers away",
-        "Gloo's port is open to whoever reaches it",
+        "its socket listens when it returns, so that a filter can reject unauthenticated peers",
+        "Gloo's port is open to anyone who can reach it",
         "groups over several hosts",
     ),
     NameRecord(
         f"{_CLASSES}.ProcessGroupGloo.send, recv",
         Use.BEHAVIOUR,
-        "a wait that times out closes the connection of the pair, which is how a wait for a dead rank is ended",
-        "a survivor hears of a lost rank at the group's timeout",
+        "a wait that times out closes the pair's connection, which is used to end a wait for a dead rank",
+        "a survivor only notices a lost rank at the group's timeout",
         "groups over several hosts",
     ),
     NameRecord(
         "c10d::ProcessGroupGloo::RecvWork::abort, SendWork::abort",
         Use.BEHAVIOUR,
-        "ends the wait for a transfer whose connection broke in the middle of its bytes, which Gloo itself never ends",
-        "a survivor of a lost rank may wait on, until its launcher ends it",
+        "ends the wait for a transfer whose connection broke during it, which Gloo itself never ends",
+        "a survivor of a lost rank may keep waiting until its launcher ends it",
         "groups over several hosts",
     ),
     NameRecord(
         f"{_CLASSES}.ProcessGroup._device_types",
         Use.OVERRIDE,
-        "torch's object verbs and asynchronous checkpoints ask a group for its devices; so does `collective_device`",
-        "nccl groups are taken for those of GPUs, all others for those of the CPU",
+        "torch's object collectives, asynchronous checkpoints and `collective_device` query a group's devices",
+        "nccl groups are assumed to be for GPUs, all others for the CPU",
         _GROUP,
     ),
     NameRecord(
         f"{_CLASSES}.ProcessGroup._get_backend",
         Use.OVERRIDE,
-        "torch asks a group for the backend of a device: it is the group itself",
-        "none: nobody asks",
+        "torch queries a group's backend for a device: it is the group itself",
+        "none: torch does not call it",
         _GROUP,
     ),
     NameRecord(
         f"{_CLASSES}.ProcessGroup._start_coalescing",
         Use.OVERRIDE,
-        "in mixed groups torch's _coalescing_manager with a device has the group behind collect calls into one",
-        "none: nobody asks",
+        "in mixed groups torch's _coalescing_manager with a device makes the underlying group coalesce calls",
+        "none: torch does not call it",
         _GROUP,
     ),
     NameRecord(
@@ -237,7 +237,7 @@ _READ = (
     NameRecord(
         "torch._C._dynamo.eval_frame._FrameAction",
         Use.READ,
-        "its SKIP has Dynamo run a function as it is, which the verbs of a group need",
+        "its SKIP makes Dynamo run a function uncompiled, which the verbs of a group need",
         _DISABLED,
         _GROUP,
         since="2.11 or earlier",
@@ -245,7 +245,7 @@ _READ = (
     NameRecord(
         "torch._C._dynamo.eval_frame._FrameExecStrategy",
         Use.READ,
-        "holds that action twice: for the function, and for what it calls",
+        "combines two such actions: for the function, and for what it calls",
         _DISABLED,
         _GROUP,
         since="2.11 or earlier",
@@ -253,7 +253,7 @@ _READ = (
     NameRecord(
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         Use.READ,
-        "gives the two to the code of a verb, so that a call pays nothing",
+        "attaches both to the code of a verb, so that calls have no overhead",
         _DISABLED,
         _GROUP,
         since="2.11 or earlier",
@@ -277,13 +277,13 @@ _READ = (
 _ELASTIC = tuple(
     NameRecord(f"{_AGENT}.{name}", Use.OVERRIDE, why, _NO_AGENT, _HOSTS)
     for name, why in (
-        ("_assign_worker_ranks", "ranks of a round are those of the membership"),
+        ("_assign_worker_ranks", "numbers the ranks of a round as in the membership"),
         ("_start_workers", "ranks are started by Lockstep's launcher"),
         ("_monitor_workers", "the launcher waits instead of polling"),
         ("_stop_workers", "ranks are stopped, and swept, by the launcher; is_restart is not passed by all releases"),
-        ("_shutdown", "nothing is left when the agent ends"),
-        ("_exit_barrier", "hosts part by the rendezvous"),
-        ("_construct_event", "no event of ours needs a worker of torch's"),
+        ("_shutdown", "does nothing, as nothing is left when the agent ends"),
+        ("_exit_barrier", "does nothing, as hosts leave through the rendezvous"),
+        ("_construct_event", "creates events without torch's workers"),
     )
 )
 
@@ -291,7 +291,7 @@ _MORE = (
     NameRecord(
         f"{_AGENT}._remaining_restarts",
         Use.ATTRIBUTE,
-        "how often the run loop starts the ranks again: hosts that join or are told to go do not count",
+        "how often the run loop restarts the ranks: hosts that join or are told to leave do not count",
         "each round counts as a restart",
         _HOSTS,
     ),
@@ -305,8 +305,8 @@ _MORE = (
     NameRecord(
         f"{_C10D}.Work._source_rank",
         Use.OVERRIDE,
-        "dist.recv from anybody asks the handle who it was; recv_anysource hands it out",
-        "none: releases that do not ask it ask the public method",
+        "dist.recv from any source reads the sender from the handle that recv_anysource returns",
+        "none: releases that do not call it call the public method",
         _GROUP,
     ),
 )

@@ -1,4 +1,4 @@
-"""Classes that `torch.distributed` offers at run time and keeps from type checkers."""
+"""Classes that `torch.distributed` has at run time but hides from type checkers."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ __all__ = [
     "serve_tcp_store",
 ]
 
-# How long torch waits for a value that was there, and that somebody has removed before it was read.
+# How long torch waits for a value that existed, but was removed before it was read.
 _REMOVED_MEANWHILE = timedelta(seconds=2)
 
-# Expected where nothing stands: nobody else has written it.
+# The expected value if the key does not exist: nobody else has written it.
 _ABSENT = secrets.token_hex(16)
 
 
 def find(store: Store, key: str) -> bytes | None:
-    """The value under a key of a store, None if there is none, by one question.
+    """The value under a key of a store, None if there is none, by a single query.
 
-    Between two, whether it is there and what it is, others may remove it, and torch then waits for another.
+    Between two queries, for its existence and its value, others may remove it, and torch then waits for a new one.
     """
     try:
         found = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     except RuntimeError as error:
         if "Not implemented" not in str(error):
             raise
-        return bytes(store.get(key)) if store.check([key]) else None  # a store of the user's own, written in Python
+        return bytes(store.get(key)) if store.check([key]) else None  # a user-defined store, written in Python
     return None if found == _ABSENT.encode() else found
 
 
 def find_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
-    """The values under these keys, None unless all are there, by two questions, however many keys there are."""
+    """The values under these keys, None unless all are there, by two queries, however many keys there are."""
     if not store.check(list(keys)):
         return None
     before = store.timeout  # type: ignore[attr-defined]  # not in torch's stubs
@@ -78,14 +78,14 @@ def serve_tcp_store(
     *,
     multi_tenant: bool = False,
 ) -> Store:
-    """A TCPStore for any number of processes, behind a socket that listens already. Local.
+    """A TCPStore for any number of processes, on a socket that is already listening. Local.
 
     Args:
         listener: the socket; the store takes it over and closes it.
-        address: of the store, as this process reaches it.
-        port: of the store.
-        timeout: of what is asked of the store.
-        multi_tenant: share a store of this process at the same port.
+        address: address of the store, as this process reaches it.
+        port: port of the store.
+        timeout: timeout of queries of the store.
+        multi_tenant: share an existing store of this process at the same port.
     """
     descriptor = listener.detach()
 
@@ -104,5 +104,5 @@ def serve_tcp_store(
 
     try:
         return serve()
-    except NotImplementedError:  # the libuv backend of torch 2.6 opens its sockets itself
+    except NotImplementedError:  # the libuv backend of torch 2.6 opens its own sockets
         return serve(use_libuv=False)

@@ -1,4 +1,4 @@
-"""The table of what Lockstep uses of torch beyond its public names. Imports no torch.
+"""The table of names of torch that Lockstep uses, apart from public ones. Does not import torch.
 
 >>> record_of("torch._C._current_graph_task_id").use
 <Use.READ: 'read'>
@@ -20,7 +20,7 @@ def make_table(records: Iterable[NameRecord]) -> Mapping[str, NameRecord]:
     """Records by name.
 
     Raises:
-        AssertionError: a name stands twice.
+        AssertionError: a name occurs twice.
     """
     found: dict[str, NameRecord] = {}
     for record in records:
@@ -43,10 +43,10 @@ def record_of(name: str, use: Use | None = None) -> NameRecord:
 
     Args:
         name: full name.
-        use: what is done with it; None for any use.
+        use: how it is used; None for any use.
 
     Raises:
-        AssertionError: it has none, which is a bug of ours: every use of torch's private side stands in the table.
+        AssertionError: there is none, which is a bug of ours: every use of torch's private names is in the table.
     """
     exact = [table()[name]] if name in table() else []
     patterns = (each for pattern, each in table().items() if "*" in pattern and fnmatch.fnmatchcase(name, pattern))

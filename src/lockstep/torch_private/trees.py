@@ -1,4 +1,4 @@
-"""torch's functions over containers of containers."""
+"""torch's functions for nested containers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The collectives of a group on several hosts: through shared memory on each, by messages between them.
+"""The collectives of a group on several hosts: shared memory within a host, messages between hosts.
 
-Each begins with `team.arrive`, which in a call of several tensors does something only once.
+Each begins with `team.arrive`, which acts only once in a call with several tensors.
 
 [Note: proxies] A rank exchanges data with another host through one rank there, its proxy: the one with the same local
-rank, modulo the number of ranks of that host. So every byte crosses between two hosts once, and all ranks take part.
+rank, modulo that host's number of ranks. So every byte crosses between two hosts once, and all ranks take part.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HostsAlgorithms(Algorithms):
             self._all_reduce_shared(tensor, reduction, timeout_s)
 
     def _all_reduce_redundant(self, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
-        """Every rank adds up its host's parts and then all hosts' sums."""
+        """Every rank sums the parts of its host, and then the sums of all hosts."""
         team = self._team
         numel = tensor.numel()
         local = team.local
@@ -85,9 +85,9 @@ class HostsAlgorithms(Algorithms):
         tensor.copy_(result)
 
     def _reduce_by_doubling(self, own: torch.Tensor, reduction: Reduction, timeout_s: float) -> torch.Tensor:
-        """The sum of all hosts, of this host's: partners swap sums of 1, 2, 4, … hosts. See [Note: halving].
+        """The sum over all hosts, by recursive doubling: partners swap sums of 1, 2, 4, … hosts. See [Note: halving].
 
-        So log2 H messages follow each other, instead of H - 1 messages that come at once.
+        That takes log2 H messages in sequence, instead of H - 1 messages at once.
         """
         team = self._team
         layout, total = team.layout, own
@@ -105,11 +105,11 @@ class HostsAlgorithms(Algorithms):
     def _exchange_sums(
         self, reduction: Reduction, sums: Mapping[int, torch.Tensor], timeout_s: float
     ) -> list[torch.Tensor]:
-        """Send this host's sums to the ranks whose proxy this rank is, and receive those of other hosts for this rank.
+        """Send this host's sums to the ranks whose proxy this rank is, and receive other hosts' sums for this rank.
 
         Args:
             reduction: has the wire format of the sums.
-            sums: rank that needs the sum -> sum; for this rank and those that it represents.
+            sums: rank that needs the sum -> sum; for this rank and those for which it is the proxy.
             timeout_s: seconds until the wait is an error.
 
         Returns:
@@ -145,7 +145,7 @@ class HostsAlgorithms(Algorithms):
         return decoded
 
     def _represented(self) -> list[int]:
-        """The ranks of other hosts whose proxy this rank is."""
+        """The ranks of other hosts for which this rank is the proxy."""
         team = self._team
         layout = team.layout
         own = layout.local_ranks(team.rank)
@@ -162,7 +162,7 @@ class HostsAlgorithms(Algorithms):
         return ranks[team.layout.local_rank_of[team.rank] % len(ranks)]
 
     def _rounds(self) -> list[list[int | None]]:
-        """The ranks that this host's ranks represent, themselves first: one for each in a round, None for none left."""
+        """Per round and local rank, the rank that it represents, itself first; None if none is left."""
         team = self._team
         layout = team.layout
         own = layout.local_ranks(team.rank)
@@ -174,7 +174,7 @@ class HostsAlgorithms(Algorithms):
         return [[ranks[turn] if turn < len(ranks) else None for ranks in stands_for] for turn in range(longest)]
 
     def _all_reduce_alone(self, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
-        """This rank is the only one of its host, and owns all channels."""
+        """All-reduce on a host whose only rank is this one, which owns all channels."""
         team = self._team
         starts, numels = self._chunks(tensor, self._bytes_that_fit(timeout_s))
         in_place = reduction.wire.is_exact and reduction.dtype == tensor.dtype
@@ -195,7 +195,7 @@ class HostsAlgorithms(Algorithms):
         team.finish()
 
     def _all_reduce_shared(self, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
-        """The ranks of this host share their parts through its slots. See [Note: two slots] in `shm/team.py`."""
+        """The ranks of this host exchange their parts through its slots. See [Note: two slots] in `shm/team.py`."""
         team = self._team
         local = team.local
         num_bytes = tensor.numel() * tensor.element_size()
@@ -239,7 +239,7 @@ class HostsAlgorithms(Algorithms):
         local = team.local
         num_bytes = tensor.numel() * tensor.element_size()
         if kernel.factor is not None:
-            # After `arrive`, since a call that does not match must leave the tensor as it is; then the peers read it.
+            # Only after `arrive`, since a mismatched call must leave the tensor as it is.
             tensor.mul_(kernel.factor)
             local.begin_transfer()
             local.step(timeout_s)
@@ -253,7 +253,7 @@ class HostsAlgorithms(Algorithms):
         local.step(timeout_s)
 
     def reduce_symmetric(self, parts: Sequence[torch.Tensor], reduction: Reduction, timeout_s: float) -> None:
-        """Reduce the parts of this host's ranks and of all others, and write the result to each of them. Collective.
+        """Reduce the parts of this host's ranks and of all others, and write the result to each part. Collective.
 
         After `arrive`; a rank may read its part once all ranks of its host have returned.
 
@@ -282,7 +282,7 @@ class HostsAlgorithms(Algorithms):
         reduce_pipelined(team, reduction, numels, load, target, store, timeout_s)
 
     def _bytes_that_fit(self, timeout_s: float) -> int:
-        """How large a chunk may be: where any host has several ranks, it goes through their slots. Collective."""
+        """Largest chunk in bytes: bounded by the slots, if any host has several ranks. Collective."""
         team = self._team
         if team.layout.num_channels == 1:
             return LARGEST_CHUNK_BYTES
@@ -290,7 +290,7 @@ class HostsAlgorithms(Algorithms):
         return team.chunk_bytes
 
     def _chunks(self, tensor: torch.Tensor, largest_bytes: int) -> tuple[list[int], list[int]]:
-        """Where the chunks of a flat tensor start, and how many elements each has; the same on all hosts."""
+        """Start and number of elements of each chunk of a flat tensor; the same on all hosts."""
         team = self._team
         wanted = num_chunks(tensor.numel() * tensor.element_size(), len(team.layout.hosts), largest_bytes)
         length = min(-(-tensor.numel() // wanted), largest_bytes // tensor.element_size())
@@ -298,7 +298,7 @@ class HostsAlgorithms(Algorithms):
         return starts, [min(length, tensor.numel() - start) for start in starts]
 
     def _local_ranks_of_owners(self) -> list[int]:
-        """For each channel the local rank of its owner on this host."""
+        """For each channel, the local rank of its owner on this host."""
         team = self._team
         layout = team.layout
         here = layout.host_of[team.rank]
@@ -307,7 +307,7 @@ class HostsAlgorithms(Algorithms):
     def reduce(self, tensor: torch.Tensor, kernel: Kernel, root: int, timeout_s: float) -> None:
         """Reduce over all ranks into `tensor` of the root; other ranks keep theirs.
 
-        A network carries both directions at once, so it takes no longer than to hand the result to one rank.
+        Networks carry both directions at once, so this takes no longer than sending the result to one rank only.
         """
         self.all_reduce(tensor if self._team.rank == root else tensor.clone(), kernel, timeout_s)
 
@@ -344,7 +344,7 @@ class HostsAlgorithms(Algorithms):
         team.arrive(timeout_s)
         layout, local = team.layout, team.local
         here = layout.host_of[team.rank]
-        # Per host, the rank that gets it from the root and has it for the others there.
+        # For each host, the rank that receives it from the root and passes it on to the others there.
         sources = [root if layout.host_of[root] == host else ranks[0] for host, ranks in enumerate(layout.hosts)]
         length = max(_BROADCAST_PIECE_BYTES // tensor.element_size(), 1)
         for start in range(0, max(tensor.numel(), 1), length):

@@ -1,23 +1,23 @@
-"""The connections between this process and the other ranks, one for each pair, which several groups share.
+"""The connections between this process and the other ranks, one for each pair, shared by all groups.
 
-When a process dies, the kernel closes its side of a connection, and the peer reads that at once. If a whole host
-vanishes, keepalive probes find it out within half a minute; but while bytes to it are on their way, the kernel sends
-those again for a quarter of an hour, and does not probe. So `lose_silent` looks whether anything answers.
+When a process dies, the kernel closes its side of a connection, and the peer sees that at once. If a whole host
+vanishes, keepalive probes detect it within half a minute; but while there is unacknowledged data, the kernel
+retransmits for a quarter of an hour instead of probing. So `lose_silent` checks whether the host answers at all.
 
-[Note: shared connections] The default group connects its ranks; the groups that are made of them later use the same
-connections, so a further group costs no connections here and no handshakes. Each message is preceded by the number of
-its group. Whichever group reads, reads for all: what is for another group goes into that group's inbox, and ends its
-sleep. What is for a group that this rank has not made yet waits for it. A rank that leaves a group tells its peers,
-since the connection stays open; for them it is then gone from that group, as when a connection is closed. The last
-group closes the connections.
+[Note: shared connections] The default group connects its ranks; later groups use the same connections, so a further
+group costs no connections and no handshakes here. Each message is preceded by the number of its group. Whichever group
+reads, reads for all: a message for another group goes into that group's inbox, and ends its sleep. A message for a
+group that this rank has not created yet is kept for it. A rank that leaves a group tells its peers, since the
+connection stays open; for them it has left that group, as if a connection was closed. The last group closes the
+connections.
 
-[Note: unsent bytes] A peer that computes reads nothing, and what the kernel does not take meanwhile is kept here. A
-thread sends it as soon as there is room, since the sender may compute as well, and never come here again; it lives as
-long as there is something to send.
+[Note: unsent bytes] A peer that computes reads nothing, and data that the kernel does not accept meanwhile is kept
+here. A thread sends it as soon as there is room, since the sender may be computing as well, or never get here again; it
+runs as long as there is something to send.
 
-[Note: signals] The handler of a signal may raise wherever Python calls a function, in the middle of `receive`, too; a
-message that is lost or read twice then would go unnoticed. So each step from the socket to an inbox is either one call
-into C, which no handler interrupts, or one assignment; and the next `receive` continues where the last one was left.
+[Note: signals] A signal handler may raise wherever Python calls a function, even in the middle of `receive`; a message
+lost or read twice because of it would go unnoticed. So each step from the socket to an inbox is either one call into C,
+which no handler interrupts, or one assignment; and the next `receive` resumes where the last one stopped.
 """
 
 from __future__ import annotations
@@ -38,57 +38,57 @@ from lockstep.errors import NotInitialized
 
 __all__ = ["LONGEST_MESSAGE_BYTES", "Connections", "Inbox", "Message"]
 
-_HEAD = struct.Struct("!IQ")  # bytes of the message, and its group
-_LEFT = 0xFFFFFFFF  # instead of the bytes: the rank has left that group
+_HEAD = struct.Struct("!IQ")  # size of the message in bytes, and its group
+_LEFT = 0xFFFFFFFF  # in place of the size: the rank has left that group
 _BUFFER_BYTES = 1 << 20
 _READ_BYTES = 64 << 10
 LONGEST_MESSAGE_BYTES = 128 << 10
-# A peer whose host has vanished: 10 s of silence, then 3 probes 5 s apart.
+# Detects a vanished host: 10 s of silence, then 3 probes 5 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _SILENT_MS = 25_000
 _ASKED_AT_LEAST = 3
 _LOOK_FOR_SILENT_EVERY_S = 1.0
-# The head of Linux' `struct tcp_info`, and what is looked at: how often the oldest bytes were sent again, and probes
-# without an answer; the segments not acknowledged, and the milliseconds since anything was.
+# The head of Linux' `struct tcp_info`. Used are the number of retransmits of the oldest bytes and of unanswered probes,
+# the number of unacknowledged segments, and the milliseconds since the last acknowledgement.
 _TCP_INFO = struct.Struct("=8B13I")
 _SENT_AGAIN, _PROBES, _UNACKNOWLEDGED, _SINCE_ANSWER_MS = 2, 3, 12, 20
 _LOOK_AFTER_UNSENT_EVERY_S = 0.2
 
-# From which rank, in the group that connected them; what it says, or None after the last message of a rank that is
-# gone; and the number of the group.
+# Sender's rank in the group that connected them; the message, or None after the last message of a rank that has left;
+# and the number of the group.
 Message = tuple[int, memoryview | None, int]
 
 _take_first = operator.methodcaller("popleft")
 
 
 class Inbox(Protocol):
-    """What the connections need of a group that uses them.
+    """The interface of a group that uses the connections.
 
     Attributes:
-        messages: what has come for the group.
+        messages: messages received for the group.
     """
 
     messages: deque[Message]
 
     def expect(self, connection: socket.socket) -> None:
-        """Wait for this connection, too."""
+        """Wait for this connection as well."""
 
     def forget(self, connection: socket.socket) -> None:
-        """Wait for this connection no more: it is closed at its other end."""
+        """Stop waiting for this connection, which the other end has closed."""
 
     def interrupt(self) -> None:
-        """End a sleep: something has come."""
+        """Wake the group: something has arrived."""
 
 
 class _Connection:
-    """The connection to one other rank, with what has come over it and what is still to go.
+    """The connection to one other rank, with data received and data still to be sent.
 
     Attributes:
         peer: the rank at the other end.
         socket: connected, and non-blocking.
         source: the address of the other end.
-        came: the bytes that are not messages yet, and messages that are in no inbox yet. See [Note: signals].
-        unsent: what could not be sent yet.
+        came: bytes not parsed yet, and messages not in an inbox yet. See [Note: signals].
+        unsent: data that could not be sent yet.
     """
 
     def __init__(self, peer: int, connected: socket.socket) -> None:
@@ -99,7 +99,7 @@ class _Connection:
         self.unsent = bytearray()
 
     def read(self) -> bool:
-        """Read what has come; whether the connection is open."""
+        """Read available bytes; returns whether the connection is open."""
         received, _ = self.came
         before = len(received)
         try:
@@ -111,10 +111,10 @@ class _Connection:
         return len(received) > before
 
     def parse(self) -> None:
-        """Tell the messages that have come whole from the bytes.
+        """Extract complete messages from the received bytes.
 
         Raises:
-            _NotOursError: no rank sends that.
+            _NotOursError: the data cannot come from a rank.
         """
         received, messages = self.came
         start, found = 0, messages.copy()
@@ -133,22 +133,22 @@ class _Connection:
             self.came = received[start:], found
 
     def send(self) -> None:
-        """Send what is unsent, as far as the connection takes it.
+        """Send pending data, as much as the connection accepts.
 
         Raises:
-            OSError: it takes nothing now, or never again.
+            OSError: it accepts nothing now, or never again.
         """
         while self.unsent:
             # Each send deletes what was sent.
             deque(map(self.unsent.__delitem__, map(slice, map(self.socket.send, (self.unsent,)))), maxlen=0)
 
     def is_silent(self) -> bool:
-        """Whether its host was asked for an answer several times, and gave none for long."""
+        """Whether its host has not answered several requests for a long time."""
         try:
             info = _TCP_INFO.unpack(self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
         except (OSError, struct.error):
             return False
-        # A host that has no room for more is asked now and then whether it has; while it answers, that counts from 0.
+        # A host without room for more data is probed now and then; while it answers, that counts from 0.
         asked = max(info[_SENT_AGAIN] if info[_UNACKNOWLEDGED] else 0, info[_PROBES])
         return bool(asked >= _ASKED_AT_LEAST and info[_SINCE_ANSWER_MS] >= _SILENT_MS)
 
@@ -157,7 +157,7 @@ class Connections:
     """The connections of one process. Thread-safe. See [Note: shared connections].
 
     Args:
-        sockets: the connected socket of each other rank, by its rank in the group that connected them.
+        sockets: connected socket of each other rank, by its rank in the group that connected them.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
@@ -165,13 +165,13 @@ class Connections:
         self._connections: dict[int, _Connection] = {}
         self._by_descriptor: dict[int, _Connection] = {}
         self._poll = select.epoll()
-        self._begun: set[_Connection] = set()  # those of which something may have been read and is in no inbox yet
-        self._full: set[_Connection] = set()  # those with bytes that could not be sent yet
-        self._sender: threading.Thread | None = None  # sends these
+        self._begun: set[_Connection] = set()  # may hold data that is in no inbox yet
+        self._full: set[_Connection] = set()  # have unsent bytes
+        self._sender: threading.Thread | None = None  # sends these bytes
         self._lost: set[int] = set()
         self._look_for_silent_at_s = 0.0
         self._inboxes: dict[int, tuple[Inbox, frozenset[int]]] = {}  # by group, with its peers
-        self._early: dict[int, deque[Message]] = {}  # for groups that are not there yet
+        self._early: dict[int, deque[Message]] = {}  # for groups that do not exist here yet
         self._closed: set[int] = set()  # groups
         self._made: Counter[str] = Counter()
         for peer, one in sockets.items():
@@ -185,14 +185,14 @@ class Connections:
             self._poll.register(connection.socket, select.EPOLLIN)
 
     def number_of(self, name: str) -> int:
-        """A number for a further group, the same on all ranks that make groups of that name equally often. Local."""
+        """A number for a further group, the same on all ranks that created equally many groups of that name. Local."""
         with self._lock:
             self._made[name] += 1
             text = f"{name}/{self._made[name]}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def open(self, group: int, inbox: Inbox, peers: Collection[int]) -> None:
-        """Deliver to a group from here on, beginning with what has come early.
+        """Deliver messages to a group from now on, beginning with those that came early.
 
         Raises:
             NotInitialized: the last group has closed the connections.
@@ -207,13 +207,13 @@ class Connections:
                 inbox.expect(self._connections[peer].socket)
 
     def source(self, peer: int) -> str:
-        """From which address that rank is connected, as this host sees it. Local."""
+        """Address from which that rank is connected, as this host sees it. Local."""
         return self._connections[peer].source
 
     # ---- sending ---------------------------------------------------------------------------------------
 
     def send(self, group: int, peer: int, message: bytes | memoryview) -> None:
-        """Send a message, or as much of it as the connection takes, and the rest later. See [Note: unsent bytes]."""
+        """Send a message, or as much of it as the connection accepts, and the rest later. See [Note: unsent bytes]."""
         with self._lock:
             self._send(self._connections[peer], _HEAD.pack(len(message), group) + message)
 
@@ -232,7 +232,7 @@ class Connections:
                 self._sender.start()
             return
         except OSError:
-            connection.unsent.clear()  # Messages that came before may still be there to read.
+            connection.unsent.clear()  # messages that arrived before may still be readable
         self._full.discard(connection)
 
     def _send_the_rest(self) -> None:
@@ -257,7 +257,7 @@ class Connections:
     # ---- receiving -------------------------------------------------------------------------------------
 
     def receive(self, reader: Inbox) -> None:
-        """Put what has come into the inboxes of all groups; those other than the reader are woken. Waits for nothing.
+        """Move received messages into the inboxes of all groups, and wake those other than the reader. Does not wait.
 
         See [Note: signals].
         """
@@ -313,7 +313,7 @@ class Connections:
         self._full.discard(connection)
 
     def lose_silent(self) -> None:
-        """Take ranks for gone whose hosts do not answer any more. Local; looks once a second at most."""
+        """Treat ranks whose hosts no longer answer as gone. Local; checks at most once a second."""
         now_s = time.monotonic()
         if now_s < self._look_for_silent_at_s:
             return
@@ -329,7 +329,7 @@ class Connections:
     # ---- end -------------------------------------------------------------------------------------------
 
     def decline(self, group: int, peers: Collection[int]) -> None:
-        """Tell the others that this rank will not be in a group, which it has not opened. Local."""
+        """Tell the others that this rank will not join a group, which it has not opened. Local."""
         with self._lock:
             self._closed.add(group)
             self._early.pop(group, None)
@@ -341,11 +341,11 @@ class Connections:
             self._send(self._connections[peer], _HEAD.pack(_LEFT, group))
 
     def close(self, group: int, patience_s: float) -> None:
-        """Leave a group. The last one closes the connections, once the peers have taken what they were sent.
+        """Leave a group. The last one closes the connections, once the peers have received what they were sent.
 
         Args:
             group: the number of the group.
-            patience_s: until peers are given up that take nothing.
+            patience_s: seconds until peers that receive nothing are given up.
         """
         with self._lock:
             _, peers = self._inboxes.pop(group)
@@ -361,7 +361,7 @@ class Connections:
 
     def _end(self) -> None:
         with self._lock:
-            if self._inboxes:  # Another thread has made a group meanwhile.
+            if self._inboxes:  # Another thread has created a group meanwhile.
                 return
             self._poll.close()
             for connection in self._connections.values():
@@ -372,11 +372,11 @@ class Connections:
                 connection.socket.close()
 
     def disown(self) -> None:
-        """In a forked child: let go of the connections, so that the end of the parent ends them. Local."""
+        """In a forked child: release the connections, so that they end with the parent. Local."""
         self._poll.close()
         for connection in self._connections.values():
             connection.socket.close()
 
 
 class _NotOursError(Exception):  # never leaves the module
-    """No rank sends that."""
+    """The data cannot come from a rank."""

@@ -1,11 +1,11 @@
-"""Finds out which ranks of a new group share a host, and at which address each host listens.
+"""Determines which ranks of a new group share a host, and at which address each host listens.
 
-Ranks share a host if they have the same boot id and process ids, or if the one can open a segment of shared memory of
-the other: two containers of one machine that share neither are two hosts.
+Ranks share a host if they have the same boot id and process ids, or if one can open the other's shared memory segment:
+two containers on one machine that share neither are two hosts.
 
-Then the first rank of each host listens on every address of its host that others might reach (`network_interfaces.py`),
-and probes the addresses of all other hosts. A host's address is the one that most others reach; among equals the one
-that its host ranks first. A host that nobody reaches is an error that names what was tried.
+Then the first rank of each host listens on every address that others might reach (`network_interfaces.py`), and probes
+the addresses of all other hosts. A host's address is the one that most others reach; ties are broken by the host's own
+order. A host that nobody reaches is an error that names what was tried.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Said = TypeVar("_Said")
 
 @dataclass(frozen=True)
 class _RankInfo:
-    """What a rank publishes of itself."""
+    """What a rank publishes about itself."""
 
     identity: PeerIdentity
     boot_id: str
@@ -40,14 +40,14 @@ class _RankInfo:
 
 @dataclass(frozen=True)
 class _Listener:
-    """What the first rank of a host publishes of where it listens: interface, address and port of each place."""
+    """What the first rank of a host publishes: interface, address and port of each of its listeners."""
 
     nonce: str
     endpoints: tuple[_Endpoint, ...]
 
 
 def _read(kind: type[_Said], found: Any) -> _Said:
-    """What a rank publishes of itself, of that kind."""
+    """Parse what a rank publishes about itself, into an object of that class."""
     try:
         return record_of(kind, found)
     except ValueError:
@@ -62,14 +62,14 @@ def _read_listener(found: Any) -> _Listener:
 
 
 def _read_first(found: Any, world_size: int) -> int:
-    """The first rank of a rank's host, as it says."""
+    """Parse a rank's statement of the first rank of its host."""
     if type(found) is not int or not 0 <= found < world_size:
         raise _nonsense(found)
     return found
 
 
 def _read_reached(found: Any) -> dict[str, list[int]]:
-    """By host, as a text: the indices of its endpoints that a host reaches."""
+    """Parse, for each host as a text, the indices of its endpoints that a host reaches."""
     is_typed = isinstance(found, dict) and all(
         isinstance(indices, list) and all(type(index) is int for index in indices) for indices in found.values()
     )
@@ -79,17 +79,17 @@ def _read_reached(found: Any) -> dict[str, list[int]]:
 
 
 def _nonsense(found: Any) -> RendezvousError:
-    return RendezvousError(f"a rank says of itself what no rank says: {str(found)[:60]!r}")
+    return RendezvousError(f"a rank published invalid data about itself: {str(found)[:60]!r}")
 
 
 def find_members(exchange: StoreExchange, rank: int, world_size: int) -> list[Member]:
-    """Find out where all ranks of a new group are. Collective.
+    """Find out on which host each rank of a new group is. Collective.
 
     Raises:
-        RendezvousError: a rank did not come, or a host cannot be reached.
+        RendezvousError: a rank did not come, or a host is unreachable.
     """
     everyone = range(world_size)
-    segment = Segment.create(PAGE_BYTES)  # for others to find out whether they can open it
+    segment = Segment.create(PAGE_BYTES)  # others try whether they can open it
     try:
         own = _RankInfo(own_identity(), boot_id(), segment.handle)
         exchange.write("info", asdict(own))
@@ -125,7 +125,7 @@ def _first_on_host(own: _RankInfo, infos: Sequence[_RankInfo], rank: int) -> int
 def _find_addresses(
     exchange: StoreExchange, rank: int, hosts: Sequence[int], names: Sequence[str]
 ) -> dict[int, tuple[str, str]]:
-    """Find the address and interface of each host: first rank of the host -> both. Collective."""
+    """Find the address and interface of each host, by its first rank. Collective."""
     endpoints, reached = _probe(exchange, rank, hosts)
     named = dict(zip(hosts, names, strict=True))
     chosen: dict[int, tuple[str, str]] = {}
@@ -141,11 +141,11 @@ def _find_addresses(
 def _probe(
     exchange: StoreExchange, rank: int, hosts: Sequence[int]
 ) -> tuple[dict[int, Sequence[_Endpoint]], list[dict[str, list[int]]]]:
-    """Let each host try the endpoints of all others. Collective.
+    """Each host tries the endpoints of all others. Collective.
 
     Returns:
         The endpoints of each host, by its first rank; and for each host, in the order of `hosts`, the indices of the
-        endpoints that it reached, by the first rank of the other host (in text).
+        endpoints that it reached, by the first rank of the other host (as text).
     """
     listener: ProbeListener | None = None
     try:

@@ -1,18 +1,18 @@
 """Large sums between hosts: the first rank of each host takes part in an all_reduce of Gloo's own.
 
 [Note: whose ring] Between hosts, the messages of a reduction cost more than its additions, and with many hosts their
-number decides. Gloo's ring runs without Python, and its ranks send to one neighbour each. So for large sums nothing
+number dominates. Gloo's ring runs without Python, and each rank sends to one neighbour only. So for large sums nothing
 of ours is as fast, and one ring over hosts is faster than one over all ranks. Two hosts could swap whole sums, in one
-step instead of two; but where both directions of a link are full, each holds up the acknowledgements of the other, and
-4 MiB took 38 to 44 ms at 1 Gbit/s instead of 35.
+step instead of two; but when both directions of a link are saturated, each delays the acknowledgements of the other,
+and 4 MiB took 38 to 44 ms at 1 Gbit/s instead of 35.
 
-The ring adds in an order that depends on the place in the tensor: all ranks and all runs get the same bits, but with
-more than two hosts not those of the tree in which smaller tensors are added. Gloo knows neither wire formats nor sums
-of 16-bit numbers in 32 bits; `pipeline.py` does.
+The order of the ring's additions depends on the position in the tensor: all ranks and all runs get the same bits, but
+with more than two hosts not those of the pairwise tree used for smaller tensors. Gloo supports neither our wire formats
+nor 32-bit sums of 16-bit numbers; `pipeline.py` does.
 
-[Note: of its own] A ring needs connections that no other group uses: two groups may begin their collectives in
-different orders on different ranks, and Gloo would take the one for the other. So they are made at the first such sum,
-by ranks that have all come to it.
+[Note: of its own] A ring needs separate connections: two groups may begin their collectives in different orders on
+different ranks, and Gloo would confuse their messages. So the connections are made at the first such sum, by ranks that
+are all in it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lockstep.shm import descriptors
 
 __all__ = ["FirstRanks"]
 
-_DESCRIPTORS = 8  # that a group takes beyond one for each connection
+_DESCRIPTORS = 8  # used by a group in addition to one per connection
 
 
 class FirstRanks:
-    """The first ranks of the hosts of one group, as one of them or another rank of a host sees them.
+    """The first ranks of the hosts of one group, as seen by any rank of the group.
 
     Args:
         rank: this rank in the group.
@@ -45,7 +45,7 @@ class FirstRanks:
 
     Attributes:
         all: the first rank of each host.
-        others: those of the other hosts.
+        others: the first ranks of the other hosts.
         is_one: whether this rank is the first of its host.
         are_connected: whether `connect` has connected them.
     """
@@ -55,7 +55,7 @@ class FirstRanks:
         self._members = [layout.members[one] for one in self.all]
         self._global_ranks = [global_ranks[one] for one in self.all]
         self._links = links
-        self._kept: list[Links] = []  # of connections that did not come about
+        self._kept: list[Links] = []  # of failed connection attempts
         self.are_connected = False
         self._rank = rank
         self._under_way: set[GlooTransfer] = set()
@@ -64,18 +64,18 @@ class FirstRanks:
         self.others = tuple(one for one in self.all if layout.host_of[one] != layout.host_of[rank])
 
     def connect(self, timeout_s: float, check_peers: Callable[[], None]) -> None:
-        """Connect them by Gloo. Collective over the first ranks; by no other rank.
+        """Connect the first ranks by Gloo. Collective over them only.
 
         Args:
-            timeout_s: seconds until one that does not connect is an error.
-            check_peers: called while waiting; raises if a rank cannot come.
+            timeout_s: seconds until a rank that does not connect is an error.
+            check_peers: called while waiting; raises if a rank can no longer come.
 
         Raises:
-            RendezvousError: a host cannot be reached.
+            RendezvousError: a host is unreachable.
             RankLost: a rank is gone.
             SetupError: this process has no descriptors left.
         """
-        # Gloo ends a process without descriptors.
+        # Gloo kills a process that runs out of descriptors.
         descriptors.require(_DESCRIPTORS + len(self.all), f"rank {self._rank} of the group")
         links = self._links.share(f"first ranks of {self._links.group}", self.all)
         own = self.all.index(self._rank)
@@ -83,9 +83,9 @@ class FirstRanks:
         try:
             self._connections = connect_by_gloo(own, self._members, links, shared)
             self._connections.open()
-            shared.share("made", b"")  # Nobody leaves before all have read what Gloo told them.
+            shared.share("made", b"")  # No rank leaves before all have read Gloo's keys.
         except BaseException:
-            # If this rank left now, the others would miss it, before they hear from it what went wrong.
+            # If this rank left now, the others would report it as lost before they learn what went wrong.
             self._kept.append(links)
             raise
         finally:
@@ -94,17 +94,17 @@ class FirstRanks:
         self.are_connected = True
 
     def start_sum(self, tensor: torch.Tensor) -> GlooTransfer:
-        """Begin to add up a flat contiguous tensor in place. Collective over the first ranks, after `connect`."""
+        """Start summing a flat contiguous tensor in place. Collective over the first ranks, after `connect`."""
         assert self._connections is not None
         return GlooTransfer(self._connections.all_reduce(tensor), self.others, tensor, self._under_way)
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was begun has finished."""
+        """Whether everything that was started has finished."""
         return not self._under_way
 
     def abort(self) -> None:
-        """Close the connections, which ends the sum under way. Local, in any thread."""
+        """Close the connections, which ends the sum under way. Local; any thread may call it."""
         if self._connections is not None:
             self._connections.break_off()
 
@@ -112,7 +112,7 @@ class FirstRanks:
         """Release the connections. Local.
 
         Args:
-            in_good_order: whether what is under way will finish by itself.
+            in_good_order: whether pending transfers will finish by themselves.
         """
         for links in self._kept:
             links.close()

@@ -1,11 +1,10 @@
-"""Gloo's connections between this process and the other ranks, one for each pair, which several groups share.
+"""Gloo's connections between this process and the other ranks, one for each pair, shared by several groups.
 
-[Note: shared Gloo] The default group connects its ranks by Gloo; groups that are made of them later send and receive
-over the same connections, under tags of their own. So a further group takes no time to connect, no descriptors and no
-threads. A group that gives up must not close connections that others use. It ends its own waits ([Note: waits that no
-error ends] in `torch_private/gloo_waits.py`), and keeps the memory of unfinished transfers until the connections are
-closed, because Gloo may still write to it. With a torch in which waits cannot be ended, each group has connections of
-its own.
+[Note: shared Gloo] The default group connects its ranks by Gloo; groups created later send and receive over the same
+connections, with separate tags. So a further group needs no time to connect, no descriptors and no threads. A group
+that gives up must not close connections that others use. It ends its own waits ([Note: waits that no error ends] in
+`torch_private/gloo_waits.py`), and keeps the memory of unfinished transfers until the connections are closed, because
+Gloo may still write to it. With a torch in which waits cannot be ended, each group makes its own connections.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from lockstep.torch_private.stores import Store
 __all__ = ["GlooConnections"]
 
 _AT_ONCE, _FOREVER = timedelta(milliseconds=1), timedelta(days=30)
-_BREAK_OFF_TAG = (1 << 31) - 1  # the largest, which no group has
+_BREAK_OFF_TAG = (1 << 31) - 1  # the largest; no group uses it
 _LOOK_EVERY_S = 0.01
 _REASON_FOLLOWS_WITHIN_S = 0.5
 
 
 class _Refused:
-    """A send or receive that could not begin, because the connection is gone; its wait raises that."""
+    """A send or receive that could not start because the connection is gone; its `wait` raises that error."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -46,7 +45,7 @@ class _Refused:
 
 
 class _ClosedGroup:
-    """Stands where the group was: nothing can begin any more."""
+    """Replaces the group once it is closed: every operation raises."""
 
     def send(self, *_: object) -> None:
         raise RuntimeError("the group is closed")
@@ -55,7 +54,7 @@ class _ClosedGroup:
 
 
 def _explain(check_peers: Callable[[], None]) -> None:
-    """Raise if a rank is gone; the news may be a moment behind Gloo's."""
+    """Raise if a rank is gone; its end may be noticed a moment later than by Gloo."""
     until_s = time.monotonic() + _REASON_FOLLOWS_WITHIN_S
     while time.monotonic() < until_s:
         check_peers()
@@ -63,7 +62,7 @@ def _explain(check_peers: Callable[[], None]) -> None:
 
 
 class _Connecting:
-    """The making of a group, in a thread of its own: Gloo asks for a dead rank five times as long as it is told to.
+    """Creates a Gloo group in a separate thread, because Gloo waits for a dead rank five times as long as it should.
 
     Args:
         make: connects to all other ranks by Gloo, and returns torch's group.
@@ -84,10 +83,10 @@ class _Connecting:
         self._is_over.set()
 
     def wait(self, timeout_s: float, check_peers: Callable[[], None]) -> Any:
-        """The group.
+        """Wait for the group and return it.
 
         Raises:
-            TimeoutError: it is not there in time; the thread continues.
+            TimeoutError: it is not ready in time; the thread continues.
         """
         deadline_s = time.monotonic() + timeout_s
         while not self._is_over.wait(_LOOK_EVERY_S):
@@ -100,23 +99,23 @@ class _Connecting:
 
 
 class GlooConnections:
-    """Gloo's connections of one process. Thread-safe. Collective to make. See [Note: shared Gloo].
+    """The Gloo connections of one process. Thread-safe. Creation is collective. See [Note: shared Gloo].
 
     Args:
-        store: through which Gloo connects; nobody else uses its keys.
+        store: through which Gloo connects; only this object uses its keys.
         rank: this rank in the group that connects.
         world_size: number of ranks of that group.
-        address: address of this host; Gloo listens and connects there only.
+        address: address of this host, the only one on which Gloo listens and from which it connects.
         admitted: the addresses from which ranks connect; None for any. See [Note: Gloo's port].
         timeout_s: seconds until missing connections are an error.
         check_peers: called while ranks connect; raises if one of them is gone.
 
     Attributes:
         world_size: number of ranks that are connected.
-        num_users: groups that send and receive here.
+        num_users: number of groups that use the connections.
 
     Raises:
-        RendezvousError: a host cannot be reached.
+        RendezvousError: a host is unreachable.
     """
 
     def __init__(
@@ -149,80 +148,80 @@ class GlooConnections:
         self.num_users = 0
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._are_whole = True
-        self._num_made = 0  # groups that this rank has given a number
+        self._num_made = 0  # groups to which this rank has given a number
         self._rank = rank
         self._kept: list[object] = []
         self._lock = threading.Lock()
 
     def number(self) -> int:
-        """A number from 1 on for a further group whose first rank this is; no other group has it. Local."""
+        """A unique number, from 1 on, for a further group whose first rank this is. Local."""
         with self._lock:
             self._num_made += 1
             return self._num_made * self.world_size + self._rank
 
     @property
     def can_be_shared(self) -> bool:
-        """Whether further groups may use them."""
+        """Whether further groups may use the connections."""
         return self._are_whole and bool(self.num_users) and can_end_waits()
 
     def send(self, peer: int, memory: torch.Tensor, tag: int) -> Any:
-        """Begin to send bytes: uint8, contiguous. They must not change until it has finished. Local.
+        """Start sending bytes: uint8, contiguous. They must not change until it has finished. Local.
 
         Returns:
-            What `GlooTransfer` waits for.
+            The object that `GlooTransfer` waits for.
         """
         return self._begin(self._group.send, memory, peer, tag)
 
     def receive(self, peer: int, memory: torch.Tensor, tag: int) -> Any:
-        """Begin to receive bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local.
+        """Start receiving bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local.
 
         Returns:
-            What `GlooTransfer` waits for.
+            The object that `GlooTransfer` waits for.
         """
         return self._begin(self._group.recv, memory, peer, tag)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Begin to add up a flat contiguous tensor of all ranks in place. Collective, in the same order on all ranks.
+        """Start summing a flat contiguous tensor over all ranks in place. Collective, in the same order on all ranks.
 
         Returns:
-            What `GlooTransfer` waits for.
+            The object that `GlooTransfer` waits for.
         """
         options = dist.AllreduceOptions()
         options.timeout = _FOREVER  # See [Note: waits] in `gloo_transport.py`.
         return self._begin(self._group.allreduce, tensor, options)
 
     def _begin(self, verb: Callable[..., Any], memory: torch.Tensor, *arguments: object) -> Any:
-        # The death of a peer shows here or in a wait; the wait explains it.
+        # A peer's death shows here or in the wait; the wait reports it.
         try:
             return verb([memory], *arguments)
         except RuntimeError as error:
             return _Refused(error)
 
     def keep(self, under_way: object) -> None:
-        """Keep transfers that are given up, and with them the memory that Gloo may still touch. Local."""
+        """Keep abandoned transfers, and thereby the memory that Gloo may still access. Local."""
         self._kept.append(under_way)
 
     def break_off(self) -> None:
-        """Close the connections, for all groups, so that every wait ends. Local."""
+        """Close the connections for all groups, so that every wait ends. Local."""
         self._are_whole = False
-        # See [Note: waits]; Gloo's own abort() lets waits continue.
+        # See [Note: waits]; Gloo's own abort() does not end waits.
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _BREAK_OFF_TAG).wait(_AT_ONCE)
 
     def open(self) -> None:
-        """Count one more user. Local."""
+        """Add one user. Local."""
         with self._lock:
             self.num_users += 1
 
     def close(self) -> None:
-        """Count one user less. The last one releases the connections. Local."""
+        """Remove one user. The last one releases the connections. Local."""
         with self._lock:
             self.num_users -= 1
             if self.num_users:
                 return
         if self._kept:
             self.break_off()
-        # The last reference to the group closes its connections; with an old torch that has to wait for the end.
+        # Dropping the last reference closes the connections; with an old torch, only after waiting for their end.
         elif not joins_gloo_with_gil(torch.__version__):
             self._group = _ClosedGroup()

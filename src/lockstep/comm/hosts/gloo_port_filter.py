@@ -1,10 +1,11 @@
-"""Keeps strangers from the port at which Gloo listens.
+"""Keeps unauthenticated peers from the port on which Gloo listens.
 
 [Note: Gloo's port] Gloo accepts any process that connects and sends the number of a pair; the numbers count from 0. It
-keeps every other connection, and where no descriptor is left for the next one, an exception ends the process (SIGABRT).
-It listens for as long as the group is there, though nobody has to connect once all have. So the kernel keeps strangers
-away from it, by a filter on the socket that listens: while the ranks connect, packets from the addresses of their hosts
-pass, later none. Connections that were made before continue. A kernel that knows no such filters leaves the port open.
+keeps every other connection open, and when no descriptor is left for the next one, an exception kills the process
+(SIGABRT). It listens as long as the group exists, though nobody needs to connect once all ranks have. So a kernel
+packet filter protects the listening socket: while the ranks connect, it passes packets from the addresses of their
+hosts, afterwards none. Existing connections are not affected. If the kernel does not support such filters, the port
+stays open.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ __all__ = ["GlooPortFilter"]
 _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # of the kernel's packet filter
 _WHOLE_PACKET = 0xFFFFFFFF
-_NETWORK_HEADER = 0xFFF00000  # where the kernel counts offsets from the head of the IP packet
-_SOURCE_V4, _SOURCE_V6 = 12, 8  # of the source address in that head
+_NETWORK_HEADER = 0xFFF00000  # base of the kernel's offsets from the start of the IP header
+_SOURCE_V4, _SOURCE_V6 = 12, 8  # offsets of the source address in that header
 _INSTRUCTION = struct.Struct("=HBBI")
 
 _making = threading.Lock()
 
 
 class GlooPortFilter:
-    """A device of Gloo's, and who may connect to it. See [Note: Gloo's port]. Local.
+    """A Gloo device whose listening port only admits certain addresses. See [Note: Gloo's port]. Local.
 
     Args:
-        address: of this host; Gloo listens and connects there only.
-        admitted: the addresses of all hosts of the group, from which its ranks may connect; None for any.
+        address: address of this host, the only one on which Gloo listens and from which it connects.
+        admitted: addresses of all hosts of the group, from which its ranks may connect; None for any.
 
     Attributes:
         device: for `gloo_group`.
     """
 
     def __init__(self, address: str, admitted: Collection[str] | None) -> None:
-        with _making:  # so that the sockets of two do not get mixed up
+        with _making:  # so that the sockets of two devices are not confused
             before = _sockets()
             self.device: Any = gloo_device(address)
             made = _sockets()
@@ -55,7 +56,7 @@ class GlooPortFilter:
             self._filter(_from_only(admitted, ":" in address))
 
     def close(self) -> None:
-        """Let nobody connect any more, once all ranks have. Not later than the end of the device."""
+        """Refuse all further connections, once all ranks have connected. Call it before the device is destroyed."""
         self._filter([(_RETURN, 0, 0, 0)])
 
     def _filter(self, program: list[tuple[int, int, int, int]]) -> None:
@@ -69,7 +70,7 @@ class GlooPortFilter:
 
 
 def _sockets() -> dict[str, int]:
-    """The descriptors of this process's sockets, by what names the socket."""
+    """The descriptors of this process's sockets, by the name of the socket in /proc."""
     found = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -80,7 +81,7 @@ def _sockets() -> dict[str, int]:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A socket of others as an object that does not close it."""
+    """A socket object for a descriptor that belongs to others; does not close it."""
     one = socket.socket(fileno=descriptor)
     try:
         yield one
@@ -96,14 +97,14 @@ def _listens_at(descriptor: int, address: str) -> bool:
 
 
 def _from_only(addresses: Iterable[str], is_v6: bool) -> list[tuple[int, int, int, int]]:
-    """A filter that passes IP packets from these addresses: (code, jump if so, jump if not, value) of each step."""
+    """A filter that passes IP packets from these addresses, as (code, jump if true, jump if false, value) per step."""
     program: list[tuple[int, int, int, int]] = []
     numbers = {ipaddress.ip_address(one.partition("%")[0]) for one in addresses}
     words = [struct.unpack(f"!{len(one.packed) // 4}I", one.packed) for one in numbers if (one.version == 6) == is_v6]
     start = _NETWORK_HEADER + (_SOURCE_V6 if is_v6 else _SOURCE_V4)
     for one in sorted(words):
         for index, word in enumerate(one):
-            rest = len(one) - index - 1  # words that follow, two steps each
+            rest = len(one) - index - 1  # words that follow, two instructions each
             program += [(_LOAD_WORD, 0, 0, start + 4 * index), (_JUMP_IF_EQUAL, 0, 2 * rest + 1, word)]
         program.append((_RETURN, 0, 0, _WHOLE_PACKET))
     return [*program, (_RETURN, 0, 0, 0)]

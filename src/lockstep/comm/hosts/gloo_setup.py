@@ -1,4 +1,4 @@
-"""Connects ranks of several hosts by Gloo, once they are connected by links. Collective."""
+"""Connects ranks of several hosts by Gloo, once links between them exist. Collective."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["connect_by_gloo", "read_json"]
 
 
 def connect_by_gloo(rank: int, members: Sequence[Member], links: Links, shared: LinkStore) -> GlooConnections:
-    """Connect to all other ranks by Gloo, over connections that nobody else uses. Collective.
+    """Connect to all other ranks by Gloo, over new connections. Collective.
 
     Args:
         rank: this rank, among those that connect.
-        members: these ranks.
+        members: the ranks that connect.
         links: the links between them.
-        shared: what they tell each other over the links.
+        shared: a store over these links.
 
     Raises:
-        RendezvousError: a host cannot be reached.
+        RendezvousError: a host is unreachable.
         RankLost: a rank is gone.
     """
     admitted = _addresses_of_all(shared, links, members, rank)
@@ -38,7 +38,7 @@ def connect_by_gloo(rank: int, members: Sequence[Member], links: Links, shared: 
 
 
 def read_json(data: bytes) -> Any:
-    """What a rank has sent; None if it is none that can be read."""
+    """Parse what a rank has sent; None if it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -46,9 +46,9 @@ def read_json(data: bytes) -> Any:
 
 
 def _addresses_of_all(shared: LinkStore, links: Links, members: Sequence[Member], rank: int) -> frozenset[str] | None:
-    """The addresses from which the ranks may connect by Gloo; None where addresses are translated on the way.
+    """The addresses from which the ranks may connect by Gloo; None if addresses are translated on the way.
 
-    Collective. Gloo leaves it to the kernel from which of its addresses a host connects.
+    Collective. With Gloo, the kernel chooses the address from which a host connects.
     """
     towards = {source_towards(one.address) for one in members}
     own = sorted({one.address for one in interfaces()} | {source for source in towards if source is not None})
@@ -62,15 +62,15 @@ def _addresses_of_all(shared: LinkStore, links: Links, members: Sequence[Member]
 
 
 def _read_ready(data: bytes, peer: int) -> tuple[bool, list[str]]:
-    """Whether a rank sees all others at the addresses that they have published, and from which it may connect.
+    """Parse whether a rank sees all others at their published addresses, and from which addresses it may connect.
 
     Raises:
-        RendezvousError: no rank says that.
+        RendezvousError: the data cannot come from a rank.
     """
     match read_json(data):
         case [bool(is_as_published), list(addresses)] if all(isinstance(one, str) for one in addresses):
             return is_as_published, addresses
-    raise RendezvousError(f"rank {peer} of the group says of its addresses what no rank says: {data[:60]!r}")
+    raise RendezvousError(f"rank {peer} of the group sent invalid data about its addresses: {data[:60]!r}")
 
 
 def _is_same(address: str, other: str) -> bool:

@@ -1,4 +1,4 @@
-"""What Gloo has under way, sends, receives and sums, and the threads that wait for it."""
+"""Gloo's pending transfers (sends, receives and sums), and the threads that wait for them."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ _ENDS_WAITS_EVERY_S = 0.02
 
 
 class GlooTransfer:
-    """A send, a receive or a sum of Gloo under way.
+    """A pending send, receive or sum of Gloo.
 
     Args:
         work: what torch's group returned.
-        peers: the rank at the other end; all others, of a sum.
-        memory: what moves: contiguous.
-        under_way: the transfers that have not finished, to which this one belongs until it has. Who gives up transfers
-            keeps them, since Gloo cannot: it would stop to read from the peer.
+        peers: the rank at the other end; all other ranks, for a sum.
+        memory: the contiguous tensor that is transferred.
+        under_way: the set of unfinished transfers, which contains this one until it has finished. Abandoned transfers
+            must be kept by their owner, because otherwise Gloo stops reading from the peer.
 
     Attributes:
         peers: the ranks at the other ends.
-        is_done: whether it has been seen to finish, well or not.
-        has_failed: whether it has finished without its bytes, because the connection is gone.
+        is_done: whether it is known to have finished, successfully or not.
+        has_failed: whether it ended without transferring its bytes, because the connection is gone.
     """
 
     __slots__ = ("_memory", "_under_way", "_work", "has_failed", "is_done", "peers")
 
     def __init__(self, work: Any, peers: tuple[int, ...], memory: torch.Tensor, under_way: set[GlooTransfer]) -> None:
         self._work = work
-        self._memory = memory  # Gloo reads or writes it until the end
+        self._memory = memory  # read or written by Gloo until the end
         self._under_way = under_way
         under_way.add(self)
         self.peers = peers
         self.is_done = self.has_failed = False
 
     def wait(self) -> None:
-        """Return when it has finished.
+        """Wait until it has finished.
 
         Raises:
             RuntimeError: the connection is gone.
         """
         if not self.is_done:
-            self.has_failed = True  # Until it is known: another thread looks once `is_done` says so.
+            self.has_failed = True  # until proven otherwise: another thread reads this once `is_done` is set
             try:
                 self.has_failed = self._work.wait(_FOREVER) is False
             finally:
@@ -64,12 +64,12 @@ class GlooTransfer:
             raise RuntimeError("its wait was ended")
 
     def end_wait(self) -> None:
-        """End the wait of another thread, which raises. Local; for connections that are gone."""
+        """Make the wait in another thread raise. Local; for connections that are gone."""
         end_wait(self._work)
 
 
 def unfinished(transfers: Iterable[GlooTransfer], patience_s: float) -> list[GlooTransfer]:
-    """Those that have not finished after a moment; for a group that is given up. Nobody else waits for them. Local."""
+    """The transfers of an abandoned group that have not finished after a moment. Nobody else waits for them. Local."""
 
     def wait(transfer: GlooTransfer) -> None:
         with contextlib.suppress(RuntimeError):
@@ -89,7 +89,7 @@ def unfinished(transfers: Iterable[GlooTransfer], patience_s: float) -> list[Glo
 
 
 class TransferWatcher:
-    """A thread that waits for transfers with one peer, in their order, and tells of the end of each."""
+    """A thread that waits for the transfers with one peer in order, and reports the end of each."""
 
     def __init__(self) -> None:
         self._watched: queue.SimpleQueue[tuple[GlooTransfer, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -99,14 +99,14 @@ class TransferWatcher:
         self._thread.start()
 
     def watch(self, transfer: GlooTransfer, on_done: Callable[[], None]) -> None:
-        """Wait for a transfer after those before, and then call `on_done`. Local."""
+        """Wait for a transfer, after those before it, and then call `on_done`. Local."""
         self._watched.put((transfer, on_done))
 
     def _run(self) -> None:
         while (item := self._watched.get()) is not None and not self._is_given_up:
             transfer, on_done = item
             self._waits_for = transfer
-            with contextlib.suppress(RuntimeError):  # The connection is gone; the waits of others explain that.
+            with contextlib.suppress(RuntimeError):  # The connection is gone; the waits of others report that.
                 transfer.wait()
             on_done()
 
@@ -115,12 +115,12 @@ class TransferWatcher:
         self._watched.put(None)
 
     def has_ended(self, patience_s: float) -> bool:
-        """Whether the thread has ended, after a moment's patience. Local."""
+        """Whether the thread ends within `patience_s` seconds. Local."""
         self._thread.join(patience_s)
         return not self._thread.is_alive()
 
     def give_up(self, patience_s: float) -> None:
-        """End the wait under way, and the thread. Local."""
+        """End the current wait, and the thread. Local."""
         self._is_given_up = True
         until_s = time.monotonic() + patience_s
         while not self.has_ended(_ENDS_WAITS_EVERY_S) and time.monotonic() < until_s:

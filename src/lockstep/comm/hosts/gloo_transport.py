@@ -1,13 +1,13 @@
-"""Moves large data between the ranks of a group over several hosts, by Gloo.
+"""Transfers large data between the ranks of a group over several hosts, by Gloo.
 
-Only sends and receives of Gloo are used: they go straight from one memory to another without the GIL. What is added to
-what, and in which order, stays Lockstep's business (`wire.py`, `pipeline.py`).
+Only Gloo's sends and receives are used: they go straight from one memory to another without the GIL. The additions and
+their order are decided by Lockstep (`wire.py`, `pipeline.py`).
 
-[Note: waits] A thread can wait for a send or receive of Gloo, but not ask whether it is done; and a wait that reaches a
-deadline closes the connection for good. So a thread that needs data waits without a deadline, which costs nothing while
-all is well, and a second thread, the `Watchdog`, watches the peers meanwhile. When a peer fails, the watchdog closes
-the connections if no other group uses them, and the waits end with an error. It ends the remaining waits one by one
-([Note: waits that no error ends] in `torch_private/gloo_waits.py`).
+[Note: waits] A thread can wait for a send or receive of Gloo, but not poll it; and a wait that times out closes the
+connection for good. So a thread that needs data waits without a deadline, which costs nothing in the normal case, and a
+second thread, the `Watchdog`, monitors the peers meanwhile. When a peer fails, the watchdog closes the connections if
+no other group uses them, and the waits end with an error. It ends the remaining waits one by one ([Note: waits that no
+error ends] in `torch_private/gloo_waits.py`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from lockstep.comm.hosts.gloo_transfers import GlooTransfer, TransferWatcher
 
 __all__ = ["GlooTransport", "is_number"]
 
-_TAGS = 8  # of each group
-_LARGEST_TAG = (1 << 31) - 1  # of torch's; `GlooConnections` has it for itself
+_TAGS = 8  # per group
+_LARGEST_TAG = (1 << 31) - 1  # torch's limit; reserved by `GlooConnections`
 _CLOSE_PATIENCE_S = 2.0
 
 
 def is_number(number: int) -> bool:
-    """Whether a group may have that number: there are tags for two hundred million."""
+    """Whether a group may have that number: there are tags for two hundred million groups."""
     return number >= 0 and (number + 1) * _TAGS < _LARGEST_TAG
 
 
 class GlooTransport:
-    """Gloo, as one group uses it. Local to make.
+    """Gloo as used by one group. Creation is local.
 
     Args:
-        connections: between the ranks, and perhaps others.
-        ranks: for each rank of the group its rank in the group that made the connections.
-        number: of the group among those that use the connections.
+        connections: between the ranks, and possibly others.
+        ranks: for each rank of the group, its rank in the group that made the connections.
+        number: number of the group among those that use the connections.
 
     Attributes:
         connections: Gloo's, which other groups may use as well.
@@ -53,25 +53,25 @@ class GlooTransport:
         self._is_closed = False
 
     def send(self, peer: int, memory: torch.Tensor, tag: int) -> GlooTransfer:
-        """Begin to send bytes: uint8, contiguous. They must not change until it has finished. Local.
+        """Start sending bytes: uint8, contiguous. They must not change until it has finished. Local.
 
         Args:
             peer: rank in the group.
             memory: the bytes; uint8, contiguous.
-            tag: of the group, below 8.
+            tag: tag within the group, below 8.
         """
         work = self.connections.send(self._ranks[peer], memory, self._first_tag + tag)
         return GlooTransfer(work, (peer,), memory, self._under_way)
 
     def receive(self, peer: int, memory: torch.Tensor, tag: int) -> GlooTransfer:
-        """Begin to receive bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local."""
+        """Start receiving bytes: uint8, contiguous; in the order of the peer's sends with that tag. Local."""
         work = self.connections.receive(self._ranks[peer], memory, self._first_tag + tag)
         return GlooTransfer(work, (peer,), memory, self._under_way)
 
     def watch(self, transfer: GlooTransfer, on_done: Callable[[], None]) -> GlooTransfer:
-        """Have a thread wait for a transfer and then call `on_done`; meanwhile the caller asks `is_done`. Local.
+        """Wait for a transfer in another thread, and call `on_done` then; meanwhile the caller polls `is_done`. Local.
 
-        A peer that is stopped must not keep others from being heard, so each has a thread of its own.
+        A suspended peer must not delay messages from others, so each peer has a separate thread.
         """
         (peer,) = transfer.peers
         if peer not in self._watchers:
@@ -81,11 +81,11 @@ class GlooTransport:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was begun has finished."""
+        """Whether everything that was started has finished."""
         return not self._under_way
 
     def abort(self) -> None:
-        """Close the connections, unless other groups use them, too: then the caller ends each wait. Local."""
+        """Close the connections, unless other groups use them; in that case the caller ends each wait. Local."""
         if self.connections.num_users == 1:
             self.connections.break_off()
 
@@ -93,7 +93,7 @@ class GlooTransport:
         """Release the connections. Local.
 
         Args:
-            in_good_order: whether what is under way will finish by itself.
+            in_good_order: whether pending transfers will finish by themselves.
         """
         if self._is_closed:
             return

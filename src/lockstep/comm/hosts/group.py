@@ -1,4 +1,4 @@
-"""Connects the ranks of a new group over several hosts, and returns its engine.
+"""Connects the ranks of a new group over several hosts, and creates its engine.
 
 In this order: discovery, connections, shared memory of each host, Gloo.
 """
@@ -45,11 +45,11 @@ _DESCRIPTORS = 16
 
 
 class HostsEngine(MessageEngine):
-    """The op table of a group on several hosts, which lends its connections to further groups.
+    """The op table of a group on several hosts, which shares its connections with further groups.
 
     Args:
         team: the ranks of the group.
-        new: what this rank knew of the group before.
+        new: what this rank knew about the group beforehand.
     """
 
     def __init__(self, team: HostsTeam, new: NewGroup) -> None:
@@ -58,21 +58,21 @@ class HostsEngine(MessageEngine):
         self._hosts_team = team
 
     def connect_further(self, new: NewGroup, bootstrap: Bootstrap, check_peers: Callable[[], None]) -> Engine | None:
-        """Connect ranks of this group, by shared memory where one host has all of them. Collective over these ranks.
+        """Connect a further group over this group's connections; in shared memory, if it has one host. Collective.
 
         Args:
             new: the further group; this group is the default group.
-            bootstrap: of the ranks of the further group, as if they were on one host.
-            check_peers: called while waiting; raises if a rank cannot come.
+            bootstrap: of the ranks of the further group, as if they shared one host.
+            check_peers: called while waiting; raises if a rank can no longer come.
 
         Returns:
-            The engine of the further group; None if it has ranks that this group does not know.
+            The engine of the further group; None if some of its ranks are not in this group.
 
         Raises:
             RendezvousError: a rank did not come, or could not; names it.
             RankLost: a rank came and died.
-            SetupError: the ranks go by different terms, such as wire formats, or this process has no descriptors left.
-            SharedMemoryError: the memory of a host cannot be had.
+            SetupError: the ranks' handshake parameters differ, such as wire formats, or no descriptors are left.
+            SharedMemoryError: a host cannot allocate shared memory.
         """
         team = self._hosts_team
         if max(new.ranks) >= team.world_size:
@@ -85,24 +85,24 @@ class HostsEngine(MessageEngine):
 
 
 def connect(new: NewGroup, check_peers: Callable[[], None]) -> Engine:
-    """Connect the ranks of a new group that may be on several hosts, and know nothing of each other. Collective.
+    """Connect the ranks of a new group, possibly on several hosts, that have no connections yet. Collective.
 
     Args:
-        new: what this rank knows of the group.
-        check_peers: called while waiting; raises if a rank cannot come.
+        new: what this rank knows about the group.
+        check_peers: called while waiting; raises if a rank can no longer come.
 
     Returns:
-        The engine of a group of shared memory after all, where all turn out to be on one host.
+        The engine of the group; one in shared memory, if all ranks turn out to be on one host.
 
     Raises:
-        RendezvousError: a rank did not come, or a host cannot be reached.
+        RendezvousError: a rank did not come, or a host is unreachable.
         RankLost: a rank came and died.
-        SetupError: the ranks go by different terms, such as wire formats, or this process has no descriptors left.
-        SharedMemoryError: the memory of a host cannot be had.
+        SetupError: the ranks' handshake parameters differ, such as wire formats, or no descriptors are left.
+        SharedMemoryError: a host cannot allocate shared memory.
     """
     exchange = StoreExchange(new.store, new.rank, new.ranks, new.timeout_s, check_peers)
     try:
-        # Two connections to each other rank, and what they are polled by. Gloo ends a process without descriptors.
+        # Two connections to each other rank, and their epoll descriptors. Gloo kills a process without descriptors.
         descriptors.require(_DESCRIPTORS + 2 * len(new.ranks), f"rank {new.ranks[new.rank]}")
         members = find_members(exchange, new.rank, len(new.ranks))
         layout = Layout.of(members)
@@ -129,10 +129,10 @@ def _connect_over(team: HostsTeam, layout: Layout, new: NewGroup, check_peers: C
     """Connect ranks of several hosts over the connections of the default group. Collective.
 
     Args:
-        team: of the default group. The new group uses its links, and its connections of Gloo if no rank objects.
+        team: of the default group. The new group uses its links, and its Gloo connections if all ranks can share them.
         layout: of the new group.
-        new: what this rank knows of the group.
-        check_peers: called while waiting; raises if a rank cannot come.
+        new: what this rank knows about the group.
+        check_peers: called while waiting; raises if a rank can no longer come.
     """
     try:
         own = team.links.share(new.name, new.ranks)
@@ -150,7 +150,7 @@ def _connect_over(team: HostsTeam, layout: Layout, new: NewGroup, check_peers: C
 
 @contextlib.contextmanager
 def _failures_published(shared: LinkStore, links: Links) -> Iterator[None]:
-    """If this rank fails while the group is being made, send the others the reason."""
+    """If this rank fails while the group is being created, send the others the reason."""
     try:
         yield
     except BaseException as error:
@@ -160,13 +160,13 @@ def _failures_published(shared: LinkStore, links: Links) -> Iterator[None]:
 
 
 def _agree_on_terms(shared: LinkStore, new: NewGroup, gloo: GlooConnections) -> int | None:
-    """The number of the group among those that share Gloo's connections, which its first rank gives. Collective.
+    """The group's number among those that share Gloo's connections, as assigned by its first rank. Collective.
 
     Returns:
-        None if the group is to have connections of its own, since a rank cannot share those that there are.
+        None if the group needs new connections, because some rank cannot share the existing ones.
 
     Raises:
-        SetupError: this rank cannot join, another could not, or the ranks go by different terms.
+        SetupError: this rank or another one cannot join, or the ranks' handshake parameters differ.
     """
     name, terms = f"rank {new.ranks[new.rank]}", _terms()
     descriptors.require(_DESCRIPTORS + len(new.ranks), name)
@@ -185,24 +185,24 @@ def _agree_on_terms(shared: LinkStore, new: NewGroup, gloo: GlooConnections) -> 
 
 
 def _read_terms(data: bytes, name: str) -> dict[str, Any]:
-    """What a rank goes by, and the number that it gives the group, or None.
+    """Parse a rank's handshake parameters and the number that it assigns to the group, or None.
 
     Raises:
-        RendezvousError: no rank says that.
+        RendezvousError: the data cannot come from a rank.
     """
     found = read_json(data)
     if not isinstance(found, dict) or "terms" not in found or type(found.get("number")) not in (int, type(None)):
-        raise RendezvousError(f"{name} says of a new group what no rank says: {data[:60]!r}")
+        raise RendezvousError(f"{name} sent invalid data about a new group: {data[:60]!r}")
     return found
 
 
 def _terms() -> dict[str, Any]:
-    """What all ranks must have alike."""
+    """The handshake parameters: what must be the same on all ranks."""
     return common_terms() | {"wire": current_wire().name}
 
 
 def _bootstrap_on_host(new: NewGroup, layout: Layout, check_peers: Callable[[], None]) -> Bootstrap:
-    """The bootstrap of the ranks on this host."""
+    """The bootstrap for the ranks on this host."""
     return Bootstrap(
         new.store.below(f"host {layout.members[new.rank].host}"),
         layout.local_rank_of[new.rank],
@@ -221,12 +221,12 @@ def _make(
     bootstrap: Bootstrap,
     make_gloo: Callable[[], GlooTransport],
 ) -> Engine:
-    """The engine of ranks with links. Collective."""
+    """Create the engine once the ranks have links. Collective."""
     segment = SharedMemoryTeam.meet(bootstrap)
-    # Only now: no rank is to wait in Gloo for one that could not have the memory of its host.
+    # Only now: no rank should wait in Gloo for one that could not allocate its host's memory.
     gloo = make_gloo()
     try:
-        # Nobody begins before all are there, so a rank that fails until here is no rank that was lost.
+        # No rank begins before all are here, so a rank that fails up to this point is not reported as lost.
         shared.share("made", b"")
         shared.close()
     except BaseException:
@@ -237,7 +237,7 @@ def _make(
 
 
 def _connect_gloo(new: NewGroup, layout: Layout, links: Links, shared: LinkStore) -> GlooTransport:
-    """Gloo over connections of this group's own. Collective."""
+    """Connect by Gloo, over new connections. Collective."""
     return GlooTransport(connect_by_gloo(new.rank, layout.members, links, shared), range(len(new.ranks)), 0)
 
 
@@ -256,7 +256,7 @@ def _open_links(exchange: StoreExchange, rank: int, ranks: Sequence[int], addres
         theirs = [one[3] for one in found]
     except (TypeError, ValueError, KeyError, IndexError):
         listener.close()
-        raise RendezvousError(f"a rank says of its endpoint what no rank says: {str(found)[:200]}") from None
+        raise RendezvousError(f"a rank published an invalid endpoint: {str(found)[:200]}") from None
     for peer, other in enumerate(theirs):
         error = disagreement(f"rank {ranks[rank]}", terms, f"rank {ranks[peer]}", other)
         if error is not None:
@@ -268,11 +268,11 @@ def _open_links(exchange: StoreExchange, rank: int, ranks: Sequence[int], addres
 
 
 def _announce(layout: Layout) -> None:
-    """Say in one line which hosts there are, and how they reach each other. By one rank."""
+    """Print one line that lists the hosts and how they reach each other. Called by one rank."""
     print(f"[lockstep] {len(layout.hosts)} hosts: {layout.describe()}", file=sys.stderr, flush=True)
     for remark in remarks_on(env.LOCKSTEP_TOKEN.get()):
         warn_once(get_logger(__name__), remark)
-    is_said = env.LOCKSTEP_RENDEZVOUS.get() is not None  # our launcher has said that there is no token
+    is_said = env.LOCKSTEP_RENDEZVOUS.get() is not None  # our launcher has already reported the missing token
     if not secret_of_ranks().is_given and not is_said:
         warn_once(
             get_logger(__name__),

@@ -1,18 +1,18 @@
-"""The handshake by which two ranks that have just been connected prove to each other who they are.
+"""The handshake by which two newly connected ranks authenticate each other.
 
 The client has connected to the listener of the server::
 
-    client → server    who it is, a random challenge
-    server → client    an HMAC over both ranks and the challenge, a challenge of its own
+    client → server    its rank, and a random challenge
+    server → client    an HMAC over both ranks and the challenge, and a second challenge
     client → server    an HMAC over the same and the server's challenge
     server → client    whether it is admitted
 
-The key of both HMACs is derived from the job's secret and the nonce of the server's listener, which stands in the
-store. The secret itself does not stand there, so a process that reads the store can neither pass for a rank nor have
-one talk to it. Where the job has no secret, the nonce is all there is to know; a client must then also come from the
-address that its rank has published.
+The key of both HMACs is derived from the job's secret and from the nonce of the server's listener, which is published
+in the store. The secret itself is not in the store, so a process that reads the store can neither impersonate a rank
+nor make one talk to it. If the job has no secret, the nonce is all that a client needs to know; it must then also
+connect from the address that its rank has published.
 
-Nothing here waits: it reads bytes as they come, and none beyond the end of the next message.
+Nothing here blocks: it reads bytes as they arrive, and none beyond the end of the next message.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _TRY_AGAIN_AFTER_S = 0.05
 
 
 class Stranger(Exception):
-    """The process at the other end is no rank that is awaited. The message is a clause."""
+    """The peer is not a rank that is expected here. The message is a clause."""
 
 
 class _SocketReader:
-    """Collects the bytes of a message of known size."""
+    """Collects the bytes of a message of known length."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._data = bytearray()
 
     def take(self, size: int) -> bytes | None:
-        """The next `size` bytes once all have come.
+        """The next `size` bytes, or None until all have arrived.
 
         Raises:
             OSError: the connection is closed.
@@ -79,11 +79,11 @@ class IncomingHandshake:
     """The server's side of a handshake.
 
     Args:
-        link: the connection that was accepted.
-        address: where it came from.
+        link: the accepted connection.
+        address: the client's address.
         rank: this rank in the group.
         key: the key of this listener.
-        admits: raises Stranger if a rank from that address is not awaited.
+        admits: raises Stranger if a rank from that address is not expected.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class IncomingHandshake:
         self._hello: tuple[int, bytes, bytes] | None = None
 
     def advance(self) -> int | None:
-        """Handle the bytes that have come; returns the client's rank once the client has proved it.
+        """Process the bytes received so far; returns the client's rank once it is authenticated, else None.
 
         Raises:
-            Stranger: the client is no rank that is awaited.
+            Stranger: the client is not a rank that is expected here.
         """
         try:
             if self._hello is None and (data := self._reader.take(_HELLO.size)) is not None:
@@ -117,7 +117,7 @@ class IncomingHandshake:
     def _answer(self, data: bytes) -> None:
         magic, peer, challenge = _HELLO.unpack(data)
         if magic != _MAGIC:
-            raise Stranger("what it says is no handshake")
+            raise Stranger("it did not send a handshake")
         own = secrets.token_bytes(_CHALLENGE_BYTES)
         self._hello = (peer, challenge, own)
         self.socket.send(_proof(self._key, b"server", self._rank, peer, challenge, own) + own)
@@ -127,7 +127,7 @@ class IncomingHandshake:
         peer, challenge, own = self._hello
         try:
             if not hmac.compare_digest(proof, _proof(self._key, b"client", self._rank, peer, challenge, own)):
-                raise Stranger(f"it says that it is rank {peer}, and does not have this job's token")
+                raise Stranger(f"it claims to be rank {peer}, but does not have this job's token")
             self._admits(peer, self.address)
         except Stranger:
             with contextlib.suppress(OSError):
@@ -144,14 +144,14 @@ class _Step(Enum):
 
 
 class OutgoingHandshake:
-    """The client's side of a handshake; connects again where the connection breaks before the server has answered.
+    """The client's side of a handshake; reconnects if the connection breaks before the server has answered.
 
     Args:
         rank: this rank in the group.
         peer: the rank to connect to.
         endpoint: address and port of that rank.
         key: the key of its listener.
-        source: the address of this host, from which it connects.
+        source: the address of this host from which to connect.
     """
 
     def __init__(self, rank: int, peer: int, endpoint: tuple[str, int], key: Secret, source: str) -> None:
@@ -169,7 +169,7 @@ class OutgoingHandshake:
         family = socket.AF_INET6 if ":" in self._endpoint[0] else socket.AF_INET
         self.socket = link = socket.socket(family, socket.SOCK_STREAM)
         link.setblocking(False)
-        with contextlib.suppress(OSError):  # then from whichever address the kernel chooses
+        with contextlib.suppress(OSError):  # otherwise from any address that the kernel chooses
             link.bind((self._source, 0))
         self._step, self._reader = _Step.CONNECT, _SocketReader(link)
         with contextlib.suppress(BlockingIOError):
@@ -177,11 +177,11 @@ class OutgoingHandshake:
 
     @property
     def events(self) -> int:
-        """The events to poll the socket for."""
+        """The events for which to poll the socket."""
         return select.POLLOUT if self._step is _Step.CONNECT else select.POLLIN
 
     def begin_again(self, now_s: float) -> None:
-        """Connect anew if that is due."""
+        """Reconnect if it is time to."""
         if self.socket is not None or now_s < self._again_s:
             return
         try:
@@ -195,11 +195,11 @@ class OutgoingHandshake:
         self.socket, self._again_s = None, now_s + _TRY_AGAIN_AFTER_S
 
     def advance(self) -> bool:
-        """Handle the bytes that have come; returns whether both ranks have proved who they are.
+        """Process the bytes received so far; returns whether both ranks are authenticated.
 
         Raises:
-            RendezvousError: what listens there is not that rank, or refuses this one.
-            OSError: nothing can be reached there.
+            RendezvousError: the listener is not that rank, or rejects this one.
+            OSError: nothing is reachable there.
         """
         link = self.socket
         assert link is not None
@@ -225,10 +225,10 @@ class OutgoingHandshake:
             proof, challenge = answer[:MAC_BYTES], answer[MAC_BYTES:]
             wanted = _proof(self._key, b"server", self.peer, self._rank, self._challenge, challenge)
             if not hmac.compare_digest(proof, wanted):
-                raise RendezvousError(f"what listens there has another token than this rank ({self._key.name})")
+                raise RendezvousError(f"the listener has another token than this rank ({self._key.name})")
             link.send(_proof(self._key, b"client", self.peer, self._rank, self._challenge, challenge))
             self._step = _Step.ADMISSION
         admission = self._reader.take(1)
         if admission is not None and admission != _ADMITTED:
-            raise RendezvousError(f"it does not let rank {self._rank} in")
+            raise RendezvousError(f"it rejected rank {self._rank}")
         return admission is not None

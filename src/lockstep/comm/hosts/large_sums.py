@@ -1,8 +1,8 @@
 """Sums of large tensors over several hosts, by the first ranks of all hosts. See `first_ranks.py`.
 
-The ranks of a host add up what they have into the memory of their first rank; the first ranks add up theirs by Gloo's
-ring, in that memory; and each rank copies the result from there. Where a host has several ranks, large tensors go
-through these stages in pieces, so that the network does not wait for memory. A ring of small pieces is slow.
+The ranks of a host add up their tensors in the memory of their first rank; the first ranks add up theirs by Gloo's
+ring, in that memory; and each rank copies the result from there. If a host has several ranks, large tensors pass
+through these stages in pieces, so that network and memory work at the same time. A ring of small pieces is slow.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _DTYPES = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 
 
 class LargeSums:
-    """The sums of one team over several hosts that `fits` finds large enough.
+    """The sums of one team over several hosts, for tensors large enough for `fits`.
 
     Args:
         team: the ranks of the group.
-        local: the collectives of this host's ranks.
+        local: the collectives among this host's ranks.
     """
 
     def __init__(self, team: HostsTeam, local: SharedMemoryAlgorithms) -> None:
         self._team, self._local = team, local
 
     def fits(self, tensor: torch.Tensor, reduction: Reduction) -> bool:
-        """Whether a reduction of tensors of this size, the same on all ranks, is such a sum. Local."""
+        """Whether to reduce tensors of this size, the same on all ranks, in this way. Local."""
         adds_as_it_is = reduction.kernel.combine is torch.add and reduction.dtype == tensor.dtype
         is_sum = adds_as_it_is and tensor.dtype in _DTYPES and reduction.wire.is_exact
         num_bytes = tensor.numel() * tensor.element_size()
         return is_sum and is_summed_by_first_ranks(num_bytes)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout_s: float) -> None:
-        """Add up a flat contiguous tensor in place over all ranks. After `arrive`."""
+        """Sum a flat contiguous tensor in place over all ranks. After `arrive`."""
         is_alone = self._team.local.world_size == 1
         pieces = self._pieces(tensor)
 
@@ -54,11 +54,11 @@ class LargeSums:
         self._add_up(pieces, _nothing if is_alone else gather, _nothing if is_alone else spread, reduction, timeout_s)
 
     def all_reduce_symmetric(self, parts: Sequence[torch.Tensor], reduction: Reduction, timeout_s: float) -> None:
-        """Add up the parts of this host's ranks, and of all others, into each of them. After `arrive`.
+        """Sum the parts of all ranks of all hosts, and write the result into each part of this host. After `arrive`.
 
         Args:
-            parts: a flat tensor for each rank of this host, the same numel and dtype. They are complete.
-            reduction: how to combine them.
+            parts: a flat tensor for each rank of this host, all of the same numel and dtype, and complete.
+            reduction: how to combine the parts.
             timeout_s: seconds until each wait is an error.
         """
         local = self._team.local
@@ -82,7 +82,7 @@ class LargeSums:
         self._add_up([pieces[0] for pieces in all_pieces], gather, spread, reduction, timeout_s)
 
     def _pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same on all hosts, since each piece has a ring of its own: one where no host has several ranks."""
+        """The pieces to sum, the same on all hosts, since each has its own ring: one if no host has several ranks."""
         if self._team.layout.num_channels == 1:
             return [tensor]
         numel = tensor.numel()
@@ -96,13 +96,13 @@ class LargeSums:
         reduction: Reduction,
         timeout_s: float,
     ) -> None:
-        """Add up piece after piece: while one is between hosts, the next is gathered, and the one before is spread.
+        """Sum piece by piece: while one is between hosts, the next is gathered and the previous one spread.
 
         Args:
             pieces: of the tensor of this host's first rank.
-            gather: given the number of a piece, adds it up over the ranks of this host. All of them call it.
-            spread: given the same, hands the result to the ranks of this host. All of them call it.
-            reduction: has the divisor.
+            gather: sums the piece with a given number over the ranks of this host, all of which call it.
+            spread: distributes the result for that piece to the ranks of this host, all of which call it.
+            reduction: provides the divisor.
             timeout_s: seconds until each wait is an error.
         """
         team, last = self._team, len(pieces) - 1
@@ -121,4 +121,4 @@ class LargeSums:
 
 
 def _nothing(_: int) -> None:
-    """Do nothing: the host has one rank."""
+    """Do nothing: the host has only one rank."""

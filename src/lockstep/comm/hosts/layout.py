@@ -1,9 +1,9 @@
 """Which ranks of a group share a host, where each host listens, and in what pieces tensors move. Pure data.
 
-[Note: chunks] A large tensor goes through its stages (`pipeline.py`) in chunks, so that the stages of one overlap those
-of the next. Each chunk costs an owner one message with two hosts, and 2 (H - 1) messages with H hosts. An all_reduce of
-4 MiB in 8 chunks took 2.7 times as long as in one at 4 hosts of one rank on a fast network, and 4.2 times as long at 8.
-So more than two hosts cut no more than memory demands.
+[Note: chunks] A large tensor passes through its stages (`pipeline.py`) in chunks, so that the stages of one overlap
+those of the next. Each chunk costs an owner one message with two hosts, and 2 (H - 1) messages with H hosts. An
+all_reduce of 4 MiB in 8 chunks took 2.7 times as long as in one at 4 hosts of one rank on a fast network, and 4.2 times
+as long at 8. So with more than two hosts, tensors are cut only as far as memory requires.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
 LARGEST_CHUNK_BYTES = 16 << 20
 _SMALLEST_CHUNK_BYTES = 2 << 20
 _CHUNKS_OF_TWO_HOSTS = 4
-# Up to this size every rank adds up everything: one message to each host instead of a pipeline.
+# Up to this size every rank does all the additions: one message to each host instead of a pipeline.
 _REDUNDANT_BYTES = 16 << 10
-# The same between two hosts, and where partners swap sums, for all ranks of a host together, as each sends the whole.
+# The same for two hosts, and for partners that swap sums; for all ranks of a host together, as each sends everything.
 _DOUBLED_BYTES = 64 << 10
-# Up to this size of a chunk partners halve it. See [Note: halving] in `pipeline.py`.
+# Chunks up to this size are halved between partners. See [Note: halving] in `pipeline.py`.
 _HALVED_BYTES = 2 << 20
-# Beyond this size Gloo adds up what the hosts have. See [Note: whose ring] in `first_ranks.py`.
+# Beyond this size Gloo sums over the hosts. See [Note: whose ring] in `first_ranks.py`.
 _OURS_BYTES = 2 << 20
 _PIECE_OF_SUM_BYTES = 8 << 20
 
@@ -46,8 +46,8 @@ class Member:
 
     Attributes:
         identity: its process, and the name of its host.
-        host: its host, named by the lowest global rank on it.
-        address: the address at which its host listens for the others.
+        host: its host, identified by the lowest global rank on it.
+        address: the address on which its host listens for the others.
         interface: name of the interface with that address.
     """
 
@@ -64,10 +64,10 @@ class Layout:
     Attributes:
         members: one for each rank of the group.
         hosts: the ranks on each host, in order; hosts in the order of their lowest rank.
-        host_of: for each rank the index of its host.
-        local_rank_of: for each rank its number among those of its host.
-        is_one_tree: whether the pairwise tree over the ranks of each host and then over hosts is that over all ranks.
-        num_channels: in how many parts a large tensor is reduced at a time: as many as the fullest host has ranks.
+        host_of: index of each rank's host.
+        local_rank_of: each rank's number among the ranks of its host.
+        is_one_tree: whether a pairwise tree over each host's ranks and then over hosts equals the tree over all ranks.
+        num_channels: number of parts of a large tensor that are reduced in parallel: the ranks of the fullest host.
     """
 
     members: tuple[Member, ...]
@@ -112,7 +112,7 @@ class Layout:
         return num_partners(len(self.hosts)) > 0
 
     def partners_of(self, host: int) -> list[int]:
-        """The hosts with which a host exchanges, one after the other: the next, the next but one, …
+        """The hosts with which a host exchanges, in order: the next, the next but one, …
 
         >>> Layout((), ((0,), (1,), (2,), (3,)), (0, 1, 2, 3), (0, 0, 0, 0), 1, True).partners_of(1)
         [0, 3]
@@ -120,7 +120,7 @@ class Layout:
         return [host ^ 1 << step for step in range((len(self.hosts) - 1).bit_length())]
 
     def describe(self) -> str:
-        """One line for people: `node1 (ranks 0-1) eth0 10.0.0.1 | …`."""
+        """A one-line description: `node1 (ranks 0-1) eth0 10.0.0.1 | …`."""
         parts = []
         for ranks in self.hosts:
             member = self.members[ranks[0]]
@@ -129,7 +129,7 @@ class Layout:
 
 
 def num_partners(num_hosts: int) -> int:
-    """With how many others a host swaps sums, one after the other; 0 where it does not.
+    """Number of hosts with which a host swaps sums, one after the other; 0 if it does not.
 
     >>> [num_partners(hosts) for hosts in (1, 2, 3, 4, 6, 8)]
     [0, 0, 0, 2, 0, 3]
@@ -138,12 +138,12 @@ def num_partners(num_hosts: int) -> int:
 
 
 def redundant_bytes(num_hosts: int, num_channels: int, is_exact: bool = True) -> int:
-    """The largest tensor, in bytes, that every rank adds up whole, instead of a share of it.
+    """The largest tensor, in bytes, that every rank sums completely instead of a share of it.
 
     Args:
         num_hosts: at least 2.
         num_channels: ranks of the fullest host.
-        is_exact: sums cross as they are, and not in fewer bits.
+        is_exact: whether sums are sent in full precision.
 
     >>> [redundant_bytes(hosts, 2) >> 10 for hosts in (2, 3, 4)], redundant_bytes(2, 1, is_exact=False) >> 10
     ([32, 16, 32], 16)
@@ -153,7 +153,7 @@ def redundant_bytes(num_hosts: int, num_channels: int, is_exact: bool = True) ->
 
 
 def halved_bytes(num_hosts: int) -> int:
-    """The largest chunk, in bytes, that partners halve; 0 where hosts have none.
+    """The largest chunk, in bytes, that partners halve; 0 if hosts have no partners.
 
     >>> [halved_bytes(hosts) >> 20 for hosts in (2, 4, 6, 8)]
     [0, 2, 0, 2]
@@ -162,7 +162,7 @@ def halved_bytes(num_hosts: int) -> int:
 
 
 def is_summed_by_first_ranks(num_bytes: int) -> bool:
-    """Whether the first ranks of the hosts add up a tensor of that size, where Gloo can add up what it holds.
+    """Whether a tensor of that size is summed by the first ranks of the hosts, if Gloo supports the sum.
 
     >>> is_summed_by_first_ranks(4 << 20), is_summed_by_first_ranks(1 << 20)
     (True, False)
@@ -171,7 +171,7 @@ def is_summed_by_first_ranks(num_bytes: int) -> bool:
 
 
 def num_pieces_of_sum(num_bytes: int) -> int:
-    """In how many pieces such a tensor is added up where hosts have several ranks. See `large_sums.py`.
+    """Number of pieces in which such a tensor is summed if hosts have several ranks. See `large_sums.py`.
 
     >>> num_pieces_of_sum(4 << 20), num_pieces_of_sum(25 << 20)
     (1, 4)
@@ -180,10 +180,10 @@ def num_pieces_of_sum(num_bytes: int) -> int:
 
 
 def num_chunks(num_bytes: int, num_hosts: int, largest_bytes: int = LARGEST_CHUNK_BYTES) -> int:
-    """In how many chunks a large tensor goes through the stages of a reduction. See [Note: chunks].
+    """Number of chunks in which a large tensor passes through the stages of a reduction. See [Note: chunks].
 
     Args:
-        num_bytes: of the tensor; more than none.
+        num_bytes: of the tensor; at least 1.
         num_hosts: at least 2.
         largest_bytes: of a chunk.
 

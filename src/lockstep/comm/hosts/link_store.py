@@ -1,7 +1,7 @@
-"""A store over the new connections of a group, for the values that its ranks exchange until the group is made.
+"""A store over the new connections of a group, for the values that its ranks exchange until the group is ready.
 
-Gloo's addresses go this way, too: nobody but the ranks can read or write it, while the store in which they found each
-other is open to everybody who reaches its port.
+Gloo's addresses are exchanged here as well: only the ranks can read or write it, while the store in which they found
+each other is open to anyone who reaches its port.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lockstep.torch_private.stores import Store
 __all__ = ["LinkStore"]
 
 _KIND = b"linkstor"  # unlike those of the group's own messages
-_HEAD = struct.Struct(f"!{len(_KIND)}sHI")  # with the bytes of the key, and of the whole value
+_HEAD = struct.Struct(f"!{len(_KIND)}sHI")  # and the number of bytes of the key, and of the whole value
 _PIECE_BYTES = 32 << 10  # a value may be longer than a message
 _POLL_S = 0.005
 _FAILURE = "failure"
 
 
 def _read_failure(data: bytes, name: str) -> tuple[str, str, tuple[int, ...]]:
-    """Why a rank gave up: the kind of its error, the text, and which ranks it blames."""
+    """Parse why a rank gave up: the class of its error, the text, and the ranks that it blames."""
     try:
         kind, text, culprits = json.loads(data)
         ranks = tuple(culprits)
@@ -36,19 +36,19 @@ def _read_failure(data: bytes, name: str) -> tuple[str, str, tuple[int, ...]]:
     except (ValueError, TypeError, RecursionError):
         is_typed = False
     if not is_typed:
-        return "", f"{name} could not join, and says why as no rank does: {data[:60]!r}", ()
+        return "", f"{name} could not join, and sent an invalid reason: {data[:60]!r}", ()
     return kind, text, ranks
 
 
 class LinkStore(Store):
-    """Each rank sets values, which all can read. A torch store, as far as Gloo asks it anything. Thread-safe.
+    """Each rank sets values that all can read. A torch store, as far as Gloo needs one. Thread-safe.
 
     Args:
-        links: the connections to the other ranks; messages that are none of these are handed back by `close`.
+        links: the connections to the other ranks; messages that do not belong to the store are put back by `close`.
         rank: this rank in the group.
         ranks: the global rank of each rank of the group.
-        timeout_s: until what does not come is an error.
-        check_peers: called while waiting; raises if a rank cannot come.
+        timeout_s: seconds until a missing value is an error.
+        check_peers: called while waiting; raises if a rank can no longer come.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LinkStore(Store):
         self._check_awaited = check_peers
         self._values: dict[str, bytes] = {}
         self._pieces: dict[tuple[int, str], bytearray] = {}
-        self._num_received = dict.fromkeys(self._peers, 0)  # values, by rank
+        self._num_received = dict.fromkeys(self._peers, 0)  # number of values, by rank
         self._others: list[tuple[int, memoryview]] = []
         self._lock = threading.RLock()
         self._is_closed = False
@@ -87,7 +87,7 @@ class LinkStore(Store):
         return {peer: self._values[key] for peer, key in keys.items()}
 
     def give_up(self, error: BaseException) -> None:
-        """Send the others the reason why this rank cannot join, unless one of them sent one; close. Local."""
+        """Tell the others why this rank cannot join, unless one of them gave up first; then close. Local."""
         name = f"rank {self._ranks[self._rank]}"
         text = str(error) or type(error).__name__
         culprits = error.culprits if isinstance(error, RankLost) else ()
@@ -98,7 +98,7 @@ class LinkStore(Store):
         self._is_closed = True
 
     def check_peers(self) -> None:
-        """Raise if a rank is gone, or gave up. Local.
+        """Raise if a rank is gone, or has given up. Local.
 
         Raises:
             SetupError: a rank gave up; says why.
@@ -108,7 +108,7 @@ class LinkStore(Store):
         self._check(self._peers)
 
     def _await(self, missing: Callable[[], Collection[int]]) -> None:
-        """Receive until there are no ranks any more of which something is missing."""
+        """Receive until `missing` returns no ranks."""
         self._receive()
         while awaited := missing():
             self._check(awaited)
@@ -116,7 +116,7 @@ class LinkStore(Store):
                 silent = sorted(peer for peer in awaited if not self._num_received[peer])
                 if silent:
                     raise not_come(silent, self._rank, self._ranks, self._timeout_s)
-                raise lost_meanwhile([self._ranks[peer] for peer in sorted(awaited)], "came and did not continue")
+                raise lost_meanwhile([self._ranks[peer] for peer in sorted(awaited)], "connected and then went silent")
             self._links.wait(_POLL_S)
             self._receive()
 
@@ -128,11 +128,11 @@ class LinkStore(Store):
                 kind, text, culprits = _read_failure(failure, f"rank {self._ranks[peer]}")
                 raise RankLost(text, culprits) if culprits else peer_error(kind, text)
         if self._is_closed:
-            raise LockstepError("the group is not being made any more")  # to a thread of Gloo's
-        self._check_awaited()  # knows more than that a connection is gone
+            raise LockstepError("the group is not being made any more")  # raised in a thread of Gloo's
+        self._check_awaited()  # more specific than a lost connection
         gone = sorted(self._links.lost.intersection(awaited))
         if gone:
-            raise lost_meanwhile([self._ranks[peer] for peer in gone], "came and was gone again")
+            raise lost_meanwhile([self._ranks[peer] for peer in gone], "connected and then ended")
 
     def _receive(self) -> None:
         with self._lock:
@@ -152,11 +152,11 @@ class LinkStore(Store):
                 self._num_received[peer] += 1
 
     def remaining_s(self) -> float:
-        """Seconds until the limit."""
+        """Seconds until the deadline."""
         return max(self._deadline_s - time.monotonic(), 0.001)
 
     def close(self) -> None:
-        """Hand back the messages of ranks that are further than this one, for the group."""
+        """Put back messages for the group, from ranks that are already using it."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -174,7 +174,7 @@ class LinkStore(Store):
                 self._links.send(peer, message)
 
     def get(self, key: str) -> bytes:
-        """A value; waits for it.
+        """A value; waits until it is there.
 
         Raises:
             RankLost: a rank is gone, or the value did not come in time.
@@ -183,12 +183,12 @@ class LinkStore(Store):
         return self._values[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether there are all of these values now."""
+        """Whether all of these values are there now."""
         self._receive()
         return self._values.keys() >= set(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for these values; the limit is that of the group, whatever is asked for.
+        """Wait for these values; the timeout is that of the group, `timeout` is ignored.
 
         Raises:
             RankLost: a rank is gone, or a value did not come in time.
@@ -196,6 +196,6 @@ class LinkStore(Store):
         self._await(lambda: () if self._values.keys() >= set(keys) else self._furthest_behind())
 
     def _furthest_behind(self) -> list[int]:
-        """The ranks of which the fewest values have come: Gloo's keys do not say of whom they are."""
+        """The ranks from which the fewest values have come: Gloo's keys do not tell whose they are."""
         fewest = min(self._num_received.values(), default=0)
         return [peer for peer, number in self._num_received.items() if number == fewest]

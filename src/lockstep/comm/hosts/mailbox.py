@@ -1,7 +1,7 @@
-"""Point to point in a group on several hosts: through shared memory within a host, by messages between hosts.
+"""Point to point in a group on several hosts: shared memory within a host, messages between hosts.
 
-One matcher knows all messages and all receives, so a receive from any source takes the first message of any host. The
-mailbox for the peer of a message moves it.
+A single matcher handles all messages and receives, so a receive from any source takes the first message from any host.
+The mailbox responsible for the peer transfers the message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["HostsMailbox"]
 
 
 class _LinkBell(Doorbell):
-    """Wakes ranks of this host through their connections, on which they sleep, because other hosts wake them so too."""
+    """Wakes ranks of this host through their connections: they sleep there, because other hosts wake them that way."""
 
     def __init__(self, area: MailArea, team: HostsTeam) -> None:
         super().__init__(area, team.local_rank_of[team.rank])
@@ -31,14 +31,14 @@ class _LinkBell(Doorbell):
         self._ranks = {local_rank: rank for rank, local_rank in team.local_rank_of.items()}
 
     def sleep(self, seen: int, timeout_s: float, poll_s: float) -> None:
-        """Sleep until a message comes; one that only wakes counts, too."""
+        """Sleep until a message arrives, even one whose only purpose is to wake."""
         self._team.sleep(timeout_s)
 
     def want_room(self) -> None:
-        """Do nothing: whoever sleeps for records only looks by itself several times a second."""
+        """Do nothing: a rank that sleeps for lack of records checks by itself several times a second."""
 
     def ring_here(self) -> None:
-        """Wake the threads of this rank that sleep."""
+        """Wake the sleeping threads of this rank."""
         self._team.wake_here()
 
     def _wake(self, local_rank: int) -> None:
@@ -46,7 +46,7 @@ class _LinkBell(Doorbell):
 
 
 class HostsMailbox(BaseMailbox):
-    """The messages of one rank. Not thread-safe, save that its team may be in use by another thread.
+    """The messages of one rank. Not thread-safe, except that another thread may use its team.
 
     Args:
         team: the ranks of the group.
@@ -85,7 +85,7 @@ class HostsMailbox(BaseMailbox):
     def forget(self, operation: Send | Receive) -> None:
         self._near.forget(operation)
 
-    # Messages of other hosts wake this rank without a bell.
+    # Messages from other hosts wake this rank without a doorbell.
 
     def arm(self) -> int:
         return self._near.arm()
@@ -109,7 +109,7 @@ class HostsMailbox(BaseMailbox):
         return self._near.take_finished() + far
 
     def close(self) -> None:
-        """Release shared memory, and leave to Gloo what is under way. Local."""
+        """Release shared memory, and leave pending transfers to Gloo. Local."""
         self._near.close()
         self._far.close()
 

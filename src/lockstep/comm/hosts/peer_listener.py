@@ -1,10 +1,10 @@
 """Listens for the other ranks of a new group over several hosts, and connects to them.
 
-A rank listens while the group is being made, on the chosen address of its host and a free port, and no longer: once all
-are connected there is no listening port. A process that connects has to prove who it is (`handshake.py`).
+A rank listens, on the chosen address of its host and a free port, only while the group is being created: once all ranks
+are connected there is no listening port. A process that connects has to authenticate itself (`handshake.py`).
 
-[Note: strangers] All handshakes continue at the same time, each with a deadline of its own. So a stranger that connects
-and sends nothing, or single bytes, keeps no rank waiting. Its connection is closed in the end, with one warning.
+[Note: strangers] All handshakes run at the same time, each with its own deadline. So an unauthenticated peer that
+connects and sends nothing, or single bytes, delays no rank. Its connection is closed in the end, with one warning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PeerListener:
         secret: the secret of the job; default that of the environment.
 
     Attributes:
-        endpoint: what the other ranks must know, for the caller to publish: address, port and nonce.
+        endpoint: what the other ranks need to know, for the caller to publish: address, port and nonce.
     """
 
     def __init__(self, address: str, secret: Secret | None = None) -> None:
@@ -58,12 +58,12 @@ class PeerListener:
 
         Args:
             rank: this rank in the group.
-            endpoints: rank -> endpoint, of the other ranks.
-            timeout_s: until a rank that does not come is an error.
-            check_peers: called while waiting; raises if a rank cannot come.
+            endpoints: endpoint of each other rank.
+            timeout_s: seconds until a missing rank is an error.
+            check_peers: called while waiting; raises if a rank can no longer come.
 
         Raises:
-            RendezvousError: a rank cannot be reached, or did not come, or is another job's.
+            RendezvousError: a rank cannot be reached, did not come, or belongs to another job.
         """
         with _Handshakes(self._listener, self._key, rank, endpoints, self.endpoint[0]) as handshakes:
             for peer, (address, port, nonce) in endpoints.items():
@@ -85,17 +85,17 @@ class PeerListener:
 
 
 class _Handshakes:
-    """All handshakes of one rank, under way at the same time. See [Note: strangers]. A context manager.
+    """All handshakes of one rank, which run at the same time. See [Note: strangers]. A context manager.
 
     Args:
-        listener: accepts the ranks above this one; closed in the end.
+        listener: accepts the ranks above this one; closed at the end.
         key: the key of this listener.
         rank: this rank in the group.
-        endpoints: rank -> endpoint, of the other ranks.
+        endpoints: endpoint of each other rank.
         address: address of this host.
 
     Attributes:
-        sockets: the connections that are made, by rank.
+        sockets: the connections made so far, by rank.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class _Handshakes:
     def __exit__(self, *_: object) -> None:
         self._listener.close()
         for handshake in self._incoming.values():
-            self._refuse(handshake, "it said nothing that a rank says")
+            self._refuse(handshake, "it sent nothing that a rank would send")
         for outgoing in self._outgoing.values():
             if outgoing.socket is not None:
                 outgoing.socket.close()
@@ -125,12 +125,12 @@ class _Handshakes:
             link.close()
 
     def take(self) -> dict[int, socket.socket]:
-        """The connections, which are the caller's from here on."""
+        """Hand the connections over to the caller."""
         taken, self.sockets = self.sockets, {}
         return taken
 
     def begin(self, peer: int, endpoint: tuple[str, int], key: Secret) -> None:
-        """Begin to connect to a rank of lower number."""
+        """Start connecting to a lower rank."""
         with self._explained(peer):
             self._outgoing[peer] = OutgoingHandshake(self._rank, peer, endpoint, key, self._address)
 
@@ -186,19 +186,19 @@ class _Handshakes:
     def _admit(self, peer: int, address: str) -> None:
         endpoint = self._endpoints.get(peer)
         if endpoint is None or peer < self._rank:
-            raise Stranger(f"it says that it is rank {peer}, which does not come here")
+            raise Stranger(f"it claims to be rank {peer}, which does not connect here")
         if not self._key.is_given and address != endpoint[0]:
-            raise Stranger(f"it says that it is rank {peer}, whose address is {endpoint[0]}")
+            raise Stranger(f"it claims to be rank {peer}, whose address is {endpoint[0]}")
         before = self.sockets.get(peer)
         if before is not None and not _is_closed(before):
-            raise Stranger(f"it says that it is rank {peer}, which has come")
+            raise Stranger(f"it claims to be rank {peer}, which is already connected")
 
     def _let_go(self, now_s: float) -> None:
-        """Refuse those that take too long, and the oldest where there are too many."""
+        """Drop handshakes that take too long, and the oldest if there are too many."""
         late = [handshake for handshake in self._incoming.values() if now_s > handshake.deadline]
         room = _MOST_STRANGERS + len(self._endpoints)
         for handshake in late or list(self._incoming.values())[: max(0, len(self._incoming) - room)]:
-            self._refuse(handshake, "it said nothing that a rank says")
+            self._refuse(handshake, "it sent nothing that a rank would send")
 
     def _refuse(self, handshake: IncomingHandshake, why: str) -> None:
         self._incoming = {key: one for key, one in self._incoming.items() if one is not handshake}
@@ -212,7 +212,7 @@ class _Handshakes:
             )
 
     def strangers(self) -> str:
-        """The connections that were refused, as the end of a message."""
+        """The rejected connections, as the end of an error message."""
         return "".join(f"; one from {address} was refused: {why}" for address, why in self._refused.items())
 
     @contextlib.contextmanager
@@ -234,7 +234,7 @@ class _Handshakes:
 
 
 def _is_closed(link: socket.socket) -> bool:
-    """Whether the other end has closed a connection on which nothing was said yet."""
+    """Whether the other end has closed a connection on which it has sent nothing yet."""
     try:
         return link.recv(1, socket.MSG_PEEK) == b""
     except (BlockingIOError, InterruptedError):

@@ -1,33 +1,34 @@
-"""Large reductions over several hosts, in chunks that are in all stages at once.
+"""Large reductions over several hosts, in chunks that pass through a pipeline of stages.
 
 A chunk is divided into channels, as many as the fullest host has ranks. Each channel has an owner on every host, and
-goes through these stages::
+passes through these stages::
 
-    load       the ranks of a host put the chunk where its owners can read it; each owner adds up its channels
+    load       the ranks of a host put the chunk where its owners can read it; each owner sums its channels
     exchange   the owners of a channel exchange their sums and add them up
-    store      each owner hands its results to the ranks of its host
+    store      each owner distributes its results to the ranks of its host
 
 While one chunk is on the network, earlier ones are stored and later ones loaded. So a large reduction takes little
-longer than the slowest of its stages; and because every channel has an owner of its own, all ranks of a host send.
+longer than the slowest of its stages; and because every channel has a different owner, all ranks of a host send.
 
 [Note: exchange] With two hosts, owners exchange whole sums and both add: each byte crosses once in each direction. With
-more, each owner of a channel adds up one part of it and hands the result to the others: 2 (H - 1) / H of the bytes.
+more, each owner of a channel sums one part of it and sends the result to the others: 2 (H - 1) / H of the bytes.
 
-[Note: halving] With 4, 8, 16, … hosts, owners exchange chunks of medium size in pairs: hosts 0 and 1 halve what they
-have, swap halves and add; then hosts 0 and 2 do the same with these halves, and so on. The results go back the same
-way. That is as many bytes, in 2 log2 H messages for each owner instead of 2 (H - 1), but they follow each other.
-Partners add what the pairwise tree adds, so the bits are the same. Not so for sums in fewer bits, which would be
-encoded at each step.
+[Note: halving] With 4, 8, 16, … hosts, owners exchange chunks of medium size in pairs: hosts 0 and 1 halve their data,
+swap halves and add; then hosts 0 and 2 do the same with these halves, and so on. The results go back the same way. The
+number of bytes is the same, in 2 log2 H messages for each owner instead of 2 (H - 1), but these are sequential.
+Partners add in the order of the pairwise tree, so the bits are the same. That does not hold for sums in fewer bits,
+which would be encoded at each step.
 
 [Note: order] The fixed pairwise tree adds over the ranks of a host, then over hosts, in their order in the layout. All
-owners of a value add the same parts in the same order, so all ranks and all runs get the same bits.
+owners of a value add the same parts in the same order, so results are bit-identical across ranks and runs.
 
-[Note: in place] Where a host has one rank, and sums travel as they are, an exchange sends from the tensor itself and
+[Note: in place] If a host has one rank, and sums travel in full precision, an exchange sends from the tensor itself and
 receives into it. With more than two hosts a result arrives in memory that was sent from before; but the owner that
-sends it has received what was sent. Two hosts swap whole sums: there a result waits for the end of the sends.
+sends it has already received what was sent. Two hosts swap whole sums: there a result has to wait until the sends have
+ended.
 
 [Note: posted ahead] Gloo sends only when it knows that the receiver is ready. So an owner posts its receives some
-chunks ahead, and no send waits for the news that the receiver is ready.
+chunks ahead, and no send has to wait for that.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lockstep.shm.kernels import Kernel, divide
 
 __all__ = ["Reduction", "reduce_pipelined"]
 
-# Chunks between the start of an exchange and its end, and more for which receives are posted.
+# Chunks between the start and the end of an exchange, and the number more for which receives are posted.
 _DEPTH = 2
 _AHEAD = 3
 _FLOAT_SUMS = ("SUM", "AVG", "PREMUL_SUM")
@@ -60,7 +61,7 @@ class Reduction:
     Attributes:
         dtype: the dtype of partial sums.
         kernel: combines parts, without the division of an average.
-        divisor: divides the last result; 1 for none.
+        divisor: divides the final result; 1 for none.
         wire: the wire format of partial sums between hosts.
     """
 
@@ -82,7 +83,7 @@ class Reduction:
         )
 
     def within_host(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Combine parts of any dtype into `out`, of `dtype`; `out` is none of them."""
+        """Combine parts of any dtype into `out`, of `dtype`, which is not one of them."""
         wide = [part if part.dtype == self.dtype else part.to(self.dtype) for part in parts]
         if len(wide) == 1:
             out.copy_(wide[0])
@@ -90,13 +91,14 @@ class Reduction:
             self.kernel.reduce(wide, out)
 
     def within_host_into(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-        """Combine parts, of `dtype`, into one of them; uses up the memory of the others."""
+        """Combine parts, of `dtype`, into one of them; the others are overwritten."""
         self._tree(parts, own)
 
     def over_hosts(self, sums: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the sums of all hosts into the result.
 
-        `out` may be one of two sums, and none of more. It may have another dtype, to which the result is rounded.
+        `out` may be one of the sums if there are two, but not if there are more. It may have another dtype, to which
+        the result is rounded.
         """
         target = out if out.dtype == self.dtype else torch.empty_like(sums[0])
         self.kernel.reduce(sums, target)
@@ -110,7 +112,7 @@ class Reduction:
         return self.wire.is_exact and team.layout.has_partners
 
     def over_hosts_into(self, sums: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-        """Combine the sums of all hosts, of `dtype`, into one of them; uses up the memory of the others.
+        """Combine the sums of all hosts, of `dtype`, into one of them; the others are overwritten.
 
         Fresh memory, and a copy out of it, would cost more than the additions.
         """
@@ -119,7 +121,7 @@ class Reduction:
             divide(own, self.divisor)
 
     def _tree(self, parts: Sequence[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
-        """The tree of `Kernel.reduce`, in which each result takes the place of a part: of `own`, where that is one."""
+        """The tree of `Kernel.reduce`, with results stored in the parts: in `own`, if that is one of a pair."""
         if len(parts) == 1:
             return parts[0]
         middle = 1 << (len(parts) - 1).bit_length() - 1
@@ -127,7 +129,7 @@ class Reduction:
         return self.kernel.combine(left, right, out=right if right is own else left)
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of `numel` values on the wire."""
+        """Number of bytes of `numel` values on the wire."""
         return numel * self.dtype.itemsize if self.wire.is_exact else self.wire.num_bytes(numel)
 
 
@@ -139,7 +141,7 @@ class _Exchange:
         reduction: how to combine the parts.
         channel: number of the channel.
         numel: elements of the channel in this chunk.
-        memory: where the only part and the result of the channel lie; see [Note: in place]. None elsewhere.
+        memory: the memory of the channel's only part and of its result; see [Note: in place]. None otherwise.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class _Exchange:
         self._memory = memory
         self._own = layout.host_of[team.rank]
         self._owners = [layout.owner(host, channel) for host in range(len(layout.hosts))]
-        # Beginning with the next, so that not all send to one first.
+        # Starting with the next rank, so that not all send to the same one first.
         self._others = [(self._own + step) % len(self._owners) for step in range(1, len(self._owners))]
         self._is_direct = len(self._owners) == 2
         bounds = [0, numel] if self._is_direct else share_bounds(numel, len(self._owners))
@@ -174,7 +176,7 @@ class _Exchange:
         return self._take(numel * self._reduction.dtype.itemsize).view(self._reduction.dtype)
 
     def _span(self, host: int) -> tuple[int, int]:
-        """Bounds of the part that the owner on that host adds up."""
+        """Bounds of the part that the owner on that host sums."""
         return self._spans[0] if self._is_direct else self._spans[host]
 
     def _expect(
@@ -186,7 +188,7 @@ class _Exchange:
         return self._team.receive_chunk(self._owners[host], buffer, phase), buffer
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The bytes to send for these values, which may be their own memory."""
+        """The bytes to send for these values; may share their memory."""
         wire = self._reduction.wire
         if wire.is_exact:
             return values.view(torch.uint8)
@@ -219,7 +221,7 @@ class _Exchange:
                 self._returning[host] = self._expect(host, high - low, 1, target)
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
-        """Add up the parts of this host's ranks, and send the sum. Local."""
+        """Sum the parts of this host's ranks, and send the sum. Local."""
         if self._memory is None:
             self._sum = self._new(self._numel)
             self._reduction.within_host(parts, self._sum)
@@ -229,14 +231,14 @@ class _Exchange:
             data = self._encode(self._sum)
             self._send(self._others[0], data, 0)
             if not self._reduction.wire.is_exact:
-                self._sum = self._decode(data, self._numel)  # the same values as on the other side
+                self._sum = self._decode(data, self._numel)  # the same values as on the other host
             return
         for host in self._others:
             low, high = self._spans[host]
             self._send(host, self._encode(self._sum[low:high]), 0)
 
     def reduce_part(self, timeout_s: float) -> None:
-        """With more than two hosts: add up this owner's part of the channel, and send the result to the others."""
+        """With more than two hosts: sum this owner's part of the channel, and send the result to the others."""
         if self._is_direct:
             return
         self._await(self._coming, timeout_s)
@@ -261,7 +263,7 @@ class _Exchange:
         own.copy_(self._decode(data, high - low))
 
     def finish(self, out: torch.Tensor, timeout_s: float) -> None:
-        """Write the result to `out`: shape (numel,), of the tensors' own dtype."""
+        """Write the result to `out`, of shape (numel,), in the dtype of the tensors."""
         if not self._is_direct:
             self._await(self._returning, timeout_s)
             if self._memory is not None:
@@ -281,7 +283,7 @@ class _Exchange:
         self._reduction.over_hosts([self._sum, theirs] if self._own == 0 else [theirs, self._sum], out)
 
     def release(self, timeout_s: float) -> None:
-        """Wait until all is sent, and give the buffers back."""
+        """Wait until everything is sent, and return the buffers to the pool."""
         self._team.wait_for(self._sends, timeout_s)
         for buffer in self._buffers:
             self._team.give_buffer(buffer)
@@ -289,14 +291,14 @@ class _Exchange:
 
 
 class _HalvingExchange(_Exchange):
-    """The same between partners. See [Note: halving]."""
+    """An exchange between partners. See [Note: halving]."""
 
     def __init__(
         self, team: HostsTeam, reduction: Reduction, channel: int, numel: int, memory: torch.Tensor | None = None
     ) -> None:
         super().__init__(team, reduction, channel, numel, memory)
-        self._rounds: list[tuple[int, slice, slice]] = []  # the partner, what this owner keeps, what it gives
-        self._parts: list[tuple[GlooTransfer | None, torch.Tensor]] = []  # of each round
+        self._rounds: list[tuple[int, slice, slice]] = []  # partner, slice to keep, slice to send
+        self._parts: list[tuple[GlooTransfer | None, torch.Tensor]] = []  # one for each round
         self._results: list[tuple[GlooTransfer | None, torch.Tensor]] = []
         bounds = share_bounds(numel, len(self._owners))
         first, last = 0, len(self._owners)
@@ -318,7 +320,7 @@ class _HalvingExchange(_Exchange):
             self._results.append(self._expect(partner, given.stop - given.start, 1, self._sum[given]))
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
-        """Add up the parts of this host's ranks, and send the first half. Local."""
+        """Sum the parts of this host's ranks, and send the first half. Local."""
         if self._memory is None:
             self._reduction.within_host(parts, self._sum)
         self._give(0)
@@ -332,7 +334,7 @@ class _HalvingExchange(_Exchange):
         self._send(partner, self._encode(self._sum[kept]), 1)
 
     def reduce_part(self, timeout_s: float) -> None:
-        """Add up this owner's part of the channel, and send the first result."""
+        """Sum this owner's part of the channel, and send the first result."""
         last = len(self._rounds) - 1
         for number, (partner, kept, _) in enumerate(self._rounds):
             self._await({partner: self._parts[number]}, timeout_s)
@@ -364,21 +366,21 @@ def reduce_pipelined(
     timeout_s: float,
     in_place: bool = False,
 ) -> None:
-    """Reduce chunk after chunk over all ranks. Collective, after `arrive`.
+    """Reduce chunk by chunk over all ranks. Collective, after `arrive`.
 
     Args:
         team: the ranks of the group.
         reduction: how to combine the parts.
         chunk_numels: elements of each chunk; the same on all ranks.
-        load: given the number of a chunk and the bounds of its channels (one more than channels), returns for each
-            channel that this rank owns the parts of the ranks of its host. All ranks of a host call it together.
-        target: given the same, returns for each channel that this rank owns where its result goes.
-        store: given the same, hands the results to the ranks of the host. All of them call it together.
+        load: given the number of a chunk and the bounds of its channels (number of channels + 1 values), returns, for
+            each channel that this rank owns, the parts of its host's ranks. All ranks of a host call it together.
+        target: given the same, returns where the result goes, for each channel that this rank owns.
+        store: given the same, distributes the results to the ranks of the host. All of them call it together.
         timeout_s: seconds until each wait is an error.
-        in_place: whether `load` and `target` give the same memory, and may be called at any time.
+        in_place: whether `load` and `target` return the same memory, and may be called at any time.
 
     Raises:
-        PeerFailure: a peer failed or left, or was not done in time.
+        PeerFailure: a peer failed, left, or was too late.
     """
     num_chunks, channels = len(chunk_numels), team.layout.channels_of(team.rank)
     bounds = [share_bounds(numel, team.layout.num_channels) for numel in chunk_numels]

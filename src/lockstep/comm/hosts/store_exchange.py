@@ -23,7 +23,7 @@ _PARTING_S = 5.0
 _LOOK_AGAIN_S = 0.5
 _ASK_FOR_FAILURES_EVERY_S = 0.1
 
-# Failures that were raised in this process. They stay in the store, and say nothing about a later attempt.
+# Failures raised in this process. They stay in the store, but do not concern later attempts.
 _known_failures: set[str] = set()
 
 
@@ -31,11 +31,11 @@ class StoreExchange:
     """Writes values of this rank into the store, and reads those of the others.
 
     Args:
-        store: the store; nobody else uses its keys.
+        store: the store; only this class uses its keys.
         rank: this rank in the group.
         global_ranks: the global rank of each rank of the group.
-        timeout_s: until a rank that does not come is an error.
-        check_peers: called while waiting; raises if a rank that is awaited cannot come.
+        timeout_s: seconds until a missing rank is an error.
+        check_peers: called while waiting; raises if an awaited rank can no longer come.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StoreExchange:
         self._peer_gave_up = False
 
     def write(self, topic: str, value: Any) -> None:
-        """Publish a value of JSON for all ranks, under a topic."""
+        """Publish a JSON value to all ranks, under a topic."""
         key, text = f"{topic}{self._rank}", json.dumps(value)
         self._ask(lambda: self._store.set(key, text))
         self._written[key] = text
@@ -110,11 +110,11 @@ class StoreExchange:
             return json.loads(said)
         except (ValueError, RecursionError):
             raise RendezvousError(
-                f"rank {self._global_ranks[rank]} says of {topic!r} what no rank says: {said[:60]!r}"
+                f"rank {self._global_ranks[rank]} published an invalid value of {topic!r}: {said[:60]!r}"
             ) from None
 
     def _write_again(self) -> None:
-        """Write values of this rank again that another process has removed or replaced: the others wait for them."""
+        """Rewrite values of this rank that another process has removed or replaced: other ranks wait for them."""
         now_s = time.monotonic()
         if now_s > self._look_again_s:
             for key, text in self._written.items() if self._look_again_s else ():
@@ -123,14 +123,14 @@ class StoreExchange:
             self._look_again_s = now_s + _LOOK_AGAIN_S
 
     def part(self, ranks: Sequence[int]) -> None:
-        """Wait a moment until all ranks know why they raise. The store may go with the first rank that ends."""
+        """Wait a moment until all ranks have read why they fail. The store may vanish with the first rank that ends."""
         self._deadline = min(self._deadline, time.monotonic() + _PARTING_S)
         with contextlib.suppress(LockstepError):
             self.write("parting", True)
             self.read("parting", ranks)
 
     def give_up(self, error: Exception) -> None:
-        """Publish that this rank will not join, so that the others need not wait for it; unless one of them said so."""
+        """Tell the others that this rank will not join, unless one of them gave up first."""
         if self._peer_gave_up:
             return
         name = f"rank {self._global_ranks[self._rank]}"
@@ -145,7 +145,7 @@ class StoreExchange:
         return None if found is None else found[0]
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """Ask the store, which is gone if the rank that holds it has ended."""
+        """Query the store, which is gone if the rank that hosts it has ended."""
         try:
             return question()
         except RuntimeError as error:

@@ -1,13 +1,12 @@
 """The team of a group on several hosts: messages between all ranks, and shared memory within each host.
 
-Every rank has a connection to every other (`links.py`), for short messages: what it has come for, that it
-leaves, that it has failed. So each rank learns soon, and by itself, that any other dies.
-The ranks of one host form a team of shared memory (`local`), through which data moves there. Between hosts, Gloo moves
-large data (`gloo_transport.py`).
+Every rank has a connection to every other (`links.py`), for short messages: what it calls, that it leaves, that it has
+failed. So each rank learns soon, and at first hand, when another one dies. The ranks of one host form a shared-memory
+team (`local`), through which data moves there. Between hosts, Gloo transfers large data (`gloo_transport.py`).
 
-[Note: who waits for whom] A rank that waits in a step of its local team, or for data of another host, waits for ranks
-that may themselves wait for others. A rank that notices a failure breaks the group and tells all. So it is enough that
-a wait watches the ranks that it waits for, and receives their messages.
+[Note: who waits for whom] A rank that waits in a step of its local team, or for data from another host, waits for ranks
+that may themselves be waiting. A rank that notices a failure breaks the group and tells all. So it is enough for a wait
+to watch the ranks that it waits for, and to receive their messages.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ __all__ = ["HostsTeam"]
 
 _TENSOR_TAG, _P2P_TAG, _CHUNK_TAG = 1, 2, 3
 _LARGE_BYTES = SMALL_SLOT_BYTES + 1
-# A tensor of up to this size travels as a message.
+# A tensor of up to this size is sent as a message.
 _EAGER_BYTES = 64 << 10
-# Unlike those of notices and of the mailbox.
+# Unlike those of control messages and of the mailbox.
 _EAGER_KIND, _WAKE = (31).to_bytes(8, "little"), (30).to_bytes(8, "little")
-_SAYS_AFTER_S, _SAYS_AFTER_SHARE = 1.0, 0.25  # and of the deadline; what comes first
+_SAYS_AFTER_S, _SAYS_AFTER_SHARE = 1.0, 0.25  # seconds, and fraction of the deadline; whichever comes first
 assert _EAGER_BYTES + len(_EAGER_KIND) <= LONGEST_MESSAGE_BYTES
 
 _POOL_BYTES = 64 << 20
@@ -55,7 +54,7 @@ _CLOSE_PATIENCE_S = 2.0
 
 
 class _LocalWaiter(StepWaiter):
-    """Waits for ranks of this host, and receives the messages of all hosts meanwhile."""
+    """Waits for ranks of this host, and receives messages from all hosts meanwhile."""
 
     polls_in_looks = True
 
@@ -71,20 +70,20 @@ class _LocalWaiter(StepWaiter):
         waited_s: float,
         timeout_s: float,
     ) -> float:
-        """Raise PeerFailure, in ranks of the whole group, if a rank that is still awaited cannot come any more."""
+        """Raise PeerFailure, with ranks of the whole group, if an awaited rank can no longer come."""
         self._team.look_locally(lambda: [rank for rank, index in pending if words[index] < target], waited_s, timeout_s)
         return math.inf
 
 
 class _LocalTeam(SharedMemoryTeam):
-    """The ranks of this host, in collectives of ranks that do not all learn when there is no memory here."""
+    """The ranks of this host, in collectives whose other ranks may not notice that memory is exhausted here."""
 
     def prepare(self, num_bytes: int, timeout_s: float) -> int:
-        """Make sure that slots for an operation on `num_bytes` exist. Collective on first use of large ones.
+        """Make sure that slots for an operation on `num_bytes` exist. Collective at the first use of large ones.
 
         Raises:
-            SetupError: there is no memory for them, on every rank of this host, or on this rank alone, where it had
-                some before. The engine tells the others.
+            SetupError: memory for them is exhausted; on every rank of this host, or on this rank alone if it had slots
+                before. The engine tells the others.
             PeerFailure: a rank did not come to their first use.
         """
         try:
@@ -94,14 +93,14 @@ class _LocalTeam(SharedMemoryTeam):
 
 
 class _FarWatch(Watch):
-    """Also sees the end of processes on other hosts, by their closed connections."""
+    """Also detects the end of processes on other hosts, by their closed connections."""
 
     def __init__(self, near: dict[int, PeerIdentity], links: Links) -> None:
         super().__init__(near)
         self._links = links
 
     def dead(self) -> set[int]:
-        """Ranks whose process has ended, or whose host does not answer any more."""
+        """Ranks whose process has ended, or whose host no longer answers."""
         self._links.lose_silent()
         return super().dead() | self._links.lost
 
@@ -113,10 +112,10 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         rank: this rank in the group.
         layout: which ranks share a host.
         links: the connections to the other ranks.
-        segment: the control segment of this host's ranks, who have met.
-        gloo: moves large data between hosts.
+        segment: the control segment of this host's ranks, after they have met.
+        gloo: transfers large data between hosts.
         wire: the wire format of float sums between hosts.
-        timeout_s: how long `close` waits for peers that have not read yet what they were sent.
+        timeout_s: how long `close` waits for peers that have not yet read what they were sent.
         global_ranks: global rank of each rank of the group.
 
     Attributes:
@@ -125,9 +124,9 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         links: the links to the other ranks.
         first_ranks: the first rank of each host, for large sums.
         gloo: Gloo's connections to the other ranks.
-        local: the team of shared memory of this host.
+        local: the shared-memory team of this host.
         wire: the wire format of float sums between hosts.
-        chunk_bytes: how many bytes of a large tensor move at a time; 0 before `prepare`.
+        chunk_bytes: size of the pieces in which large tensors move; 0 before `prepare`.
         has_symmetric_memory: whether `allocate` works: always, among the ranks of each host.
     """
 
@@ -158,7 +157,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._gloo = gloo
         self._timeout_s = timeout_s
         self.first_ranks = FirstRanks(rank, layout, links, global_ranks)
-        self._is_in_sum = False  # of the first ranks
+        self._is_in_sum = False  # whether this rank is in a sum of the first ranks
         self._watchdog = Watchdog(self._poll_and_look, self._abort_transfers)
         self._eager_messages: list[deque[bytes]] = [deque() for _ in range(self.world_size)]
         self._late_ranks = LateRanks(rank, self.first_ranks.all, self.blocks.number, self._tell_all)
@@ -187,10 +186,10 @@ class HostsTeam(MessageTeam[GlooTransfer]):
                 elif message != _WAKE and not self._late_ranks.receive(peer, message):
                     self._receive_message(peer, message)
                 if self.links.has_sleepers:
-                    self.links.interrupt()  # Another thread may wait for what was received here.
+                    self.links.interrupt()  # Another thread may be waiting for what was received here.
 
     def wake(self, peer: int) -> None:
-        """Wake a rank that sleeps in `sleep`. Local."""
+        """Wake a rank that is in `sleep`. Local."""
         self.send_message(peer, _WAKE)
 
     def wake_here(self) -> None:
@@ -198,7 +197,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.links.interrupt()
 
     def sleep(self, timeout_s: float) -> None:
-        """Sleep until a message comes, or another thread of this rank has received one. Local."""
+        """Sleep until a message arrives, or another thread of this rank has received one. Local."""
         self.links.wait(timeout_s)
 
     # ---- waiting ---------------------------------------------------------------------------------------
@@ -215,7 +214,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
                 self._late_ranks.say_to_await(awaited[0], self._number)
 
     def _not_ahead(self, ranks: Iterable[int]) -> list[int]:
-        """Those of these ranks that are not in a later collective already; the others have done their part in this."""
+        """Those of these ranks that are not in a later collective; the others have done their part in this one."""
         return [rank for rank in ranks if self.blocks.number(rank) <= self._number]
 
     def note_finished(self, number: int) -> None:
@@ -228,7 +227,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
                 self.send_message(peer, message)
 
     def _blamed(self, failure: PeerFailure) -> PeerFailure:
-        """The same failure, of those for whom the late ones wait. See [Note: who is late] in `late_ranks.py`."""
+        """The same failure, blamed on the ranks for which the late ones wait. See [Note: who is late]."""
         if any(kind is not FailureKind.LATE for kind in failure.kinds.values()):
             return failure
         self.poll()
@@ -256,11 +255,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._look(ranks, waited_s, timeout_s)
 
     def look_locally(self, missing: Callable[[], list[int]], waited_s: float, timeout_s: float) -> None:
-        """Raise PeerFailure if a rank of this host that is awaited cannot come any more. Local.
+        """Raise PeerFailure if an awaited rank of this host can no longer come. Local.
 
         Args:
-            missing: tells the local ranks that are awaited. Called after messages are received, since a rank that came
-                and then left is awaited no more.
+            missing: returns the local ranks that are awaited. Called after messages are received, since a rank that
+                arrived and then left is no longer awaited.
             waited_s: seconds waited so far.
             timeout_s: seconds until PeerFailure of kind LATE.
         """
@@ -269,7 +268,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         ranks = [self.near[local_rank] for local_rank in missing()]
         if ranks:
             kinds = dict.fromkeys(dead.intersection(ranks), FailureKind.DEAD)
-            # What a rank said before it died says more than its death.
+            # What a rank said before it died is more informative than its death.
             said = {rank: kind for rank in ranks if (kind := self._will_not_finish(rank)) is not None}
             if kinds or said:
                 raise PeerFailure(said or kinds, waited_s)
@@ -312,13 +311,13 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             memory.numpy()[:] = memoryview(inbox.popleft())
 
     def prepare(self, timeout_s: float) -> None:
-        """Make the slots of this host ready for a large tensor. Collective, after `arrive`, the first time.
+        """Make this host's slots ready for a large tensor. Collective the first time, after `arrive`.
 
-        Then the ranks agree on the size of the chunks in which large tensors move.
+        The ranks then agree on the size of the chunks in which large tensors move.
 
         Raises:
-            SharedMemoryError: on every rank, if a host could not make them.
-            SetupError: this rank cannot have the memory again that its slots had given back. The others do not know.
+            SharedMemoryError: on every rank, if a host could not create them.
+            SetupError: this rank cannot reallocate the memory that its slots had released. The others do not know.
             PeerFailure: a rank did not come.
         """
         slot_bytes, problem = 0, None
@@ -334,7 +333,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             self.chunk_bytes = int(found.min())
 
     def _raise_of_all(self, problem: SharedMemoryError | None, failed: torch.Tensor, what: str) -> None:
-        """Raise on every rank if a host has failed to make shared memory; bool of shape (world_size,) tells which."""
+        """Raise on every rank if a host failed to create shared memory; `failed`: bool of shape (world_size,)."""
         if problem is not None:
             raise problem
         if bool(failed.any()):
@@ -342,21 +341,21 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             raise SharedMemoryError(f"{what} cannot be had on {', '.join(sorted(names))}")
 
     def _gather_numbers(self, own: int, timeout_s: float) -> torch.Tensor:
-        """A number of each rank, in order. Collective, after `arrive`."""
+        """The `own` of each rank, in order. Collective, after `arrive`."""
         numbers = torch.full((self.world_size,), own, device="cpu")
         sends = [(peer, numbers[self.rank : self.rank + 1]) for peer in self._others]
         self.exchange(sends, [(peer, numbers[peer : peer + 1]) for peer in self._others], timeout_s)
         return numbers
 
     def finish(self) -> None:
-        """Say that this rank has read the slots of its host for the last time since `prepare`. Local."""
+        """Mark this host's slots as fully read by this rank, for the operation begun by `prepare`. Local."""
         self.local.finish(_LARGE_BYTES)
 
     def allocate(self, part_bytes: int, timeout_s: float) -> Region:
-        """Memory that the ranks of each host share, with `part_bytes` for each of them. Collective.
+        """Allocate memory shared by the ranks of each host, with `part_bytes` for each of them. Collective.
 
         Raises:
-            SharedMemoryError: on every rank, if a host could not make it.
+            SharedMemoryError: on every rank, if a host could not allocate it.
             PeerFailure: a rank did not come.
         """
         self.arrive(timeout_s)
@@ -371,10 +370,10 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return region
 
     def wait_for(self, transfers: Sequence[GlooTransfer], timeout_s: float) -> None:
-        """Return when these transfers have finished.
+        """Wait until these transfers have finished.
 
         Raises:
-            PeerFailure: a peer failed or left, or was not done in time.
+            PeerFailure: a peer failed, left, or was too late.
         """
         try:
             self._watchdog.wait(transfers, timeout_s)
@@ -382,13 +381,13 @@ class HostsTeam(MessageTeam[GlooTransfer]):
             raise self._blamed(failure) from None
 
     def start_sum(self, tensor: torch.Tensor, timeout_s: float) -> GlooTransfer:
-        """Begin to add up a flat contiguous tensor in place over the first rank of each host, which all call this.
+        """Start summing a flat contiguous tensor in place. Collective over the first ranks of all hosts.
 
         After `arrive`.
 
         Raises:
             PeerFailure: at the first sum, a rank failed or left before all were connected.
-            RendezvousError: at the first sum, a host cannot be reached.
+            RendezvousError: at the first sum, a host is unreachable.
         """
         first_ranks, since = self.first_ranks, time.monotonic()
 
@@ -401,17 +400,17 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return first_ranks.start_sum(tensor)
 
     def wait_for_sum(self, under_way: GlooTransfer, timeout_s: float) -> None:
-        """Return when a sum of the first ranks has finished.
+        """Wait until a sum of the first ranks has finished.
 
         Raises:
-            PeerFailure: a peer failed or left, or was not done in time.
+            PeerFailure: a peer failed, left, or was too late.
         """
         with self._in_sum():
             self._watchdog.wait([under_way], timeout_s)
 
     @contextlib.contextmanager
     def _in_sum(self) -> Iterator[None]:
-        """This rank waits for some of the first ranks. See [Note: who is late] in `late_ranks.py`."""
+        """Mark that this rank waits for some of the first ranks. See [Note: who is late] in `late_ranks.py`."""
         self._is_in_sum = True
         try:
             yield
@@ -425,15 +424,15 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self.first_ranks.abort()
 
     def send_chunk(self, peer: int, memory: torch.Tensor, phase: int) -> GlooTransfer:
-        """Begin to send a part of a reduction: uint8, contiguous. Local."""
+        """Start sending a part of a reduction: uint8, contiguous. Local."""
         return self._gloo.send(peer, memory, _CHUNK_TAG + phase)
 
     def receive_chunk(self, peer: int, memory: torch.Tensor, phase: int) -> GlooTransfer:
-        """Begin to receive a part of a reduction, in the order of the peer's `send_chunk` of that phase. Local."""
+        """Start receiving a part of a reduction, in the order of the peer's `send_chunk` of that phase. Local."""
         return self._gloo.receive(peer, memory, _CHUNK_TAG + phase)
 
     def take_buffer(self, num_bytes: int) -> torch.Tensor:
-        """A uint8 tensor of that many bytes, from a pool. Local; fresh memory costs more than the work on it."""
+        """A uint8 tensor of that many bytes, from a pool. Local; new memory costs more than the work on it."""
         waiting = self._pool.get(num_bytes)
         if waiting:
             self._pool_bytes -= num_bytes
@@ -441,7 +440,7 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def give_buffer(self, buffer: torch.Tensor) -> None:
-        """Give a tensor back to the pool. Local."""
+        """Return a tensor to the pool. Local."""
         num_bytes = buffer.numel()
         if self._pool_bytes + num_bytes > _POOL_BYTES:
             self._pool.clear()
@@ -460,14 +459,14 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         return [self._gloo.watch(self._gloo.receive(peer, memory, _P2P_TAG), self.wake_here)] if memory.numel() else []
 
     def are_done(self, requests: list[GlooTransfer]) -> bool:
-        """Whether these transfers have finished well. Local; waits for nothing.
+        """Whether these transfers have finished successfully. Local; does not wait.
 
-        Those that failed never do: that their peer is gone ends the wait for them, with its name.
+        Failed ones never do: the wait for them ends when their peer is found to be gone, and names it.
         """
         return all(transfer.is_done and not transfer.has_failed for transfer in requests)
 
     def abandon(self, memory: object) -> None:
-        """Do nothing: Gloo's transport keeps the memory of what is under way."""
+        """Do nothing: Gloo's transport keeps the memory of pending transfers."""
 
     # ---- end -------------------------------------------------------------------------------------------
 
@@ -485,11 +484,11 @@ class HostsTeam(MessageTeam[GlooTransfer]):
         self._pool.clear()
 
     def disown(self) -> None:
-        """In a forked child: let go of the connections, so that the end of the parent ends them. Local."""
+        """In a forked child: release the connections, so that they end with the parent. Local."""
         super().disown()
         self.links.disown()
 
     @property
     def local_rank_of(self) -> Mapping[int, int]:
-        """For each rank of this host its rank in the local team."""
+        """Rank in the local team of each rank on this host."""
         return {rank: local_rank for local_rank, rank in enumerate(self.near)}

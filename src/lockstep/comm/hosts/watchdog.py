@@ -1,4 +1,4 @@
-"""Watches the peers while this rank waits for data from them by Gloo. See [Note: waits] in `gloo_transport.py`."""
+"""Monitors the peers while this rank waits for their data by Gloo. See [Note: waits] in `gloo_transport.py`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ASKS_FOR_S = 0.05
 
 
 class Watchdog:
-    """Watches the peers while this rank waits for data from them.
+    """Monitors the peers while this rank waits for their data.
 
     Args:
-        look: called with ranks, seconds waited and the limit; raises PeerFailure if one of the ranks will not come.
+        look: called with ranks, seconds waited and the timeout; raises PeerFailure if one of the ranks will not come.
         abort: closes the connections, which ends the wait.
     """
 
@@ -40,10 +40,10 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def wait(self, transfers: Sequence[GlooTransfer], timeout_s: float) -> None:
-        """Return when all of these transfers have finished.
+        """Wait until all of these transfers have finished.
 
         Raises:
-            PeerFailure: a peer died, failed or left, or was not done in time.
+            PeerFailure: a peer died, failed, left, or was too late.
         """
         pending = [transfer for transfer in transfers if transfer.has_failed or not transfer.is_done]
         if not pending:
@@ -68,7 +68,7 @@ class Watchdog:
             self._watched = None
 
     def _explain(self, peers: Sequence[int], since: float, timeout_s: float, error: RuntimeError) -> None:
-        """Raise why a connection is gone: what the watchdog has seen, or what can be seen now."""
+        """Raise the reason why a connection is gone: as seen by the watchdog, or as it can be seen now."""
         until = time.monotonic() + _REASON_FOLLOWS_WITHIN_S
         while True:
             if self._failure is not None:
@@ -102,9 +102,9 @@ class Watchdog:
             time.sleep(min(max(_LOOKS_EVERY_S, waited_s / 10), _LOOKS_AT_LEAST_EVERY_S))
 
     def _of_those_missing(self, failure: PeerFailure) -> PeerFailure:
-        """A failure of ranks that are late, without those whose transfers have finished: nobody has waited for these.
+        """Remove from a failure of late ranks those whose transfers have finished: they have kept nobody waiting.
 
-        This rank waits for the first that has not finished.
+        This rank waits for the first transfer that has not finished.
         """
         if any(kind is not FailureKind.LATE for kind in failure.kinds.values()):
             return failure
@@ -114,7 +114,7 @@ class Watchdog:
         return PeerFailure(kinds, failure.waited_s) if kinds else failure
 
     def _end_waits(self) -> None:
-        """Return when this rank waits no more; the connections are closed."""
+        """Wait until this rank no longer waits; the connections are closed."""
         while self._watched is not None and not self._is_closed:
             time.sleep(_ENDS_WAITS_AFTER_S)
             for transfer in self._pending:

@@ -1,14 +1,15 @@
-"""Distributes the notices of a collective: few ranks send to all others, more ranks along a tree.
+"""Distributes the control messages of a collective: few ranks send to all others, more ranks along a tree.
 
-[Note: tree] With few ranks each sends its notice to all others. With more, each would spend its time on sending: 15
-messages for one all_reduce of a number at 16 ranks, 240 in all. So notices go up a tree and down again: a rank sends
-its parent what has come from below it, and the root, which then has all, sends all to its children. That takes
-2 (W - 1) messages, no more than a ring takes, while a ring's come one after the other. The ranks of a host are below
-its first rank, and the first ranks of the hosts below that of the first one: few messages cross between hosts.
+[Note: tree] With few ranks each sends its control message to all others. With more, each would spend its time sending:
+15 messages for one all_reduce of a number at 16 ranks, 240 in all. So control messages go up a tree and down again: a
+rank sends its parent everything received from below, and the root, which then has everything, sends it to its children.
+That takes 2 (W - 1) messages, as many as a ring, whose messages are sequential. The ranks of a host are below its first
+rank, and the first ranks of the hosts below that of the first one: few messages cross between hosts.
 
-[Note: late ranks] A rank that has not come holds back the notices that it would forward. So a rank that has waited for
-a while sends its notice to all, too: before any deadline every rank knows who is missing, and where the others are. A
-notice that comes twice, or late, changes nothing: only a record of a later collective replaces a record.
+[Note: late ranks] A rank that has not arrived holds back the messages that it would forward. So a rank that has waited
+for a while sends its own to all as well: before any deadline every rank knows which ranks are missing, and where the
+others are. A message that comes twice, or late, changes nothing: a record is only replaced by one of a later
+collective.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ __all__ = [
     "forwardings_of",
 ]
 
-# With so many ranks and fewer, each sends to all.
+# Up to this number of ranks, each sends to all.
 _FEW_RANKS = 3
-# Children of a rank on its own host, and as many on other hosts.
+# Number of children of a rank on its own host, and also on other hosts.
 _FAN_OUT = 8
-# What a rank may attach to all its notices of one collective together, and to one of them.
+# Limits of the attachments of one rank: to all messages of one collective together, and to a single one.
 _ATTACHED_BYTES, LARGEST_ATTACHMENT_BYTES = 16 << 10, 4 << 10
-# Longer than a collective takes, also of many ranks on few cores; shorter than any deadline.
+# Longer than a collective takes, even with many ranks on few cores; shorter than any deadline.
 _PATIENCE_S = 0.05
 
 
 def attachment_bytes(world_size: int) -> int:
-    """How much a rank may attach to its notice. See [Note: attachments] in `message_team.py`.
+    """Maximum size of a rank's attachment to its control message. See [Note: attachments] in `message_team.py`.
 
     >>> attachment_bytes(2), attachment_bytes(9), attachment_bytes(65)
     (4096, 2048, 256)
@@ -48,19 +49,19 @@ def attachment_bytes(world_size: int) -> int:
 
 
 def _parents(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
-    """For each rank but the root the rank above it."""
+    """Parent of each rank except the root."""
     trees = [[ranks[0] for ranks in hosts], *hosts]
     return {rank: ranks[index // _FAN_OUT] for ranks in trees for index, rank in enumerate(ranks[1:])}
 
 
 @dataclass(frozen=True)
 class Forwarding:
-    """What a rank forwards, and when.
+    """One step of forwarding.
 
     Attributes:
-        awaited: the ranks whose notices must have come before.
-        peers: the ranks that get the notices.
-        given: the ranks whose notices they get.
+        awaited: the ranks whose messages must have come before.
+        peers: the ranks that receive the messages.
+        given: the ranks whose messages are sent.
     """
 
     awaited: tuple[int, ...]
@@ -69,7 +70,7 @@ class Forwarding:
 
 
 def forwardings_of(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[Forwarding, ...]:
-    """What a rank forwards, one after the other; nothing where each rank sends to all. See [Note: tree].
+    """The forwarding steps of a rank, in order; empty if each rank sends to all. See [Note: tree].
 
     Args:
         rank: the rank.
@@ -89,7 +90,7 @@ def forwardings_of(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[Forwardin
         children_of.setdefault(parent, []).append(peer)
     children = children_of.get(rank, [])
     below = list(children)
-    for peer in below:  # which grows meanwhile
+    for peer in below:  # grows in the loop
         below += children_of.get(peer, ())
     forwardings = []
     if rank in parents:
@@ -101,10 +102,10 @@ def forwardings_of(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[Forwardin
 
 
 class Entries:
-    """The notices with which all ranks came to a collective: to the last even one, and to the last odd one.
+    """The control messages of all ranks for the latest even and the latest odd collective.
 
-    [Note: one ahead] A peer may be one collective ahead, and its notice for that may be here before the one for this
-    collective, which comes by way of others. So even and odd collectives are kept apart, as in records.
+    [Note: one ahead] A peer may be one collective ahead, and its message for that may arrive before the one for this
+    collective, which other ranks forward. So even and odd collectives are kept apart, as in records.
 
     Args:
         world_size: number of ranks.
@@ -117,13 +118,13 @@ class Entries:
         self._joined: list[tuple[int, bytes | memoryview]] = [(0, b"")] * 2
 
     def add(self, rank: int, number: int, notice: bytes | memoryview, attachment: bytes | memoryview) -> None:
-        """Keep the notice of a rank that has come to collective `number`, attachment included."""
+        """Store the message of a rank that has arrived at collective `number`, including its attachment."""
         parity = number & 1
         self._notices[parity][rank], self._attachments[parity][rank] = notice, attachment
         self._numbers[parity][rank] = number
 
     def add_joined(self, number: int, message: bytes | memoryview, attachments: Sequence[bytes | memoryview]) -> None:
-        """Keep what all ranks attached to their notices for collective `number`, which have come in one message."""
+        """Store all ranks' attachments for collective `number`, received in one joined message."""
         parity = number & 1
         self._joined[parity] = number, message
         numbers, kept = self._numbers[parity], self._attachments[parity]
@@ -132,35 +133,35 @@ class Entries:
                 numbers[rank], kept[rank] = number, attachment
 
     def missing(self, ranks: Iterable[int], number: int) -> list[int]:
-        """Those of these ranks that have not come to collective `number` yet."""
+        """Those of these ranks that have not arrived at collective `number` yet."""
         numbers = self._numbers[number & 1]
         return [rank for rank in ranks if numbers[rank] != number]
 
     def notice(self, rank: int, number: int) -> bytes | memoryview:
-        """The notice of a rank that has come to collective `number`; not one that has come in `joined` alone."""
+        """The message of a rank that has arrived at collective `number`; not if it came only in `joined`."""
         return self._notices[number & 1][rank]
 
     def joined(self, number: int) -> bytes | memoryview | None:
-        """The message in which the notices of all ranks for collective `number` have come, if they have."""
+        """The joined message of all ranks for collective `number`, or None."""
         found, message = self._joined[number & 1]
         return message if found == number else None
 
     def attachment(self, rank: int, number: int) -> bytes | memoryview:
-        """What that rank attached to it."""
+        """The attachment of that rank's message for collective `number`."""
         return self._attachments[number & 1][rank]
 
 
 class Arrival:
-    """This rank's part in one collective's distribution: sends its own notice, and forwards those of others. Local.
+    """This rank's part in distributing the messages of one collective: sends its own, forwards others. Local.
 
     Args:
-        rank: this rank, whose own notice is among `entries`.
+        rank: this rank, whose own message is among `entries`.
         number: the number of the collective.
-        entries: the notices that have come.
+        entries: the messages received so far.
         others: all other ranks.
-        forwardings: what this rank forwards; nothing where each rank sends to all.
+        forwardings: the forwarding steps of this rank; empty if each rank sends to all.
         send: sends a message to a rank.
-        longest_bytes: the longest message that `send` takes.
+        longest_bytes: maximum length of a message for `send`.
     """
 
     def __init__(
@@ -184,10 +185,10 @@ class Arrival:
             self._send_to_all()
 
     def go_on(self) -> list[int]:
-        """Send what can be sent now. Call it after each message, and now and then.
+        """Send what can be sent now. Call it after each received message, and periodically.
 
         Returns:
-            The ranks that have not come.
+            The ranks that have not arrived.
         """
         if self._num_forwarded < len(self._forwardings):
             self._forward()

@@ -1,10 +1,10 @@
-"""The collectives of a team whose ranks exchange tensors with each other, and share no memory.
+"""The collectives of a team whose ranks exchange tensors, and share no memory.
 
-Each begins with `team.arrive`, which in a call of several tensors does something only once.
+Each begins with `team.arrive`, which acts only once in a call with several tensors.
 
-[Note: shares] A large all_reduce is two exchanges: every rank gets its share of all ranks' tensors, reduces it, and
-hands the result to all. Each byte crosses between two ranks 2 (W - 1) / W times, the least there is, and
-one rank only adds it, in the fixed tree of `Kernel.reduce`.
+[Note: shares] A large all_reduce is two exchanges: every rank receives its share of all ranks' tensors, reduces it, and
+sends the result to all. Each byte crosses between two ranks 2 (W - 1) / W times, the minimum, and is added by one rank
+only, in the fixed tree of `Kernel.reduce`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lockstep.shm.kernels import Kernel
 
 __all__ = ["MessageAlgorithms"]
 
-# Up to this size every rank reduces everything: one exchange instead of two.
+# Up to this size every rank reduces the whole tensor: one exchange instead of two.
 _REDUNDANT_BYTES = 8 << 10
-# Of a tensor that is reduced at a time, so that the parts of all ranks need no more memory than this.
+# Tensors are reduced in pieces of this size, so that the parts of all ranks need no more memory than this.
 _REDUCED_AT_ONCE_BYTES = 32 << 20
 
 
@@ -53,7 +53,7 @@ class MessageAlgorithms(Algorithms):
                 self._all_reduce_shared(piece, kernel, timeout_s)
 
     def _all_reduce_redundant(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-        """Every rank gets the tensors of all ranks and does all the adding."""
+        """Every rank receives the tensors of all ranks and reduces them completely."""
         team = self._team
         parts = team.scratch(tensor)
         parts[team.rank].copy_(tensor)
@@ -61,7 +61,7 @@ class MessageAlgorithms(Algorithms):
         kernel.reduce(parts, tensor)
 
     def _all_reduce_shared(self, tensor: torch.Tensor, kernel: Kernel, timeout_s: float) -> None:
-        """Every rank reduces its share and hands it to all. See [Note: shares]."""
+        """Every rank reduces its share and sends it to all. See [Note: shares]."""
         team = self._team
         shares = _shares(tensor, team.world_size)
         own = shares[team.rank]
@@ -78,7 +78,7 @@ class MessageAlgorithms(Algorithms):
         self._exchange(shares, parts, timeout_s)
         result = out
         if team.world_size > 2:
-            # The tree must not build its result in one of its parts, and `out` may be the share of this rank.
+            # The tree must not write its result into one of its parts, and `out` may be this rank's share.
             result = parts[team.rank]
         parts[team.rank] = own
         kernel.reduce(parts, result)
@@ -166,7 +166,7 @@ class MessageAlgorithms(Algorithms):
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of a flat tensor that are reduced one after another; the tensor itself if it is small."""
+    """The parts of a flat tensor that are reduced one after another; the tensor itself if it is small."""
     length = _REDUCED_AT_ONCE_BYTES // tensor.element_size()
     for start in range(0, tensor.numel(), length):
         yield tensor[start : start + length]

@@ -22,11 +22,11 @@ class MessageEngine(Engine):
     Args:
         team: the ranks of the group.
         recorder: its flight recorder.
-        timeout_s: default seconds until a rank that does not come is an error.
+        timeout_s: default seconds until a missing rank is an error.
         algorithms: the collectives of the team.
-        make_mailbox: makes the mailbox of point to point, at the first send or receive.
-        failure: the exception that the library raises that moves tensors; it aborts the call.
-        library: how errors call that library; comes before its message.
+        make_mailbox: creates the mailbox for point to point, at the first send or receive.
+        failure: the class of exceptions of the library that transfers tensors; they abort the call.
+        library: name of that library in errors, put before its message.
     """
 
     def __init__(
@@ -53,5 +53,5 @@ class MessageEngine(Engine):
             message = f"{describe()} of {self.recorder.group_name}: {self._library}{error}"
             raise CollectiveAborted(message) from error
         finally:
-            # The notices of a rank that gave up explain this better.
+            # The control messages of a rank that gave up explain this better.
             self._message_team.note_finished(self.recorder.number)

@@ -1,14 +1,14 @@
-"""Send and receive for groups whose ranks exchange messages: MPI, several hosts.
+"""Send and receive for groups whose ranks exchange messages: over MPI, or between hosts.
 
-It matches by source and tag, in the order of sending. `lockstep.comm.p2p` drives it, as it drives
+Messages are matched by source and tag, in the order of sending. `lockstep.comm.p2p` drives it, as it drives
 `lockstep.shm.mailbox`.
 
-[Note: eager, announced, granted] A small message travels through the one channel of its team, with its label; its
-send is over at once, and a receiver that has no use for it yet keeps it. A large one is announced there. When a
-receive matches and the labels fit, the receiver *grants* it: its team has begun to receive into the user's memory, and
-the sender sends right into it. The send is over when the receiver has confirmed that all has come, so a rank that
-waits for its sends may leave. Granted messages come from one rank in the order of its grants, so MPI and Gloo need one
-tag for all of them, and torch's tags need not be tags of theirs.
+[Note: eager, announced, granted] A small message travels through the team's channel, with its label; its send completes
+at once, and a receiver that does not need it yet keeps it. A large one is announced there. When a receive matches and
+the labels agree, the receiver *grants* it: its team has started receiving into the user's memory, and the sender sends
+straight into it. The send completes when the receiver has confirmed that everything has arrived, so a rank that waits
+for its sends may leave. Granted messages from one rank come in the order of its grants, so MPI and Gloo need only one
+tag for all of them, and torch's tags are not limited by theirs.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _LABEL_CACHE_ENTRIES = 1024
 
 
 class _Kind(IntEnum):
-    """Messages; the numbers are none of a notice's."""
+    """Kinds of messages; the numbers differ from those of control messages."""
 
-    EAGER = 11  # the message itself
-    ANNOUNCE = 12  # a message to be granted
+    EAGER = 11  # a complete message
+    ANNOUNCE = 12  # a large message waits to be granted
     GRANT = 13  # to the sender: send it now
-    REFUSE = 14  # to the sender: the receive that matched has this label, which does not fit
-    CONFIRM = 15  # to the sender: all of it has come
+    REFUSE = 14  # to the sender: the matching receive has this label, which does not agree
+    CONFIRM = 15  # to the sender: all of it has arrived
 
 
 _decode_label = functools.lru_cache(_LABEL_CACHE_ENTRIES)(Label.decode)
@@ -51,13 +51,13 @@ _decode_label = functools.lru_cache(_LABEL_CACHE_ENTRIES)(Label.decode)
 
 @dataclass(eq=False)
 class _Movement(Generic[RequestT]):
-    """A granted message on its way.
+    """A granted message in transit.
 
     Attributes:
-        operation: this rank's side of it.
+        operation: this rank's send or receive.
         number: number of the message.
-        requests: what its team calls the sends or receives under way.
-        confirmed: whether the receiver has confirmed that all has come.
+        requests: the team's handles of the pending sends or receives.
+        confirmed: whether the receiver has confirmed that everything has arrived.
     """
 
     operation: Send | Receive
@@ -68,7 +68,7 @@ class _Movement(Generic[RequestT]):
 
 @dataclass(eq=False)
 class _Peer(Generic[RequestT]):
-    """What is under way with another rank, by number of the message."""
+    """The pending messages with another rank, by number of the message."""
 
     num_messages: int = 0
     announced: dict[int, Send] = field(default_factory=dict)
@@ -76,14 +76,14 @@ class _Peer(Generic[RequestT]):
 
 
 class MessageMailbox(BaseMailbox, Generic[RequestT]):
-    """The messages of one rank. Not thread-safe, save that its team may be in use by another thread.
+    """The messages of one rank. Not thread-safe, except that another thread may use its team.
 
     Args:
         team: the ranks of the group.
-        matcher: matches messages and receives, where this is not the only mailbox of its rank.
+        matcher: matches messages and receives; passed if this is not the only mailbox of its rank.
 
     Attributes:
-        num_records: messages received, sent and moved so far; it changes while messages move.
+        num_records: number of messages received, sent and moved so far; changes whenever there is progress.
     """
 
     num_records = 0
@@ -125,7 +125,7 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
             self._moving = [movement for movement in self._moving if not self._has_arrived(movement)]
 
     def close(self) -> None:
-        """Leave what is under way to the team. Local."""
+        """Leave pending transfers to the team. Local."""
         self._team.abandon([(movement.requests, movement.operation) for movement in self._moving])
 
     # ---- messages ------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
         self.num_records += 1
 
     def _receive_message(self, peer: int, message: bytes) -> None:
-        """Do what a message says.
+        """Process a message.
 
         Raises:
-            ValueError, LookupError, struct.error: no rank sends such a message.
+            ValueError, LookupError, struct.error: the message cannot come from a rank.
         """
         kind, number, tag, num_bytes, label_bytes = _HEADER.unpack_from(message)
         start = _HEADER.size + label_bytes
@@ -151,13 +151,13 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
         if kind == _Kind.EAGER:
             if num_bytes != len(message) - start:
                 raise ValueError(f"{len(message) - start} bytes of {num_bytes}")
-            # Over a bytearray, because torch wants memory that it may write to.
+            # In a bytearray, because torch needs writable memory.
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8)[start:]
             self._match(Incoming(peer, tag, _decode_label(text), num_bytes, number, data))
         elif kind == _Kind.ANNOUNCE:
             self._match(Incoming(peer, tag, _decode_label(text), num_bytes, number, announced=True))
         elif kind == _Kind.GRANT:
-            # Also of a send that was abandoned meanwhile: the receiver has put up memory for it, in turn.
+            # Even for a send that was abandoned meanwhile: the receiver has allocated memory for it, in this order.
             send = its.announced.pop(number)
             movement = _Movement(send, number, self._team.start_send(peer, send.flat))
             its.granted[number] = movement
@@ -170,9 +170,9 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
             raise ValueError(f"a message of kind {kind}")
 
     def deliver(self, receive: Receive, arrival: Incoming) -> None:
-        """Copy a message that is here; grant or refuse one that is not."""
+        """Copy a message that is already here; grant or refuse one that is not."""
         receive.peer = arrival.peer
-        # A label may fit while the bytes do not, if a rank says what no rank says.
+        # A label may agree although the size does not, if the message does not come from a rank.
         is_fit = arrival.num_bytes == receive.flat.numel() and arrival.label.fits(receive.label)
         conflict = None if is_fit else arrival.label
         if arrival.announced:
@@ -192,7 +192,7 @@ class MessageMailbox(BaseMailbox, Generic[RequestT]):
         self._finish(receive, conflict)
 
     def _has_arrived(self, movement: _Movement[RequestT]) -> bool:
-        """Whether a granted message is all there; then it is over on this side."""
+        """Whether a granted message has arrived completely, which ends it on this side."""
         if not self._team.are_done(movement.requests):
             return False
         operation = movement.operation

@@ -1,24 +1,24 @@
-"""The base of the teams over MPI and over several hosts, whose ranks exchange messages.
+"""The base class of the teams over MPI and over several hosts, whose ranks exchange messages.
 
-`MessageTeam` sends notices to all peers, waits for theirs until a deadline, and sends a final notice when this rank
-leaves. Subclasses move the bytes.
+`MessageTeam` sends control messages to all peers, waits for theirs until a deadline, and sends a final one when this
+rank leaves. Subclasses transfer the bytes.
 
-[Note: one channel] All short messages of a group (the notices of `notices.py`, and those of point to point)
-go through one channel for each pair of ranks, and arrive in the order in which they were sent; the last message of a
-rank is its final notice. A rank that waits for anything receives them, so any wait learns of a rank that failed.
+[Note: one channel] All short messages of a group (the control messages of `notices.py`, and those of point to point) go
+through one channel for each pair of ranks, and arrive in the order in which they were sent; a rank's last message is
+its final control message. A rank that waits for anything receives them, so any wait notices a rank that failed.
 
-[Note: arrival] A rank comes to a collective by sending its record to the others (`arrival.py`), and leaves when it has
+[Note: arrival] A rank enters a collective by sending its record to the others (`arrival.py`), and continues when it has
 received those of all. Only then do tensors move, straight between the memories of users, in messages whose sizes all
-ranks know. The final notice of a rank that gives up holds how many collectives it has finished, so a peer knows whether
-the data that it still waits for will come.
+ranks know. The final message of a rank that gives up contains the number of collectives that it has finished, so a peer
+knows whether the data that it still waits for will come.
 
 [Note: attachments] The record reaches every rank anyway. So a rank may attach its part of a small collective to it, and
-once all have come, all have everything and no tensor moves. Attachments are read only after the records have been
+once all have arrived, all have everything and no tensor moves. Attachments are read only after the records have been
 compared.
 
-[Note: the dead and their notices] Where ranks forward notices, the notice of a rank that has finished and exited may
-still be on its way, and a rank that dies may hold back notices of others. So an arrival looks at all ranks; a rank that
-is gone and whose final notice does not come within `_NOTICE_FOLLOWS_WITHIN_S` counts as lost.
+[Note: the dead and their notices] If ranks forward control messages, the message of a rank that has finished and exited
+may still be in transit, and a rank that dies may hold back messages of others. So an arrival checks all ranks; a rank
+that is gone and whose final message does not come within `_NOTICE_FOLLOWS_WITHIN_S` counts as lost.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from lockstep.shm.team import Region
 
 __all__ = ["MESSAGE_BYTES", "MessageTeam", "Parts", "RequestT"]
 
-# Tensors, each with the peer that it goes to or comes from.
+# Tensors, each with the peer that it is sent to or received from.
 Parts = Sequence[tuple[int, torch.Tensor]]
 
-# How a team calls a send or receive that is under way.
+# The team's handle of a pending send or receive.
 RequestT = TypeVar("RequestT")
 
-# Longest message through the one channel, notices included.
+# Maximum length of a message in the channel, control messages included.
 MESSAGE_BYTES = 8 << 10
 _NOTICE_FOLLOWS_WITHIN_S = 0.25
 assert MESSAGE_BYTES >= NOTICE_BYTES + LARGEST_ATTACHMENT_BYTES
@@ -67,22 +67,22 @@ _ALIGNMENT_BYTES = 64
 class MessageTeam(abc.ABC, Generic[RequestT]):
     """The ranks of one group, for an engine, a flight record and point to point: a `Team` of `comm/contract.py`.
 
-    Nobody oversees its waits, which other ranks cannot read, and no alarm wakes them.
+    Its waits cannot be observed by other ranks, and alarms do not wake them.
 
     Args:
         rank: this rank in the group.
         identities: the process of each rank.
-        watch: liveness of the peers, as far as it can be seen from here.
+        watch: monitors whether the peers are alive, as far as it can be seen from here.
         near: the ranks of this rank's host, itself included, in order; default itself alone.
 
     Attributes:
-        peers: all other ranks, beginning with the next, so that not all ranks turn to one first.
-        blocks: the control blocks of all ranks, as far as their notices have arrived.
+        peers: all other ranks, starting with the next, so that not all ranks address the same one first.
+        blocks: the control blocks of all ranks, as far as their control messages have arrived.
         lock: held while messages are received or sent.
-        mail: received messages of point to point, as (rank, bytes), in order.
-        attachment_bytes: how much a rank may attach to a notice. See [Note: attachments].
-        forwardings: what this rank forwards of the notices of others; nothing where each rank sends its own to all.
-        longest_message_bytes: the longest message that `send_message` takes.
+        mail: received point-to-point messages, as (rank, bytes), in order.
+        attachment_bytes: maximum size of an attachment. See [Note: attachments].
+        forwardings: the forwarding steps of this rank; empty if each rank sends to all.
+        longest_message_bytes: maximum length of a message for `send_message`.
     """
 
     shares_memory = False
@@ -108,11 +108,11 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         self.is_entering = False
         self.on_arrival: list[Callable[[], None]] = []
         self._finished = 0  # number of the last collective that this rank has finished
-        self._waiting = ""  # what this rank waits for in a send or receive; peers do not learn it
-        self._number = 0  # of the collective that this rank is in
+        self._waiting = ""  # the send or receive that this rank is waiting in; unknown to peers
+        self._number = 0  # of the current collective
         self.attachment_bytes = attachment_bytes(self.world_size)
-        self._relied_on: Sequence[int] = ()  # the ranks that may have to forward what this one waits for
-        self._missed_since_s = 0.0  # when one of them was found dead, in this collective; 0 for none
+        self._relied_on: Sequence[int] = ()  # the ranks that may have to forward the messages that this one waits for
+        self._missed_since_s = 0.0  # when one of them was found dead in this collective; 0 for none
         self._entries = Entries(self.world_size)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.has_left = False
@@ -131,32 +131,32 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
 
     @abc.abstractmethod
     def poll(self) -> None:
-        """Receive the messages that have come. Local; waits for nothing."""
+        """Receive pending messages. Local; does not wait."""
 
     @abc.abstractmethod
     def _wait(self, awaited: Callable[[], list[int]], timeout_s: float) -> None:
-        """Return when `awaited` names no rank any more; call `_look` now and then, which may raise."""
+        """Wait until `awaited` returns no ranks; regularly calls `_look`, which may raise."""
 
     @property
     @abc.abstractmethod
     def _is_closed(self) -> bool:
-        """Whether the group was shut down on this rank."""
+        """Whether this rank has left the group."""
 
     @abc.abstractmethod
     def exchange(self, sends: Parts, receives: Parts, timeout_s: float) -> None:
         """Send and receive flat contiguous tensors, each to or from a peer. After `arrive`.
 
-        Every tensor sent must meet a receive of as many bytes on that peer, in the same order for each pair of ranks.
+        Every tensor sent must match a receive of as many bytes on that peer, in the same order for each pair of ranks.
 
         Raises:
-            PeerFailure: a peer failed or left, or was not done in time.
+            PeerFailure: a peer failed, left, or was too late.
         """
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
         """Copy the root's flat contiguous tensor to all ranks. After `arrive`.
 
         Raises:
-            PeerFailure: a peer failed or left, or was not done in time.
+            PeerFailure: a peer failed, left, or was too late.
         """
         if self.rank == root:
             self.exchange([(peer, tensor) for peer in self._others], [], timeout_s)
@@ -165,19 +165,19 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
 
     @abc.abstractmethod
     def start_send(self, peer: int, tensor: torch.Tensor) -> list[RequestT]:
-        """Begin to send a flat contiguous tensor that the peer waits for with `start_receive`. Local."""
+        """Start sending a flat contiguous tensor that the peer receives with `start_receive`. Local."""
 
     @abc.abstractmethod
     def start_receive(self, peer: int, tensor: torch.Tensor) -> list[RequestT]:
-        """Begin to receive a flat contiguous tensor, in the order of the peer's `start_send`. Local."""
+        """Start receiving a flat contiguous tensor, in the order of the peer's `start_send`. Local."""
 
     @abc.abstractmethod
     def are_done(self, requests: list[RequestT]) -> bool:
-        """Whether what `start_send` or `start_receive` began has finished. Local; waits for nothing."""
+        """Whether these sends or receives have finished. Local; does not wait."""
 
     @abc.abstractmethod
     def abandon(self, memory: object) -> None:
-        """Give up requests, and keep alive the memory that they may still touch. Local."""
+        """Give up pending transfers, but keep the memory alive that they may still access. Local."""
 
     def _receive_message(self, peer: int, message: memoryview) -> None:
         kind = notice_kind(message)
@@ -200,7 +200,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             self._entries.add_joined(number, message, attachments)
         else:
             self.blocks.receive(peer, message)
-            # The last message of every rank is a final notice.
+            # The last message of every rank is a final one.
             self._is_listening = not self.blocks.all_final(self._others)
 
     def _receive_entry(self, peer: int, notice: memoryview) -> None:
@@ -212,15 +212,15 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     # ---- collectives -----------------------------------------------------------------------------------
 
     def arrive(self, timeout_s: float, attachment: bytes = b"") -> None:
-        """Wait until all ranks have come to this collective, if they have not yet. See [Note: arrival].
+        """Wait until all ranks have arrived at this collective, unless they already have. See [Note: arrival].
 
         Args:
-            timeout_s: seconds until a rank that has not come is an error.
-            attachment: what `attached` is to show on every rank, at most `attachment_bytes`.
+            timeout_s: seconds until a missing rank is an error.
+            attachment: what `attached` returns on every rank; at most `attachment_bytes`.
 
         Raises:
-            PeerFailure: a rank cannot come, or did not come in time.
-            CollectiveMismatch: not all came for the same.
+            PeerFailure: a rank cannot arrive, or did not in time.
+            CollectiveMismatch: the ranks' calls differ.
         """
         if not self.is_entering:
             return
@@ -246,7 +246,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             self._wait(awaited, timeout_s)
         finally:
             self._relied_on = ()
-        # A rank that came first may have given up since.
+        # A rank that arrived early may have given up since.
         gave_up = [peer for peer in self.blocks.finished if self._will_not_finish(peer) is FailureKind.FAILED]
         if gave_up:
             raise PeerFailure(dict.fromkeys(gave_up, FailureKind.FAILED), 0.0)
@@ -255,18 +255,18 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             check()
 
     def attached(self, rank: int) -> bytes | memoryview:
-        """What a rank attached to its notice of this collective. Local; after `arrive`."""
+        """The attachment of a rank's message for this collective. Local; after `arrive`."""
         return self._entries.attachment(rank, self._number)
 
     def note_finished(self, number: int) -> None:
-        """Note that this rank has finished that collective; peers learn it from its final notice. Local."""
+        """Note that this rank has finished that collective; peers learn it from its final message. Local."""
         self._finished = number
 
     def realign(self) -> None:
-        """After a mismatch there is nothing to do: no tensor has moved yet."""
+        """Do nothing after a mismatch: no tensor has moved yet."""
 
     def allocate(self, part_bytes: int, timeout_s: float) -> Region:
-        """Refuse: there is no memory that ranks share, unless a subclass has some.
+        """Raise: ranks share no memory, unless a subclass provides some.
 
         Raises:
             InputError: always.
@@ -274,7 +274,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         raise InputError("this group has no symmetric memory; use a lockstep group")
 
     def scratch(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """For each rank a tensor of `like`'s dtype and numel, in memory that the next call uses again. Local."""
+        """For each rank a tensor of `like`'s dtype and numel, in memory that the next call reuses. Local."""
         part_bytes = like.numel() * like.element_size()
         stride = -(-part_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self._scratch.numel() < stride * self.world_size:
@@ -285,11 +285,11 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
     # ---- waiting ---------------------------------------------------------------------------------------
 
     def publish_waiting(self, text: str) -> None:
-        """Keep which send or receive this rank waits in; empty for none. It is not worth a message to each peer."""
+        """Record which send or receive this rank waits in; empty for none. Not sent to peers: too costly."""
         self._waiting = text
 
     def waiting(self, rank: int) -> str:
-        """The send or receive that a rank waits in; empty for none, and for other ranks."""
+        """The send or receive that this rank waits in; empty for none, and for other ranks."""
         return self._waiting if rank == self.rank else ""
 
     def _look(self, ranks: Sequence[int], waited_s: float, timeout_s: float) -> None:
@@ -306,10 +306,10 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
             raise PeerFailure(kinds, waited_s)
 
     def _find_dead(self, ranks: Collection[int]) -> set[int]:
-        """Those of these ranks that have died before they had finished this collective."""
+        """Those of these ranks that died before they had finished this collective."""
         gone = self.watch.dead().intersection(ranks)
         if gone:
-            self.poll()  # the final notice of one that has left came before its end
+            self.poll()  # a rank that left sent its final message before it ended
             gone = {rank for rank in gone if not self._has_finished(rank)}
         if gone and self._relied_on:  # see [Note: the dead and their notices]
             now = time.monotonic()
@@ -318,11 +318,11 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         return gone
 
     def _has_finished(self, rank: int) -> bool:
-        """Whether the final notice of a rank says that it has finished this collective; what it owes is on its way."""
+        """Whether a rank's final message says that it has finished this collective; then its data is in transit."""
         return self.blocks.finished.get(rank, -1) >= self._number
 
     def _will_not_finish(self, rank: int) -> FailureKind | None:
-        """How a rank fails whose final notice says that it has not finished this collective; None for others."""
+        """How a rank failed that did not finish this collective, according to its final message; None for others."""
         if rank not in self.blocks.finished or self._has_finished(rank):
             return None
         return FailureKind.FAILED if self.blocks.state(rank) == PeerState.FAILED else FailureKind.LEFT
@@ -334,7 +334,7 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
         """Leave, in good order unless this rank has failed. Local; peers that still need it raise RankLost."""
 
     def disown(self) -> None:
-        """In a forked child: let go of what belongs to the parent. Local."""
+        """In a forked child: release what belongs to the parent. Local."""
         self.watch.close()
 
     def _send_failure(self, _: Failure) -> None:
@@ -350,5 +350,5 @@ class MessageTeam(abc.ABC, Generic[RequestT]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether any rank has failed, so that others may never finish with this group."""
+        """Whether any rank has failed, in which case others may never leave this group."""
         return any(self.blocks.state(rank) == PeerState.FAILED for rank in range(self.world_size))

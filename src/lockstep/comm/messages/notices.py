@@ -1,30 +1,29 @@
-"""The control blocks of a group over messages: what every rank is doing, according to its notices.
+"""The control blocks of a group over messages: what every rank is doing, according to its control messages.
 
 The counterpart of the control segment of one host (`lockstep.shm.control_blocks`), read by the same flight recorder.
-Each rank keeps a copy of all control blocks, and writes into it what it sends and what it receives.
-
-A *notice* is one message to every peer::
+Each rank keeps a copy of all control blocks, and records in it what it sends and receives. A control message, called
+*notice* here, is one message to every peer::
 
     kind, fingerprint, number, call, site    64 bit each
     length of the call's text, of the site's   32 bit each; -1 if the peer has received it before
     both texts                               UTF-8
-    what is attached                         bytes, to the end of the message
+    attachment                               bytes, to the end of the message
 
-ENTER notices that a rank forwards, its own and those of others (`arrival.py`), are one message, too::
+If a rank forwards several ENTER notices, its own and others' (`arrival.py`), they are one message as well::
 
     kind                                     64 bit
     rank, length, notice                     32 bit, 32 bit and bytes, of each
 
-Those of all ranks, if none of them brings a text, are JOINED::
+If those of all ranks are sent together, and none contains a text, they are JOINED::
 
     kind, number                             64 bit each
     fingerprint, number, call, site          64 bit each, of each rank
-    length of what is attached               32 bit, of each rank
-    what is attached                         bytes, of each rank
+    length of the attachment                 32 bit, of each rank
+    attachment                               bytes, of each rank
 
-A rank sends one ENTER notice for each collective, and at its end one LEFT or FAILED, the last that it
-ever sends. The latter two hold in `number` the last collective that the rank has finished, and FAILED has
-its reason in place of the call's text.
+A rank sends one ENTER notice for each collective, and a final LEFT or FAILED, the last message that it ever sends. In
+the latter two, `number` is the last collective that the rank has finished, and FAILED has its reason in place of the
+call's text.
 """
 
 from __future__ import annotations
@@ -64,18 +63,18 @@ _NO_TEXTS = struct.pack("=2i", _NO_TEXT, _NO_TEXT)
 _JOINED, _LENGTH_BYTES = struct.Struct("=2q"), 4
 
 
-# What reading a message raises that no rank sends.
+# Exceptions raised by parsing a message that cannot come from a rank.
 NOT_OURS = (ValueError, LookupError, struct.error)
 
 
 class NoticeKind(IntEnum):
     """The kinds of notices."""
 
-    ENTER = 1  # it has come to a collective
+    ENTER = 1  # the rank has arrived at a collective
     LEFT = 2  # it left the group in good order
-    FAILED = 3  # it raised something, or gave up waiting
+    FAILED = 3  # it raised an exception, or gave up waiting
     FORWARDED = 4  # ENTER notices of several ranks
-    JOINED = 5  # those of all ranks
+    JOINED = 5  # ENTER notices of all ranks
 
 
 _KINDS = {int(kind): kind for kind in NoticeKind}
@@ -87,14 +86,14 @@ class MessageControlBlocks:
     Args:
         rank: this rank.
         identities: the process of each rank.
-        on_failure: called when this rank has failed, once.
+        on_failure: called once, when this rank has failed.
 
     Attributes:
         words: 64-bit words that hold two records per rank, for even and odd collectives.
         record_words: index of each rank's first record.
         fingerprint_words: indices of the fingerprints in each rank's two records.
         finished: for each rank that left or failed, the last collective that it has finished.
-        can_be_damaged: whether something other than ranks can have written into them: never.
+        can_be_damaged: whether anything other than the ranks could have written into the blocks: never.
     """
 
     can_be_damaged = False
@@ -114,7 +113,7 @@ class MessageControlBlocks:
         self._calls: list[list[str]] = [[""] * RING for _ in range(world_size)]
         self._sites: list[list[str]] = [[""] * RING for _ in range(world_size)]
         self._ring_counts = [0, 0]
-        # Texts that the peers have not received yet.
+        # Texts that have not been sent to the peers yet.
         self._new_call: str | None = None
         self._new_site: str | None = None
 
@@ -125,7 +124,7 @@ class MessageControlBlocks:
         return self._identities[rank]
 
     def state(self, rank: int) -> PeerState:
-        """Where that rank stands."""
+        """The state of that rank."""
         return self._states[rank]
 
     def failure(self, rank: int) -> Failure:
@@ -133,7 +132,7 @@ class MessageControlBlocks:
         return self._failures[rank]
 
     def fail(self, failure: Failure) -> None:
-        """Mark this rank as failed. The first failure stays, because it is the cause of the others."""
+        """Mark this rank as failed. Only the first failure is kept, because it is the cause of the others."""
         if self._states[self.rank] != PeerState.FAILED:
             self._states[self.rank] = PeerState.FAILED
             self._failures[self.rank] = failure
@@ -144,12 +143,12 @@ class MessageControlBlocks:
         return None
 
     def add_call(self, text: str) -> int:
-        """Keep a description of a call; returns its index among those of this rank."""
+        """Store the description of a call; returns its index among those of this rank."""
         self._new_call = _cut(text, TEXT_BYTES)
         return self._add_text(self._calls[self.rank], 0, self._new_call)
 
     def add_site(self, text: str) -> int:
-        """Keep a call site; returns its index among those of this rank."""
+        """Store a call site; returns its index among those of this rank."""
         self._new_site = _cut(text, TEXT_BYTES)
         return self._add_text(self._sites[self.rank], 1, self._new_site)
 
@@ -168,26 +167,26 @@ class MessageControlBlocks:
         word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
         fingerprint, written_number, call, site = self.words[word : word + 4]
         texts = [
-            ring[index] if 0 <= index < RING else ""  # No rank sends such an index.
+            ring[index] if 0 <= index < RING else ""  # no rank sends such an index
             for ring, index in ((self._calls[rank], call), (self._sites[rank], site))
         ]
         return Record(fingerprint, written_number, *texts)
 
     def latest_record(self, rank: int) -> Record | None:
-        """The record of the last collective that rank entered, or None before its first."""
+        """The record of the last collective that this rank entered, or None before its first."""
         even, odd = self.record(rank, 0), self.record(rank, 1)
         latest = even if even.number >= odd.number else odd
         return latest if latest.number > 0 else None
 
     def number(self, rank: int) -> int:
-        """Number of the last collective that rank entered; 0 before its first."""
+        """Number of the last collective that this rank entered; 0 before its first."""
         word = self.record_words[rank] + 1
         return max(self.words[word], self.words[word + _RECORD_WORDS])
 
     # ---- notices -----------------------------------------------------------------------------------
 
     def enter_notice(self) -> bytes:
-        """The notice that this rank has come to the collective of its latest record."""
+        """The notice that this rank has arrived at the collective of its latest record."""
         word = self.record_words[self.rank] + (self.number(self.rank) & 1) * _RECORD_WORDS
         call, site = self._new_call, self._new_site
         self._new_call = self._new_site = None
@@ -199,7 +198,7 @@ class MessageControlBlocks:
         return header + b"".join(text or b"" for text in texts)
 
     def final_notice(self, finished: int) -> bytes:
-        """The last notice of this rank, after it has finished that many collectives; LEFT unless it failed."""
+        """The final notice of this rank, given the number of collectives it has finished; LEFT unless it failed."""
         failure = self._failures.get(self.rank)
         self.finished[self.rank] = finished
         if failure is None:
@@ -217,10 +216,10 @@ class MessageControlBlocks:
         """Write a notice of that rank into its block.
 
         Returns:
-            The number and the attachment of an ENTER notice; None for one that has come before, and for final notices.
+            The number and the attachment of an ENTER notice; None for a repeated one, and for final notices.
 
         Raises:
-            ValueError, IndexError: no rank sends such a notice.
+            ValueError, IndexError: the notice cannot come from a rank.
         """
         if len(notice) < _HEADER.size:
             raise ValueError(f"a notice of {len(notice)} bytes")
@@ -229,7 +228,7 @@ class MessageControlBlocks:
         site_end = call_end + max(site_bytes, 0)
         if kind == NoticeKind.ENTER:
             word = self.record_words[rank] + (number & 1) * _RECORD_WORDS
-            if number <= self.words[word + 1]:  # by another way, see [Note: late ranks]
+            if number <= self.words[word + 1]:  # received before in another way, see [Note: late ranks]
                 return None
             if call_bytes != _NO_TEXT:
                 self._calls[rank][call] = _text(notice[_HEADER.size : call_end])
@@ -247,20 +246,20 @@ class MessageControlBlocks:
         return None
 
     def distrust(self, rank: int) -> None:
-        """Take a rank for failed that has sent what no rank sends: what it sends from now on means nothing. Local."""
+        """Treat a rank as failed that has sent an invalid message; its further messages are ignored. Local."""
         if self._states[rank] != PeerState.FAILED:
-            self._failures[rank] = Failure("", (), "sent a message that no rank sends")
+            self._failures[rank] = Failure("", (), "sent an invalid message")
             self.finished.setdefault(rank, 0)
             self._states[rank] = PeerState.FAILED
 
     def receive_joined(self, message: memoryview) -> tuple[int, list[memoryview]]:
-        """Write the notices of all ranks into their blocks, apart from those that have come before.
+        """Write the notices of all ranks into their blocks, except for those received before.
 
         Returns:
-            The number of the collective, and what each rank has attached.
+            The number of the collective, and the attachment of each rank.
 
         Raises:
-            ValueError: no rank sends such a message.
+            ValueError: the message cannot come from a rank.
         """
         size = len(self._identities)
         lengths_at = _JOINED.size + size * _RECORD_BYTES
@@ -284,7 +283,7 @@ class MessageControlBlocks:
 
 
 def notice_kind(message: memoryview) -> NoticeKind | None:
-    """Which notice a message is, or None if it is none: its first 64 bits are then another number."""
+    """The kind of notice that a message is, or None if it is not one: then its first 64 bits differ from all."""
     return _KINDS.get(int.from_bytes(message[:8], sys.byteorder))
 
 
@@ -293,7 +292,7 @@ def forward_notices(notices: Iterable[tuple[int, bytes | memoryview]], limit: in
 
     Args:
         notices: each with its rank.
-        limit: bytes of a message; a single notice fits.
+        limit: maximum size of a message in bytes; every single notice fits.
     """
     message = _KIND.pack(NoticeKind.FORWARDED)
     for rank, notice in notices:
@@ -310,10 +309,10 @@ def join_notices(number: int, notices: Sequence[bytes | memoryview], limit: int)
     Args:
         number: the number of the collective.
         notices: one for each rank, in order.
-        limit: bytes of the message.
+        limit: maximum size of the message in bytes.
 
     Returns:
-        None if a notice brings a text, or they are too long together.
+        None if a notice contains a text, or they are too long together.
     """
     begin, end = _HEADER.size - len(_NO_TEXTS), _HEADER.size
     if any(notice[begin:end] != _NO_TEXTS for notice in notices):
@@ -326,7 +325,7 @@ def join_notices(number: int, notices: Sequence[bytes | memoryview], limit: int)
 
 
 def forwarded_notices(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The notices that `forward_notices` has put into a message, each with its rank."""
+    """The notices in a message made by `forward_notices`, each with its rank."""
     start = _KIND.size
     while start < len(message):
         rank, length = _ENTRY.unpack_from(message, start)
@@ -340,5 +339,5 @@ def _text(data: memoryview) -> str:
 
 
 def _cut(text: str, num_bytes: int) -> str:
-    """The longest beginning of `text` that fits."""
+    """The longest prefix of `text` that fits into `num_bytes` bytes of UTF-8."""
     return text.encode(errors="replace")[:num_bytes].decode(errors="ignore")

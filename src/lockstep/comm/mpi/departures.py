@@ -1,8 +1,8 @@
 """Finalizes MPI at exit: waits for all ranks if none has failed; after a failure waits 10 s, then aborts the job.
 
-`MPI_Finalize` waits until every rank of the job has come to it. That is right where all is well. Where a rank has
-failed, the others may be anywhere, also in something that never ends. Then this process gives them these seconds to
-learn of the failure and leave, and after that ends the job for all of them.
+`MPI_Finalize` waits until every rank of the job has called it. That is right if there was no failure. If a rank has
+failed, the others may be anywhere, even in something that never ends. Then this process gives them 10 s to notice the
+failure and leave, and after that aborts the job.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def register(team: MpiTeam) -> None:
 
 
 def release() -> None:
-    """Release the communicators of groups that all ranks have left. Local; waits for nothing."""
+    """Release the communicators of groups that all ranks have left. Local; does not wait."""
     _teams[:] = [team for team in _teams if not (team.has_left and team.try_release())]
 
 
 def _leave() -> None:
     """Leave all groups, before mpi4py finalizes MPI at the very end of the interpreter."""
     if os.getpid() != _owner_pid:
-        return  # This is a fork of a rank, and no rank.
+        return  # this is a fork of a rank
     try:
         mpi = load()
     except NotInitialized:
-        return  # The script has finalized MPI itself.
+        return  # the script has finalized MPI itself
     for team in _teams:
         team.close()
     start = time.monotonic()

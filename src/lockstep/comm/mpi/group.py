@@ -1,7 +1,7 @@
 """The process group "mpi4py" of torch.distributed: its ranks find each other through the store and get a communicator.
 
-Tensors and notices move in `team.py`; the engine, the collectives and point to point are those of every group whose
-ranks exchange messages (`lockstep.comm.messages`).
+`team.py` moves tensors and control messages; the engine, the collectives and point to point are those of every group
+whose ranks exchange messages (`lockstep.comm.messages`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lockstep.torch_private.stores import PrefixStore
 
 __all__ = ["MpiProcessGroup", "create"]
 
-# Making a communicator is not safe in two threads at a time.
+# Creating a communicator is not thread-safe.
 _making = threading.Lock()
 
 
 @dataclass(frozen=True)
 class _Member:
-    """What a rank of a new group publishes: its process, its host's boot, and its rank in MPI's world."""
+    """What a rank of a new group publishes: its process, its host's boot id, and its rank in MPI's world."""
 
     mpi_rank: int
     mpi_size: int
@@ -56,7 +56,7 @@ class _Member:
         """Decode from text.
 
         Raises:
-            RendezvousError: no rank says that.
+            RendezvousError: the text cannot come from a rank.
         """
         try:
             member = read_record(cls, text)
@@ -64,11 +64,11 @@ class _Member:
                 return member
         except ValueError:
             pass
-        raise RendezvousError(f"a rank says of itself what no rank says: {text[:60]!r}")
+        raise RendezvousError(f"a rank published invalid data about itself: {text[:60]!r}")
 
 
 def _introduce(store: BootstrapStore, ranks: Sequence[int], rank: int, timeout: timedelta) -> list[_Member]:
-    """All members of a new group, in order of rank. Collective."""
+    """Exchange the members of a new group; returns them in order of rank. Collective."""
     world = load().COMM_WORLD
     own = _Member(world.Get_rank(), world.Get_size(), boot_id(), own_identity())
     with store.explaining():
@@ -89,18 +89,18 @@ def _introduce(store: BootstrapStore, ranks: Sequence[int], rank: int, timeout: 
 
 
 def _local_peers(members: Sequence[_Member], rank: int) -> list[int]:
-    """The other ranks on this host. By its boot: two hosts may have one name, and a pid is known on its host only."""
+    """The other ranks on this host, by boot id: two hosts may have the same name, and pids are local to a host."""
     return [peer for peer, one in enumerate(members) if one.boot_id == members[rank].boot_id and peer != rank]
 
 
 def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
-    """A team with its own communicator. Collective over the members, and they alone take part."""
+    """Create a team with its own communicator. Collective over the members only."""
     mpi = load()
     departures.release()
     with _making:
         everybody = mpi.COMM_WORLD.Get_group()
         chosen = everybody.Incl([member.mpi_rank for member in members])
-        tag = zlib.crc32(name.encode()) & 0x7FFF  # every MPI has tags up to 32767
+        tag = zlib.crc32(name.encode()) & 0x7FFF  # every MPI supports tags up to 32767
         comm = mpi.COMM_WORLD.Create_group(chosen, tag)
         chosen.Free()
         everybody.Free()
@@ -112,14 +112,14 @@ def _connect(members: Sequence[_Member], name: str) -> MpiTeam:
 class MpiProcessGroup(EngineProcessGroup):
     """A process group over MPI.
 
-    Made by `dist.init_process_group("mpi4py")` or `dist.new_group(backend="mpi4py")`, not by hand.
+    Created by `dist.init_process_group("mpi4py")` or `dist.new_group(backend="mpi4py")`, not by hand.
 
     Args:
-        options: what torch asks for: its `_DistributedBackendOptions`.
+        options: torch's `_DistributedBackendOptions`.
 
     Raises:
         BackendUnavailable: mpi4py or the MPI library is missing.
-        SetupError: the ranks are not ranks of one MPI job.
+        SetupError: the ranks do not belong to one MPI job.
         RendezvousError: a rank did not come.
     """
 
@@ -139,9 +139,9 @@ class MpiProcessGroup(EngineProcessGroup):
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
-    """Make a group, for torch; `options` is its `_DistributedBackendOptions`.
+    """Create a group, for torch; `options` is its `_DistributedBackendOptions`.
 
     Raises:
-        SetupError: there is no such rank in a group of that size.
+        SetupError: the rank is not below the world size.
     """
     return make_group(MpiProcessGroup, options)

@@ -1,15 +1,15 @@
-"""Makes the backend name "mpi" mean our MPI group, where torch was built without MPI.
+"""Makes the backend name "mpi" refer to our MPI group if torch was built without MPI.
 
-[Note: the name "mpi"] torch keeps "mpi" for a branch of its own, which raises where torch was built without MPI, as
-every wheel is. `register` runs as soon as lockstep and torch are both imported. Where torch has no MPI, it makes "mpi"
-mean our group, with as little as that takes; where torch has MPI, it does nothing.
+[Note: the name "mpi"] torch handles "mpi" in a branch of its own, which raises if torch was built without MPI, as every
+wheel is. `register` runs as soon as lockstep and torch are both imported. If torch has no MPI, it makes "mpi" refer to
+our group, with minimal changes; if torch has MPI, it does nothing.
 
 * `Backend("mpi")`, through which torch passes every name, returns "mpi4py": so `new_group(backend="mpi")`,
-  "cpu:mpi,cuda:nccl" and `DeviceMesh` find our group, and `dist.get_backend()` tells its true name.
-* `init_process_group("mpi")` takes rank and number of ranks from MPI and meets by `mpi://`, with any arguments; rank
-  and world_size get torch's own warning. torch does the same with its own.
+  "cpu:mpi,cuda:nccl" and `DeviceMesh` find our group, and `dist.get_backend()` returns its actual name.
+* `init_process_group("mpi")` takes rank and world size from MPI and uses the rendezvous `mpi://`, with any arguments;
+  rank and world_size cause torch's own warning. torch does the same with its own MPI group.
 
-Nothing else of torch changes; `dist.is_mpi_available()` still says what torch was built with.
+Nothing else in torch changes; `dist.is_mpi_available()` still says what torch was built with.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _IGNORED = ("rank", "world_size", "store")
 
 
 def register(module: ModuleType, backend_name: str) -> None:
-    """Let "mpi" mean our group, unless torch has its own. Local; may be called again. See [Note: the name "mpi"].
+    """Make "mpi" refer to our group, unless torch has its own. Local; may be called again. See [Note: the name "mpi"].
 
     Args:
-        module: `torch.distributed.distributed_c10d`. What `torch.distributed` took from it before is replaced too.
+        module: `torch.distributed.distributed_c10d`. Names that `torch.distributed` imported from it are replaced too.
         backend_name: the name under which torch knows our group.
     """
     if module.is_mpi_available():
@@ -55,14 +55,14 @@ def _translating(torchs_own: Callable[..., str], plain: str, backend_name: str) 
 
 
 def _asking_mpi(torchs_own: Callable[..., None]) -> Callable[..., None]:
-    """`init_process_group` that asks MPI if the backend is the plain name."""
+    """`init_process_group` that takes its numbers from MPI if the backend is the plain name."""
     signature = inspect.signature(torchs_own)
 
     def init_process_group(*args: Any, **options: Any) -> None:
         try:
             given = signature.bind(*args, **options).arguments
         except TypeError:
-            given = {}  # torch itself explains what is wrong.
+            given = {}  # torch itself reports what is wrong
         backend = given.get("backend")
         if not isinstance(backend, str) or backend.lower() != _NAME:
             return torchs_own(*args, **options)

@@ -1,7 +1,7 @@
-"""The ranks of one group, connected by MPI: notices, exchanges of tensors, waits with a deadline.
+"""The ranks of one group, connected by MPI: control messages, exchanges of tensors, waits with a deadline.
 
-`lockstep.comm.messages.message_team` has what all teams have in common that exchange messages. Here, short messages
-go through one tag, into one receive from any source that is always posted.
+`lockstep.comm.messages.message_team` has the part common to all teams that exchange messages. Here, short messages use
+one tag, and one receive from any source that is always posted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MpiTeam"]
 
 _CHANNEL_TAG, _TENSOR_TAG, _MAIL_TAG = 1, 2, 3
-_PIECE_BYTES = 1 << 30  # MPI counts in 32 bits
+_PIECE_BYTES = 1 << 30  # MPI counts are 32-bit
 _FORGET_SENDS_AT = 64
 
 
@@ -44,7 +44,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         )
         self._waiter = MpiWaiter(len(local_peers) + 1)
         self._sending: list[MPI.Request] = []
-        self._abandoned: list[object] = []  # requests that were given up, and the memory they may touch
+        self._abandoned: list[object] = []  # abandoned requests, and the memory that they may access
         self._buffer = bytearray(MESSAGE_BYTES)
         self._status = self._mpi.Status()
         self._receiving = comm.Recv_init([self._buffer, self._mpi.BYTE], self._mpi.ANY_SOURCE, _CHANNEL_TAG)
@@ -132,12 +132,12 @@ class MpiTeam(MessageTeam["MPI.Request"]):
             return [self._comm.Irecv(piece, peer, _MAIL_TAG) for piece in self.pieces(tensor)]
 
     def are_done(self, requests: list[MPI.Request]) -> bool:
-        """Whether requests have finished. Local; waits for nothing."""
+        """Whether these requests have finished. Local; does not wait."""
         with self.lock:
             return bool(self._mpi.Request.Testall(requests))
 
     def abandon(self, memory: object) -> None:
-        """Give up requests: keep them, and the memory that they may touch, for as long as MPI is there. Local."""
+        """Give up requests, but keep them and the memory that they may access until MPI is finalized. Local."""
         self._abandoned.append(memory)
 
     # ---- waiting -------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class MpiTeam(MessageTeam["MPI.Request"]):
         self._send_final_notice()
 
     def try_release(self) -> bool:
-        """After `close`: give the communicator back if all ranks have left; returns whether they have. Local."""
+        """After `close`: free the communicator if all ranks have left; returns whether they have. Local."""
         with self.lock:
             if self._comm == self._mpi.COMM_NULL:
                 return True

@@ -1,4 +1,4 @@
-"""Waits for MPI without a blocking call: tests, yields the core, sleeps briefly, and checks peers and deadline."""
+"""Waits for MPI without blocking calls: polls, yields the core, sleeps briefly, and checks peers and deadline."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _NAP_AFTER_S = 0.002
 
 
 class MpiWaiter:
-    """Waits for peers, for one rank of a group.
+    """Waits for peers of one group on one rank.
 
     Args:
-        num_local: ranks of the group on this host, this one included.
+        num_local: number of ranks of the group on this host, this one included.
 
     Attributes:
-        spins: how often to ask before the core is given up.
-        closed: whether the group was shut down on this rank, so that every wait ends.
+        spins: how often to poll before the core is yielded.
+        closed: whether this rank has left the group, so that every wait ends.
     """
 
     def __init__(self, num_local: int) -> None:
-        # Each question costs about a microsecond. Where ranks share a core, the answer needs the core.
+        # A poll costs about a microsecond. If ranks share a core, the awaited rank needs it.
         self.spins = 100 if num_local <= len(os.sched_getaffinity(0)) else 4
         self.closed = False
 
     def close(self) -> None:
-        """End the waits of this rank, now and later. Local, in any thread."""
+        """End this rank's waits, current and future. Local; any thread may call it."""
         self.closed = True
 
     def wait(self, awaited: Callable[[], list[int]], look: Callable[[list[int], float], None]) -> None:
-        """Return when no rank is awaited any more.
+        """Wait until no rank is awaited.
 
         Args:
-            awaited: asks MPI, and returns the ranks that are still awaited.
+            awaited: polls MPI, and returns the ranks that are still awaited.
             look: called with these and the seconds waited, every few milliseconds; raises to end the wait.
         """
         for _ in range(self.spins):

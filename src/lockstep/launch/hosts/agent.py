@@ -1,11 +1,11 @@
 """torch's elastic agent over the ranks of this host.
 
-torch calls `_monitor_workers` again and again and acts on what it returns. Here it says HEALTHY until all hosts of the
+torch calls `_monitor_workers` repeatedly and acts on its result. Here the result is HEALTHY until all hosts of the
 round agree on how the round ended, so that all of them do the same next:
 
 all ranks of all hosts have exited with 0                      SUCCEEDED   the job is done
 a rank of any host has failed                                  FAILED      another round, if there may be one; counted
-a host left, was lost or came, and there are hosts enough      HEALTHY     another round; not counted
+a host left, was lost or came, and there are enough hosts      HEALTHY     another round; not counted
 a host left or was lost, and there are too few                 FAILED, or the job is over if it was told to end
 """
 
@@ -43,9 +43,9 @@ from lockstep.rank_status import EXIT_STOPPED
 __all__ = ["HostAgent", "Interrupted", "OutputLost"]
 
 _POLL_S = 0.1
-# torch sleeps that long between two looks; ours wait by themselves, until something happens.
+# torch sleeps this long between two calls; ours wait by themselves, until something happens.
 _TORCH_SLEEP_S = 0.001
-# Seconds to wait for a silent host, on top of those that hosts need to end their ranks.
+# Seconds to wait for a silent host, in addition to those that hosts need to end their ranks.
 _REPORT_PATIENCE_S = 15.0
 
 
@@ -80,10 +80,10 @@ class HostAgent(SimpleElasticAgent):
         config: the options of the job.
         num_ranks: number of ranks of this host.
         rendezvous: the rounds, agreed on with the other hosts.
-        new_workers: makes the local workers of one round.
-        rest: waits for so many seconds while there are no ranks; raises when this launcher is told to end.
+        new_workers: creates the local workers of one round.
+        rest: waits that many seconds while there are no ranks; raises when this launcher is told to end.
         variables: the environment that ranks start from.
-        job: id of what is started on this host.
+        job: id of the processes that are started on this host.
         logs: the files of the ranks' output, or None.
 
     Attributes:
@@ -133,7 +133,7 @@ class HostAgent(SimpleElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Ranks in order of the hosts' numbers; hosts may have different numbers of them."""
+        """Number the ranks in order of the hosts; hosts may have different numbers of ranks."""
         sizes = [host.num_ranks for host in self._rendezvous_of_hosts.members]
         first, total = sum(sizes[:group_rank]), sum(sizes)
         return [Worker(local, first + local, first + local, total, total) for local in range(spec.local_world_size)]
@@ -166,7 +166,7 @@ class HostAgent(SimpleElasticAgent):
         return {rank - first.global_rank: pid for rank, pid in self._workers.attempt.pids.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """The state of the round, as the table of this module has it."""
+        """The state of the round, according to the table of this module."""
         rendezvous = self._rendezvous_of_hosts
         try:
             if rendezvous.must_move():
@@ -181,16 +181,16 @@ class HostAgent(SimpleElasticAgent):
         self._check_signals()
         rendezvous = self._rendezvous_of_hosts
         membership = rendezvous.look()
-        # In this order: a host publishes why it leaves before any rank can fail of it.
+        # In this order: a host publishes why it leaves before any rank can fail because of it.
         has_failed = self._share_failure()
         leave_reason = rendezvous.leave_reason()
-        # The launcher that judged this round first may have ended the job already; all come to the same root cause.
+        # The launcher that judged this round first may have ended the job already; all find the same root cause.
         if membership.closed is not None and (leave_reason is not None or not has_failed):
             is_cut_short = self._outcome is None
             self._stop_workers(worker_group)
             raise JobClosed(membership, is_cut_short)
         if leave_reason is not None:
-            # Who leaves too few behind is about to end the job, which is said then.
+            # A host that leaves too few hosts is about to end the job, and that is reported then.
             return self._regroup(leave_reason, is_said=self._are_enough(1))
         if has_failed:
             return self._judge(worker_group)
@@ -223,10 +223,10 @@ class HostAgent(SimpleElasticAgent):
         self._stop_workers(self.get_worker_group())
 
     def _exit_barrier(self) -> None:
-        """Do nothing: a round that has succeeded has done so on all hosts."""
+        """Do nothing: a round that has succeeded has succeeded on all hosts."""
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        """Like torch's own, without the host's full name, for which torch asks a name server each time."""
+        """Like torch's own, without the host's full name, for which torch queries a name server each time."""
         return Event(f"torchelastic.worker.status.{state}", source, metadata={"run_id": self._job})
 
     # ---- the parts of `_monitor_workers` -----------------------------------------------------------
@@ -264,7 +264,7 @@ class HostAgent(SimpleElasticAgent):
         raise Interrupted(number)
 
     def _share_failure(self) -> bool:
-        """Publish a failure of this host, and end these ranks after one of another host; whether there is one."""
+        """Publish a failure of this host, or end these ranks after one on another; returns whether there is one."""
         assert self._workers is not None
         rendezvous, attempt = self._rendezvous_of_hosts, self._workers.attempt
         if attempt.failed_ranks and not self._has_published_failure:
@@ -276,13 +276,13 @@ class HostAgent(SimpleElasticAgent):
         return True
 
     def _reports(self) -> list[HostReport | None]:
-        """The reports of the hosts of the round on how their ranks ended."""
+        """The reports of the round's hosts on how their ranks ended."""
         rendezvous = self._rendezvous_of_hosts
         texts = [rendezvous.get(f"report/{host.key}") for host in rendezvous.members]
         reports: list[HostReport | None] = []
         for text in texts:
             report = None
-            with contextlib.suppress(ValueError):  # No launcher of this job wrote that; the true one writes it again.
+            with contextlib.suppress(ValueError):  # not written by a launcher of this job; the true author rewrites it
                 report = None if text is None else HostReport.decode(text)
             reports.append(report)
         return reports
@@ -294,7 +294,7 @@ class HostAgent(SimpleElasticAgent):
         return any(ended.code == EXIT_STOPPED for ended in exits)
 
     def _has_succeeded(self) -> bool:
-        """Whether all ranks of all hosts have ended as they wanted to."""
+        """Whether all ranks of all hosts have ended by themselves without an error."""
         return self._outcome is not None and all(report and not report.has_failed for report in self._reports())
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:
@@ -304,7 +304,7 @@ class HostAgent(SimpleElasticAgent):
         reports = self._reports()
         silent = [host for host, report in zip(rendezvous.members, reports, strict=True) if report is None]
         if rendezvous.host in silent:
-            return RunResult(WorkerState.HEALTHY)  # Its own ranks are still being ended.
+            return RunResult(WorkerState.HEALTHY)  # its own ranks are still being ended
         gone = [host for host in rendezvous.missing() if host in silent]
         if gone:
             return self._lose(worker_group, gone)
@@ -315,13 +315,13 @@ class HostAgent(SimpleElasticAgent):
     def _is_patient(self) -> bool:
         now_s = time.monotonic()
         if self._patience_ends_s is None:
-            # Ranks may take the grace twice: on their way out, and when they are asked to stop.
+            # Ranks may take the grace period twice: exiting by themselves, and when they are asked to stop.
             ending_s = self._config.settle_s + 2 * self._config.grace_s
             self._patience_ends_s = now_s + ending_s + _REPORT_PATIENCE_S
         return now_s < self._patience_ends_s
 
     def _lose(self, worker_group: WorkerGroup, gone: list[Host]) -> RunResult:
-        """Continue without hosts that are gone without a reason, if the others are enough."""
+        """Continue without hosts that are gone without a reason, if enough hosts remain."""
         rendezvous = self._rendezvous_of_hosts
         text = f"{', '.join(map(str, gone))} {'was' if len(gone) == 1 else 'were'} lost, without a sign of life"
         if self._are_enough(len(gone)):
@@ -335,7 +335,7 @@ class HostAgent(SimpleElasticAgent):
         return self._fail(worker_group)
 
     def _are_enough(self, num_gone: int) -> bool:
-        """Whether the job can continue without so many of its hosts."""
+        """Whether the job can continue without that many of its hosts."""
         rendezvous = self._rendezvous_of_hosts
         num_hosts = len(rendezvous.members) - num_gone + len(rendezvous.membership.waiting)
         return num_hosts >= rendezvous.membership.terms.min_nodes
@@ -350,14 +350,14 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, worker_group: WorkerGroup) -> RunResult:
-        """End the round as failed: torch begins another if there may be one."""
-        self._is_judged = True  # what ranks raised is shown now, or in the failure summary
+        """End the round as failed: torch begins another one if restarts are left."""
+        self._is_judged = True  # the errors of ranks are shown now, or in the failure summary
         self.failures = find_first_failure_of_all(report for report in self._reports() if report is not None)
         count = self._rendezvous_of_hosts.count_failure()
-        # torch's own count is of this host's restarts; that of the job is the same on all hosts.
+        # torch counts the restarts of this host; the job's count is the same on all hosts.
         self._remaining_restarts = max(0, self._config.max_restarts - count + 1)
         if self._outcome is not None and self._outcome.interrupted_by is not None:
-            self._remaining_restarts = 0  # A user who interrupts a job that is failing does not want it again.
+            self._remaining_restarts = 0  # a user who interrupts a failing job does not want it restarted
         if self._remaining_restarts > 0:
             self._announce_restart(count)
         return self._result(worker_group, WorkerState.FAILED)

@@ -1,7 +1,7 @@
-"""Remembers which addresses connect to the job store's port, to name strangers in a warning. No torch.
+"""Records which addresses connect to the job store's port, to name unauthenticated peers in a warning. No torch.
 
 torch's store does not tell which client wrote a value. But the kernel knows the clients, so the launcher that holds the
-store looks now and then, and can name, once a value was refused, the addresses that are of no host of the job.
+store checks regularly, and can name, once a value was rejected, the addresses that do not belong to a host of the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_ADDRESSES = 256
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches that address, or name."""
+    """Whether only this host can reach that address or name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -30,7 +30,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _address(digits: str) -> str:
-    """An address as the kernel's tables have it: 32-bit words in the order of this machine's bytes."""
+    """Parse an address of the kernel's tables: 32-bit words in the machine's byte order."""
     words = bytes.fromhex(digits)
     data = b"".join(words[start : start + 4][::-1] for start in range(0, len(words), 4))
     return str(ipaddress.ip_address(data[12:] if data.startswith(_MAPPED) else data))
@@ -49,7 +49,7 @@ def connected_to(port: int) -> set[str]:
 
 
 class Clients:
-    """Remembers the clients of a port.
+    """Records the clients of a port.
 
     Args:
         port: a port of this host.
@@ -61,7 +61,7 @@ class Clients:
         self._next_s = 0.0
 
     def look(self) -> None:
-        """Note the present clients. Cheap to call often: on a host with many connections it looks more rarely."""
+        """Record the current clients. Cheap to call often: on a host with many connections it checks more rarely."""
         if time.monotonic() >= self._next_s:
             self._look()
 
@@ -73,6 +73,6 @@ class Clients:
         self._next_s = start_s + (time.monotonic() - start_s) / _SHARE_OF_TIME
 
     def strangers(self, known: Collection[str]) -> list[str]:
-        """The clients seen so far, without these addresses."""
+        """The clients seen so far, except for the known addresses."""
         self._look()
         return [address for address in self._seen if address not in known]

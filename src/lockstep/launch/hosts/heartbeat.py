@@ -1,7 +1,6 @@
-"""The heartbeat of a launcher: it counts up a number in the store, and is lost if that stands still for too long.
+"""The heartbeat of a launcher: it increments a number in the store, and counts as lost if that stops for too long.
 
-No clock of one host is compared with that of another: an observer measures by its own clock how long a number has not
-changed.
+Clocks of different hosts are never compared: an observer measures with its own clock how long a number has not changed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lockstep.launch.hosts.job_store import JobStore, StoreLost
 
 __all__ = ["Heartbeat", "Observer"]
 
-# How much longer than one that stands still a number may be missing.
+# How many times longer a number may be missing than unchanged.
 _UNSEEN_TIMES = 10
 
 
@@ -25,7 +24,7 @@ def _key(host: str) -> str:
 
 
 class Heartbeat:
-    """Counts for this launcher, in a thread and a connection of its own, so that it beats while the launcher waits.
+    """Counts for this launcher, in a separate thread and connection, so that it beats while the launcher waits.
 
     Args:
         store: a connection to the store that nothing else uses.
@@ -44,7 +43,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
 
@@ -53,21 +52,21 @@ class Heartbeat:
         self._store.set(self._key, str(self._count))
 
     def _run(self) -> None:
-        with contextlib.suppress(StoreLost):  # The launcher's main thread finds out as well, and says so.
+        with contextlib.suppress(StoreLost):  # the launcher's main thread notices as well, and reports it
             while not self._stopped.wait(self._interval_s):
                 self._beat()
 
 
 class Observer:
-    """Notices launchers that have stopped counting.
+    """Detects launchers that have stopped counting.
 
-    A number that is gone, or that a stranger wrote over, proves neither life nor death. So the clock of a launcher
-    stands still meanwhile: who writes there faster than the launcher counts has no living host given up. A launcher
-    that is never seen to count is lost in the end.
+    A number that is missing, or was overwritten by a foreign process, proves neither life nor death. So the clock of a
+    launcher stops meanwhile: a process that overwrites numbers faster than launchers count cannot make a living host
+    count as lost. A launcher that is never seen to count is lost in the end.
 
     Args:
         store: the store in which they count.
-        lost_after_s: seconds that a number may stand still.
+        lost_after_s: seconds that a number may stay unchanged.
     """
 
     def __init__(self, store: JobStore, lost_after_s: float) -> None:
@@ -76,7 +75,7 @@ class Observer:
         self._seen: dict[str, _Seen] = {}
 
     def lost(self, hosts: Iterable[str]) -> list[str]:
-        """The launchers among these whose number has stood still for too long."""
+        """The launchers among these whose number has not changed for too long."""
         now_s = time.monotonic()
         gone = []
         for host in hosts:
@@ -96,7 +95,7 @@ class Observer:
 
 @dataclass
 class _Seen:
-    """What was last seen of a launcher: its count, when it came and was last looked for, and how long it stood."""
+    """The last observation of a launcher: its count, when it appeared and was last read, how long it was unchanged."""
 
     count: str | None
     changed_s: float

@@ -39,22 +39,22 @@ def launch_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
     """Run this host's part of a job on several hosts, and wait for the end of the job.
 
     Every host calls it. While it runs, SIGINT, SIGTERM and SIGHUP end this host's ranks, and the whole job if too few
-    hosts are left.
+    hosts remain.
 
     Args:
         config: what to run, and the ranks of this host.
-        hosts: the hosts of the job, as this one was told.
+        hosts: the hosts of the job, according to this host's options.
 
     Returns:
-        The exit code, as `launch_job` has it for one host; the same on all hosts that are there at the end.
+        The exit code, as from `launch_job` on one host; the same on all hosts that are there at the end.
 
     Raises:
-        LaunchError: the job cannot be started as asked, or the hosts did not meet.
+        LaunchError: the job cannot be started with these options, or the hosts did not meet.
     """
     config.check()
     variables = config.environment if config.environment is not None else env.snapshot()
     hosts = replace(hosts, secret=_find_secret(hosts, variables))
-    # torch's agent logs every step; this launcher says what matters.
+    # torch's agent logs every step; this launcher reports what matters.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(SignalWatch())
@@ -73,7 +73,7 @@ def _find_secret(hosts: HostsConfig, variables: Mapping[str, str]) -> Secret:
     """The secret of the job: from the token file, else from LOCKSTEP_TOKEN, else none.
 
     Raises:
-        LaunchError: there is none in the file, or in a variable that is set.
+        LaunchError: the file, or the variable if set, contains no valid token.
     """
     token: str | None
     try:
@@ -90,11 +90,11 @@ def _find_secret(hosts: HostsConfig, variables: Mapping[str, str]) -> Secret:
 
 
 class _Job:
-    """What one launcher needs during a job.
+    """The objects that one launcher needs during a job.
 
     Args:
-        hosts: the hosts of the job, as this one was told.
-        signals: the signals that this launcher gets.
+        hosts: the hosts of the job, according to this host's options.
+        signals: the signals that this launcher receives.
         stack: releases everything at the end.
     """
 
@@ -130,7 +130,7 @@ class _Job:
         except JobClosed as closed:
             code = closed.membership.exit_code
             if closed.is_cut_short and code == 0:
-                # Not while ranks are at work: no launcher closes the job then.
+                # Not while ranks are running: no launcher closes the job then.
                 say(f"lockstep: the job was ended from outside while ranks of this host were running ({closed})\n")
                 code = 1
             elif code == 0 and not self._rendezvous.has_belonged:
@@ -153,7 +153,7 @@ class _Job:
         return LocalWorkers(self._config, self._job, self._signals, self._reaper, self._logs)
 
     def _wait(self, seconds: float) -> None:
-        """Wait, while there are no ranks, unless this launcher is told to end."""
+        """Wait, while there are no ranks; raises if this launcher is told to end."""
         poll = select.poll()
         poll.register(self._signals.fileno(), select.POLLIN)
         poll.poll(seconds * 1000)
@@ -164,7 +164,7 @@ class _Job:
                 raise Interrupted(number)
 
     def _conclude(self, is_failed: bool) -> int:
-        """Say how the last round has ended, on all hosts alike."""
+        """Report how the last round ended, in the same way on all hosts."""
         if not is_failed:
             code = EXIT_STOPPED if self._agent.is_stopped else 0
             self._rendezvous.close("the ranks were told to stop" if code else "the job is done", code)
@@ -192,7 +192,7 @@ class _Job:
             self._publish_departure()
 
     def _publish_departure(self) -> None:
-        """The launcher that holds the store ends last, so that all others have read the end of the job."""
+        """Let the launcher that holds the store end last, so that all others have read the end of the job."""
         deadline_s = time.monotonic() + _DEPARTURES_WITHIN_S
         with contextlib.suppress(StoreLost):
             self._rendezvous.publish_departure()

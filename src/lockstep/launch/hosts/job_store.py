@@ -1,11 +1,11 @@
 """The job store: the torch store in which the launchers of a job meet. One of them holds it; it ends with that one.
 
-[Note: refusals] Every process that reaches the port can write into the store. So launchers seal their values
-(`lockstep.secret`), and a value without a seal of this job counts as not there. Each seal also covers a nonce, which
+[Note: refusals] Any process that reaches the port can write into the store. So launchers authenticate their values with
+a MAC (`lockstep.secret`), and a value without a MAC of this job counts as absent. Each MAC also covers a nonce, which
 the holder has generated, so no value of an earlier job with the same token is accepted: [Note: store nonce]. A launcher
-with another token leaves an unsealed join request; the holder only reports it. A launcher that finds a value that none
-of the job has written publishes so under a seal, and the holder of the store warns of it, once, with the addresses of
-the clients.
+with another token leaves an unsigned join request; the holder only reports it. A launcher that finds a value that was
+not written by the job publishes so with a MAC, and the holder of the store warns of it, once, with the addresses of the
+clients.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _PROBE_TIMEOUT_S = 3.0
 _CONNECT_TIMEOUT_S = 30.0
 _CONNECT_POLL_S = 0.05
 _SILENCE_S = 8
-# For a name that the name service does not know: names of pods and virtual machines appear when these are ready.
+# For a name that cannot be resolved: names of pods and virtual machines appear only when these are ready.
 _NAME_PATIENCE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=30)
 _NONCE, _JOIN_REQUEST, _REFUSAL = "birth", "knock", "refusal"
-# Seconds until a launcher takes the store for that of another job: a stranger may write over the holder's answer.
+# Seconds until the store counts as another job's: a foreign process may overwrite the holder's answer.
 _PATIENCE_S = 5.0
 _LEAST_PATIENCE_S = 1.0
 _LONGEST_NAME = 200
@@ -56,14 +56,14 @@ class StoreLost(RendezvousError):
 
 
 class JobStore:
-    """A connection to the store that it shares with no other thread, so that no call of another holds it up.
+    """A connection to the store that is not shared between threads, so that no other thread's call delays it.
 
     Args:
-        store: the connection, with keys of one job.
-        config: the endpoint of the store, and the times of the job.
+        store: the connection, with the keys of one job.
+        config: the endpoint of the store, and the timeouts of the job.
         address: the address by which other hosts reach this one.
         is_holder: whether this launcher holds the store.
-        nonce: of this store. See [Note: store nonce].
+        nonce: nonce of this store. See [Note: store nonce].
 
     Attributes:
         nonce: the nonce of the job. See [Note: refusals].
@@ -89,12 +89,12 @@ class JobStore:
         """Hold the store or connect to it, waiting for the launcher that holds it.
 
         Args:
-            config: the endpoint of the store, and the seconds to wait.
-            check: waits for so many seconds; raises when the launcher is told to end.
+            config: the endpoint of the store, and the time limit.
+            check: waits that many seconds; raises when the launcher is told to end.
 
         Raises:
-            LaunchError: the port is taken, the address leads nowhere, nobody holds the store in time, or it is of
-                launchers with another token.
+            LaunchError: the port is taken, the address is invalid, nobody holds the store in time, or its launchers
+                have another token.
         """
         if config.is_holder:
             try:
@@ -111,7 +111,7 @@ class JobStore:
 
     @classmethod
     def _hold_if_here(cls, config: HostsConfig) -> JobStore | None:
-        """The store in this process, if its address is this host's, and no other launcher of this host came first."""
+        """Open the store in this process, if its address is this host's, and no other launcher here came first."""
         if not _is_here(config.address):
             return None
         try:
@@ -121,7 +121,7 @@ class JobStore:
 
     @classmethod
     def _holding(cls, config: HostsConfig, address: str) -> JobStore:
-        """The store in this process, with its own nonce, whatever somebody wrote there since the port is open.
+        """Open the store in this process, with a new nonce, whatever others have written there since the port is open.
 
         Raises:
             RendezvousError: the port is taken.
@@ -133,7 +133,7 @@ class JobStore:
 
     @classmethod
     def _joining(cls, config: HostsConfig, address: str, silence_s: float, check: Callable[[float], None]) -> JobStore:
-        """A connection to the store that another launcher holds.
+        """Connect to the store that another launcher holds.
 
         Raises:
             LaunchError: it is gone, does not answer for that long, or has another token.
@@ -145,7 +145,7 @@ class JobStore:
 
     @classmethod
     def spare(cls, config: HostsConfig, address: str) -> JobStore:
-        """A spare store of this launcher's own, at a free port of this address.
+        """Open a spare store in this launcher, at a free port of this address.
 
         Raises:
             LaunchError: no port is free.
@@ -156,7 +156,7 @@ class JobStore:
     def try_connect(
         cls, config: HostsConfig, address: str, timeout_s: float, check: Callable[[float], None]
     ) -> JobStore | None:
-        """A connection to a store if a launcher holds it now; None otherwise.
+        """Connect to a store if a launcher holds it now; None otherwise.
 
         Args:
             config: the endpoint of the store.
@@ -181,7 +181,7 @@ class JobStore:
         return JobStore(store, self._config, self.address, False, self.nonce)
 
     def close(self) -> None:
-        """Tell who comes nothing more. By the holder, at the end."""
+        """Stop answering new launchers. Called by the holder, at the end."""
         if self._answers is not None:
             self._answers.stop()
 
@@ -190,16 +190,16 @@ class JobStore:
         return PrefixStore(prefix, self._store)
 
     def raw(self, key: str) -> str:
-        """The value under a key, also one that a stranger wrote; "" if there is none."""
+        """The value under a key, even if a foreign process wrote it; "" if there is none."""
         with self._explained():
             return (find(self._store, key) or b"").decode(errors="replace")
 
     def seal(self, key: str, value: str, count: int | None = None) -> str:
-        """Seal a value for the store; see `Seals.seal`."""
+        """Add a MAC to a value for the store; see `Seals.seal`."""
         return self._seals.seal(key, value, count)
 
     def open_seal(self, key: str, raw: str) -> tuple[str, int]:
-        """A value that a launcher of this job wrote, and its count.
+        """Verify a value that a launcher of this job wrote; returns it and its count.
 
         Raises:
             Refused: no launcher of this job wrote it. The holder is told.
@@ -220,20 +220,20 @@ class JobStore:
         return None
 
     def set(self, key: str, value: str) -> str:
-        """Seal and write a value; returns it sealed."""
+        """Write a value with a MAC; returns it as written."""
         sealed = self._seals.seal(key, value)
         self.put_back(key, sealed)
         return sealed
 
     def put_back(self, key: str, sealed: str) -> None:
-        """Write a value that is sealed already."""
+        """Write a value that already has its MAC."""
         with self._explained():
             self._store.set(key, sealed)
 
     def compare_set(self, key: str, expected: str, sealed: str) -> bool:
-        """Write a sealed value if there is the expected raw one, "" for none; whether that was so.
+        """Write a value with its MAC if the raw one there is as expected ("" for none); returns whether it was.
 
-        A value that is no text cannot be compared, and no launcher of this job has written it: it is replaced.
+        A value that is not text cannot be compared, and was not written by a launcher of this job: it is replaced.
         """
         if NO_TEXT in expected:
             self.put_back(key, sealed)
@@ -242,7 +242,7 @@ class JobStore:
             return bytes(self._store.compare_set(key, expected, sealed)).decode(errors="replace") == sealed
 
     def put_back_nonce(self) -> None:
-        """Notice if a stranger has written over the nonce of the store, and write it again. By the holder."""
+        """If a foreign process has overwritten the nonce of the store, report that and rewrite it. By the holder."""
         if self.is_holder and self.raw(_NONCE) != self._sealed_nonce:
             self.note_refusal(_NONCE, "it was another")
             self.put_back(_NONCE, self._sealed_nonce)
@@ -255,7 +255,7 @@ class JobStore:
                 self._store.set(_REFUSAL, self._seals.seal(_REFUSAL, f"wrote {key!r} there: {reason}"))
 
     def watch(self, known: Callable[[], Collection[str]]) -> None:
-        """Warn, once, of strangers. By the holder; cheap to call often.
+        """Warn, once, of unauthenticated peers. By the holder; cheap to call often.
 
         Args:
             known: addresses of the hosts of the job.
@@ -296,17 +296,17 @@ def _hold(config: HostsConfig) -> Store:
 
 
 def _of_job(store: Store, config: HostsConfig) -> Store:
-    """The part of a store that has the keys of this job: launchers of several jobs may meet at one port."""
+    """The part of a store that has the keys of this job: launchers of several jobs may use the same port."""
     return PrefixStore(f"lockstep/{config.run_id}", store)
 
 
 def _learn_nonce(
     store: Store, config: HostsConfig, address: str, silence_s: float, check: Callable[[float], None]
 ) -> str:
-    """The nonce of a store, of the launcher that holds it. See [Note: store nonce].
+    """Get the nonce of a store from the launcher that holds it. See [Note: store nonce].
 
     Raises:
-        LaunchError: launchers of this job do not meet there.
+        LaunchError: the store does not belong to launchers of this job.
     """
     patience_s = min(silence_s, _PATIENCE_S)
     try:
@@ -325,7 +325,7 @@ def _learn_nonce(
 
 
 def _read_join_request(raw: str) -> str | None:
-    """What a join request says of the launcher that left it; any process may write one."""
+    """Parse a join request, which any process may have written, into a clause about its author."""
     try:
         found = json.loads(raw[: 2 * _LONGEST_NAME])
         host, address = (str(found[name])[:_LONGEST_NAME] for name in ("host", "address"))
@@ -335,10 +335,10 @@ def _read_join_request(raw: str) -> str | None:
 
 
 def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
-    """Connect in a thread, because torch waits without a deadline for a server that says nothing.
+    """Connect in a thread, because torch waits without a deadline for a server that does not respond.
 
     Raises:
-        LaunchError: the server is no store of launchers.
+        LaunchError: the server is not a store of launchers.
     """
     found: list[Store | str] = []
 
@@ -365,14 +365,14 @@ def _connect(config: HostsConfig, check: Callable[[float], None]) -> Store:
 
 
 def _bound_silence(port: int) -> None:
-    """Have the kernel give up connections to this port whose other end is silent: a host may be gone without a word.
+    """Make the kernel drop connections to this port whose other end is silent: a host may vanish without notice.
 
-    torch waits for an answer for as long as the connection stands, which may be a quarter of an hour.
+    torch waits for an answer as long as the connection exists, which may be a quarter of an hour.
     """
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                with socket.socket(fileno=os.dup(int(entry))) as one:  # options belong to the socket, not to its number
+                with socket.socket(fileno=os.dup(int(entry))) as one:  # options belong to the socket, not its number
                     _bound_silence_of(one, port)
 
 
@@ -398,17 +398,17 @@ def _is_here(address: str) -> bool:
 
 
 def _reach(config: HostsConfig, check: Callable[[float], None], hold: Callable[[], JobStore | None]) -> str | JobStore:
-    """Wait until the port is open; returns the address of this host on the way there, or the store held here.
+    """Wait until the port is open; returns the local address on the way there, or the store held here.
 
-    A name may come to mean this host, or any, only after a while: names of pods appear when these are ready.
+    A name may only become valid, for this host or any, after a while: names of pods appear when these are ready.
 
     Args:
-        config: the endpoint of the store, and the seconds to wait.
+        config: the endpoint of the store, and the time limit.
         check: see `JobStore.open`.
-        hold: gives the store if this launcher is to hold it; asked before each look.
+        hold: opens the store if this launcher is to hold it; called before each attempt.
 
     Raises:
-        LaunchError: nothing listens there in time, or the name leads nowhere.
+        LaunchError: nothing listens there in time, or the name cannot be resolved.
     """
     start_s = time.monotonic()
     nameless_since_s: float | None = None

@@ -1,17 +1,17 @@
-"""The membership of a job: which hosts take part; a state that all launchers share. Pure functions, no torch.
+"""The membership of a job: which hosts take part; a state shared by all launchers. Pure functions, no torch.
 
-[Note: membership] The state is one JSON text, which launchers change by compare-and-set only. So each launcher sees
+[Note: membership] The state is one JSON text, which launchers only change by compare-and-set. So each launcher sees
 every change as a whole; a launcher that was too late reads the new state and tries again.
 
-GATHERING  hosts come: `members` grows until there are `max_nodes`, or at least `min_nodes` and no host has come for
+GATHERING  hosts join: `members` grows until there are `max_nodes`, or at least `min_nodes` and no host has joined for
    │       a while
    │       the hosts get their numbers
-RUNNING    `members` is the round's list of hosts. A host that comes now waits in `waiting`. A host leaves the round by
-   │       leaving the list, or is taken off it when its heartbeat stops
+RUNNING    `members` is the round's list of hosts. A host that joins now waits in `waiting`. A host leaves the round by
+   │       leaving the list, or is removed from it when its heartbeat stops
    │       the list is empty
    └────── GATHERING, with all waiting hosts, as the next round
 
-`closed` ends all of it; it holds the reason.
+`closed` ends all of this; it holds the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Host:
     """One host of the job: its launcher and its ranks.
 
     Attributes:
-        key: a text that no other launcher has.
+        key: a text that identifies the launcher.
         name: name of the host.
         pid: pid of the launcher.
         address: the address by which the other hosts reach it.
@@ -54,7 +54,7 @@ class Host:
 
 @dataclass(frozen=True)
 class JobTerms:
-    """The options that all launchers of a job must have alike."""
+    """The options that must be the same for all launchers of a job."""
 
     min_nodes: int
     max_nodes: int
@@ -66,12 +66,12 @@ class Membership:
     """The shared state of a job, and its transitions. See [Note: membership].
 
     Attributes:
-        terms: the terms of the first launcher.
+        terms: the options of the first launcher.
         number: number of the round that gathers or runs, from 0.
-        is_running: whether the round runs, with a fixed list of hosts.
+        is_running: whether the round is running, with a fixed list of hosts.
         members: hosts of the round, in the order of their numbers once it runs.
         waiting: hosts that wait for the next round.
-        next_number: the next round has at least this number.
+        next_number: minimum number of the next round.
         failures: number of rounds that have failed.
         failed_round: number of the last round that failed.
         order: keys of the hosts of the round that ran last, in the order of their numbers.
@@ -102,7 +102,7 @@ class Membership:
         """Decode from text.
 
         Raises:
-            ValueError: the text is no state.
+            ValueError: the text is not a state.
         """
         try:
             return read_record(cls, text)
@@ -121,12 +121,12 @@ class Membership:
 
     @property
     def is_full(self) -> bool:
-        """Whether a round that gathers has all hosts that it may have."""
+        """Whether a gathering round has the maximum number of hosts."""
         return self.is_enough and len(self.members) >= self.terms.max_nodes
 
     @property
     def is_enough(self) -> bool:
-        """Whether a round that gathers could begin: with hosts enough, no two of which have the same number."""
+        """Whether a gathering round could begin: it has enough hosts, no two of which have the same number."""
         numbers = [host.node_rank for host in self.members if host.node_rank is not None]
         return len(self.members) >= self.terms.min_nodes and len(set(numbers)) == len(numbers)
 
@@ -138,7 +138,7 @@ class Membership:
         return replace(self, members=members, waiting=waiting)._settled()
 
     def joined(self, host: Host) -> Membership:
-        """The state after a host has left the present round to take part in the next."""
+        """The state after a host has left the current round to take part in the next."""
         if any(other.key == host.key for other in self.waiting):
             return self
         if not self.is_running and any(other.key == host.key for other in self.members):
@@ -147,10 +147,10 @@ class Membership:
         return replace(left, waiting=(*left.waiting, host))._settled()
 
     def begun(self) -> Membership:
-        """The state after the hosts of a round that gathers have got their numbers, so that it runs.
+        """The state after the hosts of a gathering round have got their numbers, so that it runs.
 
-        Hosts with a number of the user's come first, in order. The others keep their order of the round before, so that
-        rank 0 stays on a host that has seen the job, and newcomers follow as they came.
+        Hosts numbered by the user come first, in order. The others keep their order from the previous round, so that
+        rank 0 stays on a host that was already in the job, followed by new hosts in order of arrival.
         """
         positions = {key: position for position, key in enumerate(self.order)}
 
@@ -162,18 +162,18 @@ class Membership:
         return replace(self, is_running=True, members=members, order=tuple(host.key for host in members))
 
     def continued(self, number: int, failures: int) -> Membership:
-        """The state after hosts came whose job has continued elsewhere: the next round has at least that number."""
+        """The state after hosts joined whose job has continued elsewhere: the next round has at least that number."""
         known = replace(self, next_number=max(self.next_number, number), failures=max(self.failures, failures))
         return known if self.is_running else replace(known, number=max(self.number, number))
 
     def failed(self, number: int) -> Membership:
-        """The state after round `number` has failed; the same from more hosts changes nothing."""
+        """The state after round `number` has failed; repeating this from several hosts changes nothing."""
         if self.failed_round >= number:
             return self
         return replace(self, failures=self.failures + 1, failed_round=number)
 
     def ended(self, reason: str, exit_code: int) -> Membership:
-        """The state after the job is over. The first reason stays."""
+        """The state after the job is over. The first reason is kept."""
         return self if self.closed is not None else replace(self, closed=reason, exit_code=exit_code)
 
     def namesake(self, host: Host) -> Host | None:
@@ -186,7 +186,7 @@ class Membership:
         return None
 
     def _settled(self) -> Membership:
-        """Begin the next round if the last member has left; take in waiting hosts."""
+        """Begin the next round if the last member has left; admit waiting hosts."""
         now = self
         if now.is_running and not now.members:
             now = replace(now, is_running=False, number=max(now.number + 1, now.next_number))

@@ -1,4 +1,4 @@
-"""The options of the command line about hosts, checked before anything is started. Never imports torch."""
+"""The command line options about hosts, checked before anything is started. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lockstep.secret import Secret
 
 __all__ = ["OPTIONS", "HostsConfig", "add_arguments", "hosts_from", "parse_conf", "parse_endpoint", "parse_nnodes"]
 
-# What `add_arguments` adds, by the names that argparse gives it.
+# The options of `add_arguments`, by their names in argparse.
 OPTIONS = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr", "standalone")
 
-# The default ports of torchrun: of --master-port and of --rdzv-endpoint.
+# torchrun's default ports for --master-port and --rdzv-endpoint.
 _DEFAULT_PORT = 29500
 _DEFAULT_RDZV_PORT = 29400
 # A user who lets the number of hosts change wants the job to continue.
@@ -24,23 +24,23 @@ _BACKENDS = ("c10d", "static")
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """The hosts of a job, as the options of one of them describe them.
+    """The hosts of a job, according to the options of one of them.
 
     Attributes:
-        min_nodes: with fewer hosts the job does not run.
-        max_nodes: further hosts wait until one of the job leaves.
+        min_nodes: minimum number of hosts for the job to run.
+        max_nodes: maximum number; further hosts wait until one of the job leaves.
         address: name or address of the host where the launchers meet.
-        port: at which they meet there.
+        port: port on which they meet there.
         node_rank: number of this host; None if the launchers agree on their numbers.
-        is_holder: whether this launcher holds the store; None if its host decides, by having that address.
-        run_id: name of the job; launchers with another name are of another job.
-        local_addr: address by which the other hosts reach this one; None for that from which it reaches the store.
-        join_s: seconds until hosts that do not come are an error.
-        last_call_s: once there are `min_nodes` hosts, seconds to wait for yet another.
-        heartbeat_s: seconds between two signs of life.
-        lost_after_s: seconds without one until a host is given up.
+        is_holder: whether this launcher holds the store; None: it does if `address` is one of this host's.
+        run_id: name of the job; launchers with another name belong to another job.
+        local_addr: address by which the other hosts reach this one; None for the one from which it reaches the store.
+        join_s: seconds until missing hosts are an error.
+        last_call_s: seconds to wait for more hosts once there are `min_nodes`.
+        heartbeat_s: seconds between two heartbeats.
+        lost_after_s: seconds without a heartbeat until a host counts as lost.
         token_file: path of a file with the job's token; None for LOCKSTEP_TOKEN, or no token.
-        secret: the secret of the job, once the launcher has begun.
+        secret: the secret of the job, once the launcher has started.
     """
 
     min_nodes: int
@@ -70,7 +70,7 @@ class HostsConfig:
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
-    """`--nnodes`: a number of hosts, or MIN:MAX.
+    """Parse `--nnodes`: a number of hosts, or MIN:MAX.
 
     Raises:
         LaunchError: the text is neither.
@@ -91,10 +91,10 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """`--rdzv-endpoint`: HOST or HOST:PORT, an IPv6 address in brackets.
+    """Parse `--rdzv-endpoint`: HOST or HOST:PORT, an IPv6 address in brackets.
 
     Raises:
-        LaunchError: no host, or no such port.
+        LaunchError: no host, or an invalid port.
 
     >>> parse_endpoint("node7:29401"), parse_endpoint("node7"), parse_endpoint("[::1]:5")
     (('node7', 29401), ('node7', 29400), ('::1', 5))
@@ -114,7 +114,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     return host, port
 
 
-# torchrun's keys of --rdzv-conf, and those of them on which nothing depends here.
+# torchrun's keys of --rdzv-conf, and those of them that have no effect here.
 _CONF_FIELDS = {
     "join_timeout": "join_s",
     "timeout": "join_s",
@@ -125,13 +125,14 @@ _CONF_IGNORED = ("close_timeout", "read_timeout", "heartbeat_timeout", "store_ty
 
 
 def parse_conf(text: str) -> dict[str, float | bool | str]:
-    """`--rdzv-conf`: KEY=VALUE,… with torchrun's keys, as fields of `HostsConfig`.
+    """Parse `--rdzv-conf`: KEY=VALUE,… with torchrun's keys, into fields of `HostsConfig`.
 
-    `join_timeout`, `last_call_timeout`, `keep_alive_interval` in seconds; `keep_alive_max_attempt` signs of life may be
-    missing; `is_host` is 0 or 1. `token_file`, which torchrun does not know, is the path of a file.
+    `join_timeout`, `last_call_timeout`, `keep_alive_interval` are in seconds; `keep_alive_max_attempt` is the number of
+    heartbeats that may be missing; `is_host` is 0 or 1. `token_file`, which torchrun does not know, is the path of a
+    file.
 
     Raises:
-        LaunchError: an unknown key, or a value that is no number of seconds above 0.
+        LaunchError: an unknown key, or a value that is not a number of seconds above 0.
 
     >>> parse_conf("join_timeout=30,keep_alive_interval=0.5,keep_alive_max_attempt=4")
     {'join_s': 30.0, 'heartbeat_s': 0.5, 'lost_after_s': 2.0}
@@ -219,16 +220,16 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def hosts_from(options: argparse.Namespace) -> HostsConfig | None:
-    """The hosts that `add_arguments`' options, `--master-addr` and `--master-port` describe; takes these options out.
+    """The hosts described by `add_arguments`' options, `--master-addr` and `--master-port`; removes these options.
 
-    The latter two stay for a job on this host alone. Where the number of hosts may change, `--max-restarts` is 3 unless
-    it is given.
+    The latter two are kept for a job on this host only. If the number of hosts may change, `--max-restarts` defaults to
+    3.
 
     Returns:
-        None for a job on this host alone.
+        None for a job on this host only.
 
     Raises:
-        LaunchError: names the option, what it got and what it takes.
+        LaunchError: names the option, its value and what is expected.
     """
     given = vars(options)
     nnodes, node_rank, endpoint, run_id, backend, conf, local_addr, is_standalone = (given.pop(one) for one in OPTIONS)
@@ -257,7 +258,7 @@ def hosts_from(options: argparse.Namespace) -> HostsConfig | None:
 def _choose_endpoint(
     nnodes: str, node_rank: int | None, endpoint: str | None, master_addr: str | None, master_port: int | None
 ) -> tuple[str, int]:
-    """Address and port where the launchers meet."""
+    """The address and port where the launchers meet."""
     if endpoint is not None and master_addr is not None:
         raise LaunchError(
             f"--rdzv-endpoint {endpoint} and --master-addr {master_addr} are two rendezvous endpoints; give one of them"

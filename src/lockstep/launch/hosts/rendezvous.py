@@ -1,20 +1,19 @@
-"""Rounds of hosts, agreed on through the store, behind torch's interface of a rendezvous. See [Note: rounds of hosts].
+"""Rounds of hosts, agreed on through the store, with torch's rendezvous interface. See [Note: rounds of hosts].
 
 [Note: leave reasons] A host that leaves a round on purpose publishes the reason before it ends its ranks: another host
 came, it was told to end, or it found that another host is gone. So the other hosts, whose ranks then lose these, know
 that nothing has failed. A host whose ranks fail publishes that too, and the ranks of the others get a moment to notice
 by themselves before they are ended.
 
-[Note: moving] The launcher that holds the store may be the one that is lost. Where the number of hosts may change,
-every launcher therefore has a spare store. The hosts of the last round that are left move to the spare of the first of
-them, in the order of their numbers, so all come to the same one, and begin a round there. The launcher that holds it
-looks every two seconds whether there is a store at the first endpoint again, as a launcher that is started there opens
-one; then all move back. A network that falls into two parts has two halves of a job, unless half of the hosts are too
-few to run.
+[Note: moving] The launcher that holds the store may be the one that is lost. If the number of hosts may change, every
+launcher therefore has a spare store. The remaining hosts of the last round move to the spare store of the first of
+them, in the order of their numbers, so all find the same one, and begin a round there. The launcher that holds it
+checks every two seconds whether there is a store at the first endpoint again, as a launcher that is started there opens
+one; then all move back. A network partition splits the job into two, unless half of the hosts are too few to run.
 
-[Note: put back] A stranger may write over the state, or remove it. Every launcher keeps the last state that it has seen
-under this job's seal and puts it back as it was, with its count; a launcher that has seen a later one then puts back
-that. So the job continues from the latest state that any launcher knows. A host puts back its own values of a round.
+[Note: put back] A foreign process may overwrite or remove the state. Every launcher keeps the last state that it has
+seen with this job's MAC and puts it back unchanged, with its count; a launcher that has seen a later one then puts that
+back. So the job continues from the latest state that any launcher knows. A host puts back its own values of a round.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _LOOK_HOME_EVERY_S = 2.0
 _LOOK_HOME_TIMEOUT_S = 0.3
 _PROBE_TIMEOUT_S = 3.0
 _MOVED = "moved"
-_LEAVE_REASON = "notice"  # the key of it, within the round
+_LEAVE_REASON = "notice"  # its key within the round
 _PUT_BACK_EVERY_S = 1.0
 _TRIES = 200
 _FOREIGN_LOOKS = 20
@@ -61,7 +60,7 @@ class JobClosed(Exception):
 
     Attributes:
         membership: the last state of the job.
-        is_cut_short: whether ranks of this host were still at work.
+        is_cut_short: whether ranks of this host were still running.
     """
 
     def __init__(self, membership: Membership, is_cut_short: bool = False) -> None:
@@ -71,19 +70,19 @@ class JobClosed(Exception):
 
 
 class HostRendezvous(RendezvousHandler):
-    """This launcher among those of the job.
+    """This launcher's view of the job's rounds.
 
     Args:
-        config: the endpoint of the store, and how many hosts there may be.
+        config: the endpoint of the store, and the number of hosts.
         job_store: the store in which the launchers meet.
         num_ranks: number of ranks that this host starts.
         max_restarts: how many failed rounds may be followed by another.
-        check: waits for so many seconds; raises when this launcher is told to end.
+        check: waits that many seconds; raises when this launcher is told to end.
 
     Attributes:
         host: this launcher.
-        membership: the state of the job when this launcher last read it; the hosts of the round that this host takes
-            part in are `members`.
+        membership: the state of the job when this launcher last read it; its `members` are the hosts of the current
+            round.
         members: the hosts of the round, in order of their numbers.
         number: number of the round.
         position: number of this host in the round.
@@ -111,14 +110,14 @@ class HostRendezvous(RendezvousHandler):
         self._heartbeat = Heartbeat(job_store.reconnect(), key, config.heartbeat_s)
         self._observer = Observer(job_store, config.lost_after_s)
         self._looked_home_s = 0.0
-        self._sealed, self._count = "", 0  # the state that stands in the store, as far as this launcher knows
+        self._sealed, self._count = "", 0  # the current state in the store, as far as this launcher knows
         self._num_foreign = 0
         self._published: dict[str, str] = {}
         self._put_back_s = 0.0
         self.membership = Membership(self._terms)
         self.membership = self._change(lambda membership: membership)
         self.members: tuple[Host, ...] = ()
-        # A move to another store forgets the first, because no round of that store is this host's.
+        # Moving to another store resets this, because this host has no rounds there yet.
         self.number = self._last_number = -1
         self.position = 0
         self.master = (job_store.address, 0)
@@ -149,12 +148,12 @@ class HostRendezvous(RendezvousHandler):
         self.close("it was closed", 1)
 
     def num_nodes_waiting(self) -> int:
-        """Number of hosts that wait for another round, if one is to begin: torch's agent then begins it."""
+        """Number of hosts waiting for another round, if one is to begin: torch's agent then begins it."""
         return max(1, len(self.membership.waiting)) if self._regroup else 0
 
     def shutdown(self) -> bool:
-        """Leave the job, which continues if it has hosts enough."""
-        with contextlib.suppress(StoreLost):  # A refusal of the last moment is warned of, too.
+        """Leave the job, which continues if enough hosts remain."""
+        with contextlib.suppress(StoreLost):  # a refusal at the last moment is reported, too
             self._warn()
         self._heartbeat.stop()
         for job_store in (self._job_store, self._spare):
@@ -168,11 +167,11 @@ class HostRendezvous(RendezvousHandler):
         return self._last_number >= 0 or any(host.key == self.host.key for host in self.membership.waiting)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Leave the present round, and take part in the next as soon as there is one.
+        """Leave the current round, and take part in the next as soon as there is one.
 
         Raises:
             JobClosed: the job is over.
-            LaunchError: too few hosts came in time, or launchers were told different things.
+            LaunchError: too few hosts came in time, or launchers have different options.
         """
         self._regroup = False
         try:
@@ -191,7 +190,7 @@ class HostRendezvous(RendezvousHandler):
         while (found := self.get("master")) is None:
             self._give_up_lost()
             if self.members[0].key not in {member.key for member in self.membership.members}:
-                return self._next_round()  # The round came and was gone.
+                return self._next_round()  # the round has already ended
             self._check(_POLL_S)
         self.master = _read_master(found)
         store = self._job_store.torch_store(f"round{self.number}/agent")
@@ -200,7 +199,7 @@ class HostRendezvous(RendezvousHandler):
     # ---- within a round ----------------------------------------------------------------------------
 
     def look(self) -> Membership:
-        """Read the state, and take hosts without a heartbeat off it. Cheap to call often."""
+        """Read the state, and remove hosts without a heartbeat from it. Cheap to call often."""
         now_s = time.monotonic()
         if now_s - self._looked_at_s >= _LOOK_EVERY_S:
             self._looked_at_s = now_s
@@ -209,7 +208,7 @@ class HostRendezvous(RendezvousHandler):
         return self.membership
 
     def _restore_values(self, now_s: float) -> None:
-        """Write this host's values again if a stranger has written over them, and warn. See [Note: put back]."""
+        """Rewrite this host's values if a foreign process has overwritten them, and warn. See [Note: put back]."""
         self._warn()
         if now_s - self._put_back_s < _PUT_BACK_EVERY_S:
             return
@@ -246,18 +245,18 @@ class HostRendezvous(RendezvousHandler):
         self.put(_LEAVE_REASON, text)
 
     def token_of_ranks(self) -> str | None:
-        """The secret of this round's ranks, the same on all hosts; None where the launchers have none."""
+        """The secret of this round's ranks, the same on all hosts; None if the launchers have none."""
         secret = self._config.secret
         if not secret.is_given:
             return None
         return secret.derive("ranks", self._config.run_id, self._job_store.nonce, str(self.number)).as_token()
 
     def regroup(self) -> None:
-        """Have torch's agent begin another round."""
+        """Make torch's agent begin another round."""
         self._regroup = True
 
     def count_failure(self) -> int:
-        """Count this round as failed; returns how many have failed by now."""
+        """Count this round as failed; returns how many have failed so far."""
         number = self.number
         return self._change(lambda membership: membership.failed(number)).failures
 
@@ -266,7 +265,7 @@ class HostRendezvous(RendezvousHandler):
         self._change(lambda membership: membership.ended(reason, exit_code))
 
     def leave(self, reason: str, exit_code: int) -> None:
-        """Take this host off the job, and close it if too few are left. See [Note: leave reasons]."""
+        """Remove this host from the job, and close the job if too few remain. See [Note: leave reasons]."""
         if self.number >= 0:
             self.publish_leave_reason(reason)
 
@@ -281,11 +280,11 @@ class HostRendezvous(RendezvousHandler):
 
     @property
     def job_store(self) -> JobStore:
-        """The store in which the launchers meet now."""
+        """The store in which the launchers currently meet."""
         return self._job_store
 
     def publish_departure(self) -> None:
-        """Publish that this launcher needs the store no more."""
+        """Publish that this launcher no longer needs the store."""
         self._job_store.set(_departure_key(self.host), "1")
 
     def is_needed(self) -> bool:
@@ -294,10 +293,10 @@ class HostRendezvous(RendezvousHandler):
         return not all(self._job_store.get(_departure_key(host)) for host in others)
 
     def move(self, lost: StoreLost) -> None:
-        """Meet elsewhere, after the store was lost.
+        """Move to another store, after the store was lost.
 
         Raises:
-            StoreLost: there is nowhere else.
+            StoreLost: there is no other store.
         """
         if self._spare is None:
             raise lost
@@ -309,7 +308,7 @@ class HostRendezvous(RendezvousHandler):
         self._settle_at(home if home is not None else self._first_spare(self._spare))
 
     def must_move(self) -> bool:
-        """Go back to the first store if the launchers meet there again; whether they do. Cheap to call often."""
+        """Move back to the first store if the launchers meet there again; returns whether. Cheap to call often."""
         if not self._is_away:
             return False
         now_s = time.monotonic()
@@ -322,18 +321,18 @@ class HostRendezvous(RendezvousHandler):
         home = JobStore.try_connect(self._config, self.host.address, _PROBE_TIMEOUT_S, self._check)
         if home is None:
             return False
-        if self._job_store is self._spare:  # Its store has served.
+        if self._job_store is self._spare:  # no longer needed
             self._spare = JobStore.spare(self._config, self.host.address)
             self.host = replace(self.host, spare_port=self._spare.port)
         number, failures = max(self.number, self.membership.number), self.membership.failures
         self._is_away = False
         self._settle_at(home)
-        # At once, so that the others do not begin without this host while its ranks are ended.
+        # At once, so that the others do not begin without this host while its ranks are being ended.
         self._change(lambda membership: membership.continued(number + 1, failures).joined(self.host))
         return True
 
     def _first_spare(self, own: JobStore) -> JobStore:
-        """The spare store of the first host of the last round that is left."""
+        """The spare store of the first remaining host of the last round."""
         left = {host.key for host in self.membership.hosts}
         for host in self.members or self.membership.hosts:
             if host.key == self.host.key:
@@ -364,12 +363,12 @@ class HostRendezvous(RendezvousHandler):
     # ---- the state ---------------------------------------------------------------------------------
 
     def _change(self, transition: Callable[[Membership], Membership]) -> Membership:
-        """Apply a transition to the present state; returns the new one."""
+        """Apply a transition to the current state; returns the new one."""
         for _ in range(_TRIES):
             raw = self._job_store.raw(_MEMBERSHIP)
             before = self._read(raw)
             if before is None:
-                continue  # It was put back.
+                continue  # the state was put back
             after = transition(before)
             if raw and after == before:
                 self.membership = before
@@ -387,9 +386,9 @@ class HostRendezvous(RendezvousHandler):
         return self.membership
 
     def _read(self, raw: str) -> Membership | None:
-        """The state of the store; None if it was not this job's, and was put back. See [Note: put back]."""
+        """The state of the store; None if it was not written by this job, and was put back. See [Note: put back]."""
         if not raw and not self._sealed:
-            return self.membership  # No launcher has begun.
+            return self.membership  # no launcher has begun
         try:
             if not raw:
                 self._job_store.note_refusal(_MEMBERSHIP, "it was removed")
@@ -406,7 +405,7 @@ class HostRendezvous(RendezvousHandler):
                 self._job_store.compare_set(
                     _MEMBERSHIP, raw, self._job_store.seal(_MEMBERSHIP, self.membership.encode(), 0)
                 )
-            else:  # If others know a state, they put it back.
+            else:  # if others know a state, they put it back
                 self._num_foreign += 1
                 self._check(_POLL_S)
             return None
@@ -420,7 +419,7 @@ class HostRendezvous(RendezvousHandler):
             self._change(lambda membership: membership.without(lost))
 
     def _take_part(self) -> None:
-        """Wait until a round begins that this host belongs to."""
+        """Wait until a round begins that includes this host."""
         start_s = changed_s = time.monotonic()
         announce_at_s, seen = start_s + _ANNOUNCE_AFTER_S, frozenset[str]()
         self._check_terms()
@@ -440,7 +439,7 @@ class HostRendezvous(RendezvousHandler):
             if membership.is_running and self.host.key in present and membership.number != self.number:
                 return
             if self.host.key not in {host.key for host in membership.hosts}:
-                self._change(lambda membership: membership.joined(self.host))  # It had been given up.
+                self._change(lambda membership: membership.joined(self.host))  # it had been given up
             elif not membership.is_running and self._may_begin(membership, now_s - changed_s):
                 self._begin(membership.members)
                 continue
@@ -453,7 +452,7 @@ class HostRendezvous(RendezvousHandler):
     def _joined(self, membership: Membership) -> Membership:
         """The state after this host has left its last round, and joined.
 
-        Where it joined before, and the others have begun since, that is its round.
+        If it had already joined, and the others have begun since, that is its round.
         """
         if membership.closed is not None:
             return membership
@@ -462,7 +461,7 @@ class HostRendezvous(RendezvousHandler):
         return membership if has_begun and is_member else membership.joined(self.host)
 
     def _begin(self, members: tuple[Host, ...]) -> None:
-        """Begin the round with these hosts, unless another launcher has, or a host came."""
+        """Begin the round with these hosts, unless another launcher has done so, or another host has come."""
         self._change(
             lambda membership: (
                 membership.begun() if not membership.is_running and membership.members == members else membership
@@ -492,7 +491,7 @@ class HostRendezvous(RendezvousHandler):
 
     def _check_deadline(self, membership: Membership, waited_s: float) -> None:
         namesake = membership.namesake(self.host)
-        # One that was killed is given up after a while, and this may be its successor.
+        # A launcher that was killed is given up after a while, and this may be its successor.
         if namesake is not None and waited_s > 2 * self._config.lost_after_s:
             self._change(lambda membership: membership.without([self.host.key]))
             raise LaunchError(
@@ -520,10 +519,10 @@ class HostRendezvous(RendezvousHandler):
 
 
 def _read_master(text: str) -> tuple[str, int]:
-    """Address and port of rank 0, as the first host of a round has published them.
+    """Parse address and port of rank 0, as published by the first host of a round.
 
     Raises:
-        LaunchError: the value is neither.
+        LaunchError: the value is invalid.
     """
     try:
         address, port = json.loads(text)

@@ -1,4 +1,4 @@
-"""The reports of all hosts of a round on how their ranks ended, so that all hosts come to the same root cause."""
+"""The reports of a round's hosts on how their ranks ended, so that all hosts find the same root cause."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["HostReport", "find_first_failure_of_all"]
 
 @dataclass(frozen=True)
 class HostReport:
-    """How the ranks of one host ended.
+    """How the ranks on one host ended.
 
     Attributes:
-        exits: rank -> how it exited, for the ranks of the host.
+        exits: rank -> how it exited, for the ranks on the host.
         reports: rank -> error report, for those that wrote one.
-        announced: ranks that are known to have failed, with any exit code.
+        announced: ranks that are known to have failed, whatever their exit code.
         statuses: rank -> where it was at the first failure.
     """
 
@@ -34,11 +34,11 @@ class HostReport:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank of this host failed."""
+        """Whether a rank on this host failed."""
         return bool(self.announced) or any(not ended.is_good for ended in self.exits.values())
 
     def encode(self) -> str:
-        """Encode as text, with the name of this host."""
+        """Encode as text, including the name of this host."""
         host = socket.gethostname()
         exits = tuple(replace(ended, host=host) for ended in self.exits.values())
         reports, statuses = tuple(self.reports.values()), tuple(self.statuses.values())
@@ -49,7 +49,7 @@ class HostReport:
         """Decode from text.
 
         Raises:
-            ValueError: the text is no report.
+            ValueError: the text is not a report.
         """
         try:
             found = read_record(_Encoded, text)
@@ -65,7 +65,7 @@ class HostReport:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A report as it is sent: JSON has no mappings of numbers."""
+    """The serialized form of a report: JSON has no mappings with numeric keys."""
 
     exits: tuple[RankExit, ...]
     reports: tuple[ErrorReport, ...]

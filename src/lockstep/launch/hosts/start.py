@@ -1,4 +1,4 @@
-"""Starts a job on several hosts. Imports torch when it is called, so that jobs on one host do not wait for it."""
+"""Starts a job on several hosts. Imports torch when it is called, so that jobs on one host do not need it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["start_on_hosts"]
 
 
 def start_on_hosts(config: LaunchConfig, hosts: HostsConfig) -> int:
-    """`launch_on_hosts`, with the launcher's own torch quiet.
+    """`launch_on_hosts`, with torch's log messages in the launcher turned off.
 
-    torch's C++ parts write to stderr by themselves: a store that cannot be reached is a line of the socket's, lines of
-    the store's and a C++ stack, among the launcher's own lines, which say the same in one. They read the variable for
-    it when torch is imported and never again, so it is set just then: the ranks have torch's default. Where the user
-    has set it, it counts for the launcher too.
+    torch's C++ code writes to stderr by itself: an unreachable store produces a line from the socket, lines from the
+    store and a C++ stack, in addition to the launcher's own single line. The variable that controls this is only read
+    when torch is imported, so it is set for just that time: the ranks have torch's default. If the user has set it,
+    that value applies to the launcher too.
 
     Args:
         config: what to run, and the ranks of this host.
-        hosts: the hosts of the job, as this one was told.
+        hosts: the hosts of the job, according to this host's options.
 
     Returns:
         The exit code.

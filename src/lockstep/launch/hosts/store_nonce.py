@@ -1,9 +1,9 @@
-"""The nonce of a job store: its holder generates it and tells launchers that come, so no value of an earlier job fits.
+"""The nonce of a job store: its holder generates it and tells new launchers, so values of earlier jobs are rejected.
 
-[Note: store nonce] The seals of launchers cover the nonce of their store. A token file outlives a job, and the name and
-the port of the next are often the same, so what somebody has recorded of an earlier job differs from a value of this
-one by the nonce alone. So a launcher that comes believes no nonce that stands in the store: it asks by a random
-question, and the holder answers under a seal over that question, which nobody can have recorded.
+[Note: store nonce] The MACs of launchers cover the nonce of their store. A token file outlives a job, and the name and
+the port of the next job are often the same, so only the nonce distinguishes a recorded value of an earlier job from one
+of this job. So a new launcher trusts no nonce found in the store: it sends a random challenge, and the holder's answer
+has a MAC over that challenge, which nobody can have recorded.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _MOST_LOOKS = 10
 _ANSWER_EVERY_S = 0.05
 _LOOK_EVERY_S = 0.02
 _ASK_AGAIN_S = 0.5
-NO_TEXT = "\ufffd"  # what decoding makes of bytes that are no text
+NO_TEXT = "\ufffd"  # the result of decoding bytes that are not text
 
 
 class NoAnswer(Exception):
-    """Nobody with this job's token has answered. The message is a clause."""
+    """No process with this job's token has answered. The message is a clause."""
 
 
 class NonceAnswers:
-    """Answers launchers that ask for the nonce, in its own thread, over its own connection: the launcher may be busy.
+    """Answers launchers that ask for the nonce, in a separate thread and connection: the launcher may be busy.
 
     The thread ends with the process, with the store, or by `stop`.
 
     Args:
         store: a connection to the store that nothing else uses.
         secret: the secret of the job.
-        port: the port of the store, which the seals cover.
-        nonce: that this launcher has generated.
+        port: the port of the store, which the MACs cover.
+        nonce: the nonce that this launcher has generated.
     """
 
     def __init__(self, store: Store, secret: Secret, port: int, nonce: str) -> None:
@@ -50,24 +50,24 @@ class NonceAnswers:
         self._port = port
         self._nonce = nonce
         self._stopped = threading.Event()
-        # No daemon: a thread that comes back from torch's code while the interpreter ends would abort the process.
+        # Not a daemon: a thread that returns from torch's code during interpreter shutdown would abort the process.
         self._thread = threading.Thread(target=self._run, name="lockstep-nonce")
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # The store is gone.
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone
             while threading.main_thread().is_alive() and not self._stopped.wait(_ANSWER_EVERY_S):
                 for question in self._take_questions():
                     key = _answer_key(question)
                     self._store.set(key, _seals(self._secret, self._port, question).seal(key, self._nonce))
 
     def _take_questions(self) -> list[str]:
-        """The questions that stand in the store, which are taken away; strangers may write there, too."""
+        """Take the challenges out of the store, where other processes may write, too."""
         text = (find(self._store, _ASK) or b"").decode(errors="replace")
         for _ in range(_MOST_LOOKS):
             if not text:
@@ -78,25 +78,25 @@ class NonceAnswers:
             now = bytes(self._store.compare_set(_ASK, text, "")).decode(errors="replace")
             if not now:
                 break
-            text = now  # Others have asked meanwhile.
+            text = now  # others have asked meanwhile
         return list({word: None for word in text.split(" ") if is_nonce(word)})[:_MOST_QUESTIONS]
 
 
 def ask_for_nonce(
     store: Store, secret: Secret, port: int, silence_s: float, refused_s: float, check: Callable[[float], None]
 ) -> str:
-    """The nonce of a store, as its holder says now.
+    """Ask the holder of a store for its nonce.
 
     Args:
-        store: a connection to it.
+        store: a connection to the store.
         secret: the secret of the job.
-        port: the port of the store, which the seals cover.
+        port: the port of the store, which the MACs cover.
         silence_s: seconds to wait for an answer.
-        refused_s: seconds to wait for another, where one was made with another token.
-        check: waits for so many seconds; raises when the launcher is told to end.
+        refused_s: seconds to wait for another answer, if one was made with another token.
+        check: waits that many seconds; raises when the launcher is told to end.
 
     Raises:
-        NoAnswer: the holder has another token, or none answers.
+        NoAnswer: the holder has another token, or does not answer.
         RuntimeError: the store is gone.
     """
     store, question = PrefixStore(_PREFIX, store), new_nonce()
@@ -104,7 +104,7 @@ def ask_for_nonce(
     start_s, ask_s, refusal = time.monotonic(), 0.0, None
     while True:
         now_s = time.monotonic()
-        if now_s >= ask_s:  # The holder may have lost the question, and a stranger taken it away.
+        if now_s >= ask_s:  # the holder may have lost the challenge, or another process removed it
             store.append(_ASK, f" {question} ")  # type: ignore[attr-defined]  # not in torch's stubs
             ask_s = now_s + _ASK_AGAIN_S
         found = find(store, key)

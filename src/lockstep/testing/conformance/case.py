@@ -1,9 +1,8 @@
-"""What a conformance case is, and the values that cases send and expect.
+"""The definition of a conformance case, and the values that cases send and expect.
 
-Every value sent is a small integer, or a power of two where values are multiplied, so that
-a reduction is exact in every dtype and in every order and the expected tensor can be compared
-bit for bit. Only averages of a number of ranks that is not a power of two round; they are
-compared within one rounding of the dtype.
+Every value sent is a small integer, or a power of two if values are multiplied, so that a reduction is exact in every
+dtype and in every order, and the expected tensor can be compared bit for bit. Only averages over a number of ranks that
+is not a power of two are rounded; they are compared within one rounding of the dtype.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ ALL_DTYPES = (*FLOAT_DTYPES, *INTEGER_DTYPES, torch.bool, *COMPLEX_DTYPES)
 
 BITWISE_OPS = ("BAND", "BOR", "BXOR")
 
-# What torch.distributed lets through for each dtype: it refuses PRODUCT, MIN, MAX and the
-# bitwise operations for complex numbers itself, and an average of integers is not defined.
+# What torch.distributed accepts for each dtype: it refuses PRODUCT, MIN, MAX and the bitwise operations for complex
+# numbers itself, and an average of integers is undefined.
 OPS_BY_DTYPE: Mapping[torch.dtype, tuple[str, ...]] = {
     **dict.fromkeys(FLOAT_DTYPES, ("SUM", "AVG", "PRODUCT", "MIN", "MAX")),
     **dict.fromkeys((*INTEGER_DTYPES, torch.bool), ("SUM", "PRODUCT", "MIN", "MAX", *BITWISE_OPS)),
     **dict.fromkeys(COMPLEX_DTYPES, ("SUM", "AVG")),
 }
 
-# One element past 3 MiB of float32: more than any chunk a backend is likely to use, and no
-# multiple of anything.
+# One element more than 3 MiB of float32: more than any chunk that a backend is likely to use, and not a multiple of
+# anything.
 LARGE_NUMEL = 3 * 2**20 // 4 + 1
 
 
@@ -80,7 +79,7 @@ class Context:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group itself, also where `group` is None."""
+        """The group itself, even if `group` is None."""
         group = self.group if self.group is not None else dist.group.WORLD
         assert group is not None
         return group
@@ -100,7 +99,7 @@ class Case:
             does not conform.
         arguments: keyword arguments of the check.
         requires: features that a backend must have to pass; see `BACKEND_GAPS`.
-        min_world_size: below it the case has no meaning and is left out.
+        min_world_size: with fewer ranks the case is meaningless and is left out.
     """
 
     name: str
@@ -111,11 +110,11 @@ class Case:
 
 
 def case(check: Callable[..., None], *features: str, min_world_size: int = 1, **arguments: Any) -> Case:
-    """A case whose name and features follow from the check's name and arguments.
+    """A case whose name and features are derived from the check's name and arguments.
 
-    The features are the name of the collective and, for each argument, `argument:value`,
-    alone and together with the collective: `all_reduce`, `dtype:int16`, `all_reduce/dtype:int16`;
-    a reduce operation and a dtype also together: `BAND:bool`. `features` adds others.
+    The features are the name of the collective and, for each argument, `argument:value`, alone and combined with the
+    collective: `all_reduce`, `dtype:int16`, `all_reduce/dtype:int16`; also a reduce operation combined with a dtype:
+    `BAND:bool`. `features` adds others.
 
     >>> def check_all_reduce(context, op, dtype): ...
     >>> one = case(check_all_reduce, op="SUM", dtype=torch.bool)
@@ -149,13 +148,13 @@ def label(value: object) -> str:
 
 
 def inputs_of(rank: int, shape: Shape, dtype: torch.dtype, op: str = "SUM", salt: int = 0) -> torch.Tensor:
-    """What `rank` sends: differs between ranks, positions and salts; every rank can compute it.
+    """The tensor that `rank` sends: differs between ranks, positions and salts; every rank can compute it.
 
     Sums of up to 16 ranks and products of up to 5 are exact in every dtype.
 
     Args:
-        op: for "PRODUCT" the values are 1, 2 and, where the dtype has it, -1; for the bitwise
-            operations they use all of a byte's lower seven bits; else they lie in -3 … 3 (0 … 6).
+        op: for "PRODUCT" the values are 1, 2 and, if the dtype is signed, -1; for the bitwise operations they use all
+            of a byte's lower seven bits; otherwise they lie in -3 … 3 (0 … 6).
     """
     numel = math.prod(shape)
     tensor = _values(rank, min(numel, _PERIOD), dtype, op, salt)
@@ -166,7 +165,7 @@ def inputs_of(rank: int, shape: Shape, dtype: torch.dtype, op: str = "SUM", salt
     return tensor.reshape(shape)
 
 
-# A multiple of every period in _values, so that a large input costs a copy and no arithmetic.
+# A multiple of every period in _values, so that a large input is a copy and needs no arithmetic.
 _PERIOD = 3 * 7 * 128
 
 
@@ -188,7 +187,7 @@ def reduced(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The reduction of one tensor per rank, in arithmetic wide enough to be exact."""
     dtype = tensors[0].dtype
     if dtype is torch.bool:
-        # A sum of truth values is "or" and a product is "and", as NCCL has it.
+        # A sum of bools is "or" and a product is "and", as in NCCL.
         op = {"SUM": "MAX", "PRODUCT": "MIN"}.get(op, op)
     wide = [tensor.to(_wide_dtype(dtype)) for tensor in tensors]
     if op == "AVG":
@@ -214,16 +213,16 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def coalescing(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    """torch's context in which calls on `group` are gathered and started together at its end.
+    """torch's context in which calls on `group` are collected and started together at its end.
 
-    torch keeps it private, and FSDP and torchrec call it all the same, so a backend must bear it.
+    It is private in torch, but FSDP and torchrec use it, so a backend must support it.
     """
     manager: AbstractContextManager[Any] = coalescing_manager(group=group, async_ops=True)
     return manager
 
 
 def finish(work: Any, async_op: bool) -> None:
-    """Wait for what an asynchronous call has returned."""
+    """Wait for the result of an asynchronous call."""
     if async_op:
         work.wait()
 

@@ -1,4 +1,4 @@
-"""broadcast, all_gather, gather, scatter and all_to_all, in every form: bytes move, none change."""
+"""broadcast, all_gather, gather, scatter and all_to_all, in every variant: bytes move, none change."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 
 _SHAPES: tuple[Shape, ...] = ((), (0,), (1,), (3, 5, 7), (1023,), (LARGE_NUMEL,))
 
-# torch 2.13 renamed the tensor form.
+# torch 2.13 renamed the variant for tensors.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -66,7 +66,7 @@ def _expect_same(actual: object, expected: object, what: str) -> None:
 
 
 def check_broadcast(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """Each rank in turn is the root, and everybody ends with what it held.
+    """Each rank in turn is the root, and all ranks end with its tensor.
 
     Expected with root r: x_r with salt r on every rank.
     """
@@ -87,7 +87,7 @@ def check_broadcast_strided(context: Context) -> None:
 
 
 def check_broadcast_object_list(context: Context) -> None:
-    """Every root in turn sends two objects.
+    """Each rank in turn is the root and sends two objects.
 
     Expected: the root's two objects on every rank.
     """
@@ -98,9 +98,9 @@ def check_broadcast_object_list(context: Context) -> None:
 
 
 def check_all_gather(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """The list form: everybody receives everybody's tensor, in rank order.
+    """The variant with lists: all ranks receive the tensors of all ranks, in rank order.
 
-    Expected: output r is x_r; the input stays as it was.
+    Expected: output r is x_r; the input is unchanged.
     """
     mine = inputs_of(context.rank, shape, dtype)
     outputs = [torch.full(shape, 1, dtype=dtype) for _ in range(context.world_size)]
@@ -111,7 +111,7 @@ def check_all_gather(context: Context, dtype: torch.dtype, shape: Shape, async_o
 
 
 def check_all_gather_strided(context: Context) -> None:
-    """all_gather from and into tensors with gaps, the outputs being views of one tensor.
+    """all_gather from and into tensors with gaps; the outputs are views of one tensor.
 
     Expected: as in check_all_gather.
     """
@@ -126,7 +126,7 @@ def check_all_gather_strided(context: Context) -> None:
 def check_all_gather_into_tensor(
     context: Context, dtype: torch.dtype, shape: Shape, form: str = "concatenated", async_op: bool = False
 ) -> None:
-    """The tensor form, its output either the tensors one after another or stacked.
+    """The variant with one output tensor, in which the inputs are either concatenated or stacked.
 
     Expected: cat(x_0 … x_{W-1}) or stack(x_0 … x_{W-1}), along dimension 0.
     """
@@ -139,7 +139,7 @@ def check_all_gather_into_tensor(
 
 
 def check_all_gather_into_tensor_in_place(context: Context) -> None:
-    """The input is this rank's part of the output, as sharded training calls it.
+    """The input is this rank's part of the output, as in sharded training.
 
     Expected: as in check_all_gather_into_tensor.
     """
@@ -153,7 +153,7 @@ def check_all_gather_into_tensor_in_place(context: Context) -> None:
 
 
 def check_all_gather_into_tensor_old_name(context: Context) -> None:
-    """`dist.all_gather_into_tensor` itself, which later releases of torch call by another name.
+    """`dist.all_gather_into_tensor` itself, which has another name in later releases of torch.
 
     Expected: as in check_all_gather_into_tensor.
     """
@@ -182,7 +182,7 @@ def check_all_gather_coalesced(context: Context, async_op: bool) -> None:
 
 
 def check_coalescing_manager_all_gather(context: Context) -> None:
-    """Two all_gather calls gathered by torch's coalescing manager.
+    """Two all_gather calls collected by torch's coalescing manager.
 
     Expected: as in check_all_gather_into_tensor, for both.
     """
@@ -208,7 +208,7 @@ def check_all_gather_object(context: Context) -> None:
 
 
 def check_gather(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """Each rank in turn is the root and receives everybody's tensor, in rank order.
+    """Each rank in turn is the root and receives the tensors of all ranks, in rank order.
 
     Expected on root r: output s is x_s with salt r.
     """
@@ -224,7 +224,7 @@ def check_gather(context: Context, dtype: torch.dtype, shape: Shape, async_op: b
 
 
 def check_gather_single(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """Each rank in turn is the root and receives everybody's tensor in one; torch has it from 2.14 on.
+    """Each rank in turn is the root and receives all tensors in one; torch 2.14 and newer.
 
     Expected on root r: cat(x_0 … x_{W-1}) with salt r, along dimension 0.
     """
@@ -240,7 +240,7 @@ def check_gather_single(context: Context, dtype: torch.dtype, shape: Shape, asyn
 
 
 def check_gather_object(context: Context) -> None:
-    """Each rank in turn is the root and receives everybody's object.
+    """Each rank in turn is the root and receives the objects of all ranks.
 
     Expected on the root: entry r is rank r's object.
     """
@@ -252,7 +252,7 @@ def check_gather_object(context: Context) -> None:
 
 
 def check_scatter(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """Each rank in turn is the root and hands one tensor to everybody.
+    """Each rank in turn is the root and sends one tensor to each rank.
 
     Expected on rank s from root r: the s-th tensor of r's list, x_r with salt s.
     """
@@ -267,7 +267,7 @@ def check_scatter(context: Context, dtype: torch.dtype, shape: Shape, async_op: 
 
 
 def check_scatter_object_list(context: Context) -> None:
-    """Each rank in turn is the root and hands one object to everybody.
+    """Each rank in turn is the root and sends one object to each rank.
 
     Expected on rank s: the s-th object of the root's list.
     """
@@ -279,10 +279,10 @@ def check_scatter_object_list(context: Context) -> None:
 
 
 def check_flat_meets_shaped(context: Context, shape: Shape) -> None:
-    """Rank 0's tensors have a shape, those of the others as many elements in a row.
+    """Rank 0's tensors have a shape; those of the others are flat, with as many elements.
 
-    Expected: the elements of each collective, as if all were flat; twice, because what was once found to fit may be
-    remembered.
+    Expected: the elements of each collective, as if all tensors were flat; checked twice, because a match may be
+    cached.
     """
     numel, world_size = math.prod(shape), context.world_size
     own_shape = shape if context.rank == 0 else (numel,)
@@ -314,7 +314,7 @@ def check_flat_meets_shaped(context: Context, shape: Shape) -> None:
 
 
 def check_all_to_all(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """The list form: rank r's s-th tensor goes to rank s.
+    """The variant with lists: rank r's s-th tensor goes to rank s.
 
     Expected on rank r: output s is x_s with salt r.
     """
@@ -327,7 +327,7 @@ def check_all_to_all(context: Context, dtype: torch.dtype, shape: Shape, async_o
 
 
 def check_all_to_all_uneven(context: Context) -> None:
-    """The list form with tensors of different lengths, some empty.
+    """The variant with lists of tensors of different lengths, some empty.
 
     Expected on rank r: output s has 2·((r + s) mod 3) elements, x_s with salt r.
     """
@@ -345,7 +345,7 @@ def _uneven(sender: int, receiver: int) -> Shape:
 
 
 def check_all_to_all_single(context: Context, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """The tensor form with even splits: cut along dimension 0, one part for each rank.
+    """The variant with single tensors and even splits: split along dimension 0, one part for each rank.
 
     Expected on rank r: cat over s of x_s with salt r.
     """
@@ -357,9 +357,9 @@ def check_all_to_all_single(context: Context, dtype: torch.dtype, shape: Shape, 
 
 
 def check_all_to_all_single_uneven(context: Context, dtype: torch.dtype) -> None:
-    """The tensor form with different splits, some empty.
+    """The variant with single tensors and different splits, some empty.
 
-    Expected: as in check_all_to_all_uneven, the outputs one after another; rows have 3 columns.
+    Expected: as in check_all_to_all_uneven, with the outputs concatenated; rows have 3 columns.
     """
     ranks = range(context.world_size)
 
@@ -388,7 +388,7 @@ def _cases() -> Iterator[Case]:
         for dtype in ALL_DTYPES:
             yield case(check, dtype=dtype, shape=(13,))
         for shape in _SHAPES:
-            # A 0-dim tensor has no dimension 0 to cut or to join.
+            # A 0-dim tensor cannot be split or concatenated along dimension 0.
             if shape or check in with_tensors:
                 yield case(check, dtype=torch.float32, shape=shape)
         yield case(check, dtype=torch.float64, shape=(33,), async_op=True)

@@ -1,7 +1,7 @@
-"""What backends are known not to have, so that their cases are skipped with a reason.
+"""Known limitations of backends, whose cases are skipped with a reason.
 
-Measured, not read: `run_conformance(name, world_size, skip_gaps=False)` runs every case, and
-each entry stands for cases that failed there. A feature is a word from a case's `requires`.
+Measured rather than taken from documentation: `run_conformance(name, world_size, skip_gaps=False)` runs every case, and
+each entry stands for cases that failed in such a run. A feature is an element of a case's `requires`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GLOO = {
     "in_order": "asynchronous calls run at once on several threads, in no order",
     "wide_accumulation": "adds 16-bit floats in 16 bits",
 }
-# Older ones lack more: until the release, the oldest of docs/versions.md that has it.
+# Older releases lack more: until this release, the oldest one of docs/versions.md that has it.
 _OLD_GLOO: Mapping[tuple[int, int], Mapping[str, str]] = {
     (2, 13): {"all_to_all": "not supported"},
     (2, 11): {
@@ -51,7 +51,7 @@ def _gaps_of_gloo(release: tuple[int, int]) -> Mapping[str, str]:
     return {feature: reason for gaps in (_GLOO, *missing) for feature, reason in gaps.items()}
 
 
-# By backend, then by feature, with the torch that runs.
+# By backend, then by feature, for the installed torch.
 BACKEND_GAPS: Mapping[str, Mapping[str, str]] = {"gloo": _gaps_of_gloo(release_of(torch.__version__))}
 
 

@@ -1,4 +1,4 @@
-"""Barriers, sub-groups, and what asynchronous calls promise."""
+"""Barriers, sub-groups, and guarantees of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def check_barrier(context: Context, async_op: bool) -> None:
-    """Nobody leaves a barrier before everybody has entered it.
+    """No rank leaves a barrier before all ranks have entered it.
 
     Expected, in each of 20 rounds: the last entry is before the first exit, on the monotonic clock,
     which all processes of a host share.
@@ -50,20 +50,20 @@ def check_barrier(context: Context, async_op: bool) -> None:
 
 
 def check_monitored_barrier(context: Context, wait_all_ranks: bool) -> None:
-    """monitored_barrier returns on every rank once all have come.
+    """monitored_barrier returns on every rank once all ranks have called it.
 
-    Expected: no exception, three times over. torch's own function admits gloo alone; groups of ours are let in by
-    `import lockstep`.
+    Expected: no exception, three times. torch's own function only accepts gloo; `import lockstep` makes it accept our
+    groups.
     """
     for _ in range(3):
         dist.monitored_barrier(context.group, timedelta(seconds=10), wait_all_ranks=wait_all_ranks)
 
 
 def check_work_interface(context: Context, verb: str) -> None:
-    """What the handle of an asynchronous call offers.
+    """The interface of the handle of an asynchronous call.
 
-    Expected: wait() is true or None, after it is_completed() is true, and the future is done
-    and its continuation sees the result: for all_reduce and broadcast the tensor itself.
+    Expected: wait() returns True or None, then is_completed() is True, the future is done and its continuation sees the
+    result: for all_reduce and broadcast the tensor itself.
     """
     tensors = [inputs_of(rank, (64,), torch.float32) for rank in range(context.world_size)]
     tensor = tensors[context.rank].clone()
@@ -92,9 +92,9 @@ def _first_of(future: torch.futures.Future[Any]) -> torch.Tensor:
 
 
 def check_is_completed_without_wait(context: Context) -> None:
-    """An asynchronous call finishes although nobody waits for it.
+    """An asynchronous call finishes even if nobody waits for it.
 
-    Expected: is_completed() becomes true within 10 s of a quiet machine on every rank.
+    Expected: is_completed() becomes True within 10 s of a quiet machine on every rank.
     """
     work = dist.all_reduce(torch.ones(100), group=context.group, async_op=True)
     assert work is not None
@@ -110,7 +110,7 @@ def check_is_completed_without_wait(context: Context) -> None:
 def check_many_outstanding(context: Context, count: int) -> None:
     """Many calls of different kinds and sizes in flight, waited for in reverse order.
 
-    Expected: call i has the result of a lone call with salt i.
+    Expected: call i has the same result as a single call with salt i.
     """
     pending: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
     for salt in range(count):
@@ -131,7 +131,7 @@ def check_many_outstanding(context: Context, count: int) -> None:
 
 
 def check_sync_after_async(context: Context) -> None:
-    """A synchronous call made while asynchronous ones are in flight comes after them.
+    """A synchronous call made while asynchronous ones are in flight is executed after them.
 
     Expected: five all_reduce calls on one tensor multiply its sum by W each time: the last,
     synchronous, result is sum(x) * W**4.
@@ -146,7 +146,7 @@ def check_sync_after_async(context: Context) -> None:
         work.wait()
 
 
-# What runs inside sub-groups: one check per way of addressing ranks.
+# The checks that run inside sub-groups: one for each way of addressing ranks.
 _IN_GROUPS: tuple[tuple[Callable[..., None], dict[str, Any]], ...] = (
     (reductions.check_all_reduce, {"op": "SUM", "dtype": torch.float32, "shape": (1023,)}),
     (reductions.check_reduce, {"op": "MAX", "dtype": torch.int64, "shape": (9,)}),
@@ -165,11 +165,10 @@ def _run_in(group: Any, ranks: list[int], global_rank: int) -> None:
 
 
 def check_subgroups(context: Context, layout: str) -> None:
-    """Collectives within groups of some of the ranks, made by new_group on all ranks.
+    """Collectives within groups of some of the ranks, created by new_group on all ranks.
 
-    Expected: every check holds within each group, roots being the group's global ranks. Layouts:
-    "pairs" overlap, (0, 1), (1, 2), …; "halves" are disjoint and used at the same time; "alone"
-    has one rank each; "all" has everybody.
+    Expected: every check passes within each group, with the group's global ranks as roots. Layouts: "pairs" overlap,
+    (0, 1), (1, 2), …; "halves" are disjoint and used at the same time; "alone" has one rank each; "all" has all ranks.
     """
     everybody = list(range(context.world_size))
     layouts = {
@@ -188,10 +187,10 @@ def check_subgroups(context: Context, layout: str) -> None:
 
 
 def check_non_members(context: Context) -> None:
-    """A rank outside a group passes through its collectives untouched.
+    """A rank outside a group can call its collectives without effect.
 
-    Expected: the group of all ranks but the last sums its own; the last rank gets torch's
-    stand-in for a group, its call warns, and its tensor keeps its value.
+    Expected: the group of all ranks but the last computes its own sum; the last rank gets torch's placeholder for a
+    group, its call warns, and its tensor is unchanged.
     """
     members = list(range(context.world_size - 1))
     group = dist.new_group(members)
@@ -214,9 +213,9 @@ def check_non_members(context: Context) -> None:
 
 
 def check_groups_interleaved(context: Context) -> None:
-    """Asynchronous calls on the world and on a group of everybody, waited for in reverse order.
+    """Asynchronous calls on the world and on another group of all ranks, waited for in reverse order.
 
-    Expected: neither group's calls take the other's data: call i has salt i.
+    Expected: the groups do not receive each other's data: call i has salt i.
     """
     second = dist.new_group(list(range(context.world_size)))
     pending: list[tuple[Any, torch.Tensor, torch.Tensor]] = []

@@ -43,8 +43,8 @@ def _neighbours(context: Context) -> tuple[int, int]:
 def check_send_recv(context: Context, dtype: torch.dtype, shape: Shape) -> None:
     """Every ordered pair of ranks exchanges one tensor with blocking calls.
 
-    Expected on rank r from s: x_s with salt r. All ranks go through the pairs in one order, so
-    that blocking calls cannot wait for each other in a circle.
+    Expected on rank r from s: x_s with salt r. All ranks go through the pairs in the same order, so that blocking calls
+    cannot deadlock.
     """
     for sender in range(context.world_size):
         for receiver in range(context.world_size):
@@ -66,9 +66,9 @@ def _expect(condition: bool, message: str) -> None:
 
 
 def check_isend_irecv_ring(context: Context, shape: Shape) -> None:
-    """Everybody sends to the next rank and receives from the previous one at the same time.
+    """All ranks send to the next rank and receive from the previous one at the same time.
 
-    Expected on rank r: x_{r-1}, also for messages larger than any buffer.
+    Expected on rank r: x_{r-1}, even for messages larger than any buffer.
     """
     following, previous = _neighbours(context)
     sent = inputs_of(context.rank, shape, torch.float32)
@@ -83,7 +83,7 @@ def check_isend_irecv_ring(context: Context, shape: Shape) -> None:
 
 
 def check_tags(context: Context) -> None:
-    """Messages are matched by tag, not by order: received in the reverse order of sending.
+    """Messages are matched by tag rather than by order: they are received in the reverse order of sending.
 
     Expected: tag t carries salt t.
     """
@@ -104,7 +104,7 @@ def check_tags(context: Context) -> None:
 
 
 def check_order_within_a_tag(context: Context) -> None:
-    """Messages between two ranks with one tag do not overtake each other.
+    """Messages between two ranks with the same tag do not overtake each other.
 
     Expected: the i-th received carries salt i.
     """
@@ -125,7 +125,7 @@ def check_order_within_a_tag(context: Context) -> None:
 
 
 def check_recv_any_source(context: Context) -> None:
-    """Rank 0 receives from whoever sent, and learns who it was.
+    """Rank 0 receives from any rank, and learns the sender.
 
     Expected: one message from each other rank, in any order; the value belongs to the source
     that recv returned.
@@ -142,7 +142,7 @@ def check_recv_any_source(context: Context) -> None:
 
 
 def check_send_strided(context: Context) -> None:
-    """Sending and receiving tensors with gaps between their elements.
+    """send and recv of tensors with gaps between their elements.
 
     Expected on rank r: x_{r-1}.
     """
@@ -156,7 +156,7 @@ def check_send_strided(context: Context) -> None:
 
 
 def check_batch_isend_irecv(context: Context) -> None:
-    """A batch in which everybody sends to and receives from everybody else.
+    """A batch in which each rank sends to and receives from all others.
 
     Expected on rank r from s: x_s with salt r.
     """

@@ -1,8 +1,7 @@
-"""How far each rank is in the cases, told without using the backend that is being checked.
+"""How far each rank is in the cases, reported without using the backend that is being tested.
 
-A file of one 8-byte slot per rank, mapped by all of them. Each rank writes how far it is and
-whether that went well, and polls until everybody is as far. When ranks died, whoever reads the
-file afterwards sees in which case each of them was.
+A file with one 8-byte slot per rank, mapped by all of them. Each rank writes how far it is and whether the case passed,
+and polls until all ranks are as far. If ranks died, the file shows afterwards in which case each of them was.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _POLL_S = 0.0002
 
 
 def create(path: str, world_size: int) -> None:
-    """Make the file; the caller does, before the ranks start."""
+    """Create the file; called before the ranks start."""
     with open(path, "wb") as file:
         file.write(bytes(_SLOT.size * world_size))
 
@@ -27,8 +26,8 @@ def create(path: str, world_size: int) -> None:
 class CaseProgress:
     """One rank's view of the file.
 
-    A slot holds 2 · (cases finished) + (1 if the last of them failed on that rank). A slot is
-    written by one rank and aligned, so a reader sees a whole value.
+    A slot holds 2 · (cases finished) + (1 if the last of them failed on that rank). A slot is written by one rank and
+    aligned, so reads are atomic.
     """
 
     def __init__(self, path: str, rank: int, world_size: int) -> None:
@@ -42,7 +41,7 @@ class CaseProgress:
         self._memory.close()
 
     def finish(self, number: int, *, failed: bool, deadline_s: float) -> bool:
-        """Say that case `number` (from 0) is over here and wait for the others; whether any failed.
+        """Report that case `number` (from 0) has finished here and wait for the others; returns whether any failed.
 
         Raises:
             TimeoutError: a rank did not finish it within `deadline_s`; names those that did not.

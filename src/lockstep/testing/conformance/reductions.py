@@ -1,4 +1,4 @@
-"""all_reduce, reduce and reduce_scatter, in every form."""
+"""all_reduce, reduce and reduce_scatter, in every variant."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _op(name: str) -> dist.ReduceOp.RedOpType:
 
 
 def _roundings(op: str) -> int:
-    """An average may be a sum divided or a sum of quotients; both round, as the comparison's own value does."""
+    """An average may be a divided sum or a sum of quotients; both are rounded, as is the expected value."""
     return 4 if op == "AVG" else 0
 
 
@@ -58,7 +58,7 @@ def _everybodys(context: Context, shape: Shape, dtype: torch.dtype, op: str, sal
 
 
 def check_all_reduce(context: Context, op: str, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """Every rank ends with the reduction over ranks of what they held.
+    """Every rank ends with the reduction of all ranks' tensors.
 
     Expected: rank r holds x_r; afterwards each holds x_0 ∘ x_1 ∘ … ∘ x_{W-1} for an operation ∘,
     and (x_0 + … + x_{W-1}) / W for AVG.
@@ -73,8 +73,8 @@ def check_all_reduce(context: Context, op: str, dtype: torch.dtype, shape: Shape
 def check_all_reduce_strided(context: Context, layout: str) -> None:
     """all_reduce of a tensor that is not contiguous: only its own elements change.
 
-    Expected: as for a contiguous tensor. "transposed" is dense in another order of dimensions;
-    "strided" leaves gaps, and what lies in the gaps keeps its value, 0.
+    Expected: as for a contiguous tensor. "transposed" is dense in another order of dimensions; "strided" has gaps,
+    whose content stays 0.
     """
     tensors = _everybodys(context, (6, 10), torch.float32, "SUM")
     mine = tensors[context.rank]
@@ -87,7 +87,7 @@ def check_all_reduce_strided(context: Context, layout: str) -> None:
 
 
 def check_all_reduce_coalesced(context: Context, async_op: bool) -> None:
-    """Several tensors in one call equal one call per tensor.
+    """Several tensors in one call give the same results as one call per tensor.
 
     Expected: for tensor i with salt i, the sum over ranks, as in check_all_reduce.
     """
@@ -103,7 +103,7 @@ def check_all_reduce_coalesced(context: Context, async_op: bool) -> None:
 
 
 def check_coalescing_manager_all_reduce(context: Context) -> None:
-    """Calls gathered by torch's coalescing manager finish when its handle is waited for.
+    """Calls collected by torch's coalescing manager have finished after a wait for its handle.
 
     Expected: as for check_all_reduce, for each of three tensors.
     """
@@ -118,10 +118,10 @@ def check_coalescing_manager_all_reduce(context: Context) -> None:
 
 
 def check_reduce(context: Context, op: str, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """Each rank in turn is the root and receives the reduction; the others' tensors are not defined.
+    """Each rank in turn is the root and receives the reduction; the tensors of the others are undefined.
 
-    Expected on the root: as in check_all_reduce. With root r the inputs carry salt r, so that a
-    result kept from the round before would not pass.
+    Expected on the root: as in check_all_reduce. With root r the inputs have salt r, so that a result left over from
+    the previous round would not pass.
     """
     for root in range(context.world_size):
         tensors = _everybodys(context, shape, dtype, op, salt=root)
@@ -133,20 +133,19 @@ def check_reduce(context: Context, op: str, dtype: torch.dtype, shape: Shape, as
 
 
 def _parts_from(context: Context, shape: Shape, dtype: torch.dtype, op: str) -> list[torch.Tensor]:
-    """What this rank contributes to each rank's output."""
+    """This rank's contributions to each rank's output."""
     return [inputs_of(context.rank, shape, dtype, op, salt=receiver) for receiver in range(context.world_size)]
 
 
 def _reduced_part(context: Context, shape: Shape, dtype: torch.dtype, op: str) -> torch.Tensor:
-    """What this rank is to receive: the reduction of what everybody contributes to it."""
+    """The expected output of this rank: the reduction of all ranks' contributions to it."""
     return reduced(op, _everybodys(context, shape, dtype, op, salt=context.rank))
 
 
 def check_reduce_scatter(context: Context, op: str, dtype: torch.dtype, shape: Shape, async_op: bool = False) -> None:
-    """The list form: rank r receives the reduction of everybody's r-th tensor.
+    """The variant with lists: rank r receives the reduction of all ranks' r-th tensors.
 
-    Expected on rank r: p[0][r] ∘ p[1][r] ∘ … where p[s] is the list that rank s gave. The lists
-    themselves stay as they were.
+    Expected on rank r: p[0][r] ∘ p[1][r] ∘ … where p[s] is the list of rank s. The lists themselves are unchanged.
     """
     parts = _parts_from(context, shape, dtype, op)
     mine = [part.clone() for part in parts]
@@ -161,7 +160,7 @@ def check_reduce_scatter(context: Context, op: str, dtype: torch.dtype, shape: S
 def check_reduce_scatter_tensor(
     context: Context, op: str, dtype: torch.dtype, shape: Shape, form: str = "concatenated", async_op: bool = False
 ) -> None:
-    """The tensor form, its input either the parts one after another or stacked.
+    """The variant with one input tensor, in which the parts are either concatenated or stacked.
 
     Expected: as in check_reduce_scatter with the parts cut from the input along dimension 0.
     """
@@ -175,12 +174,12 @@ def check_reduce_scatter_tensor(
     expect_equal(mine, join(parts), "the input after the call")
 
 
-# torch 2.13 renamed the tensor form.
+# torch 2.13 renamed the variant for tensors.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def check_reduce_scatter_tensor_old_name(context: Context) -> None:
-    """`dist.reduce_scatter_tensor` itself, which later releases of torch call by another name.
+    """`dist.reduce_scatter_tensor` itself, which has another name in later releases of torch.
 
     Expected: as in check_reduce_scatter_tensor.
     """
@@ -193,7 +192,7 @@ def check_reduce_scatter_tensor_old_name(context: Context) -> None:
 
 
 def check_coalescing_manager_reduce_scatter(context: Context) -> None:
-    """Two reduce_scatter calls gathered by torch's coalescing manager.
+    """Two reduce_scatter calls collected by torch's coalescing manager.
 
     Expected: as in check_reduce_scatter_tensor, for both.
     """
@@ -223,9 +222,9 @@ def check_reduce_scatter_strided(context: Context) -> None:
 def check_wide_accumulation(context: Context, dtype: torch.dtype) -> None:
     """16-bit floats are added in wider arithmetic and rounded once.
 
-    Expected: rank 0 holds the power of two B at which the dtype's spacing becomes 2, the others
-    hold 1. Added in the dtype, B + 1 rounds back to B every time; the exact sum is B + W - 1,
-    which for W = 3 is B + 2, a number that the dtype has. Ranks above 2 hold 0.
+    Expected: rank 0 holds the power of two B at which the dtype's spacing becomes 2, the others hold 1. Added in the
+    dtype, B + 1 rounds back to B every time; the exact sum is B + W - 1, which for W = 3 is B + 2, representable in the
+    dtype. Ranks above 2 hold 0.
     """
     spacing_two = 2.0 / torch.finfo(dtype).eps
     values = [spacing_two, 1.0, 1.0] + [0.0] * (context.world_size - 3)
@@ -237,7 +236,7 @@ def check_wide_accumulation(context: Context, dtype: torch.dtype) -> None:
 def check_repeatable(context: Context, numel: int) -> None:
     """all_reduce of arbitrary floats gives the same bits on every rank and in three runs.
 
-    Expected: none by value; the first run's bits on rank 0, broadcast, are the expectation.
+    Expected: no particular value; the bits of the first run on rank 0 are broadcast, and must be repeated.
     """
     generator = torch.Generator().manual_seed(context.rank)
     mine = torch.randn(numel, generator=generator) * torch.logspace(-6, 6, numel)

@@ -1,9 +1,9 @@
-"""Run conformance cases on ranks and report on each.
+"""Runs conformance cases on ranks and reports on each.
 
-All cases of a run share one call of `run_ranks` and one process group. After each case the
-ranks meet in a mapped file (`progress.py`); where a case failed, each rank leaves the group and
-all build a new one, so that one failure does not make the next. Where a rank died or hung, the
-case it was in is reported as failed, and a new call continues with the case after it.
+All cases of a run share one call of `run_ranks` and one process group. After each case the ranks synchronize in a
+mapped file (`progress.py`); if a case failed, each rank leaves the group and all create a new one, so that one failure
+does not cause the next. If a rank died or hung, its case is reported as failed, and a new call continues with the next
+case.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ CASES: tuple[Case, ...] = all_unique((*reductions.CASES, *data_movement.CASES, *
 # On a quiet machine.
 _COLLECTIVE_TIMEOUT_S = 10.0
 _TIMEOUT_S = 200.0
-# How much later than this rank's another rank's error may come, in units of the group's deadline.
+# How much later than this rank's another rank's error may come, as a multiple of the group's deadline.
 _DEADLINES_OF_A_CASE = 3.0
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How one case went.
+    """The result of one case.
 
     Attributes:
-        name: the case's.
+        name: name of the case.
         status: "passed", "failed" or "skipped".
-        detail: what each rank that failed said, or why the case was skipped; else "".
+        detail: the error of each failed rank, or the reason for skipping the case; else "".
         seconds: time on the slowest rank.
     """
 
@@ -63,7 +63,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of one run; `str()` is a table of what did not pass."""
+    """The results of one run; `str()` is a table of all cases that did not pass."""
 
     backend: str
     world_size: int
@@ -103,15 +103,15 @@ def run_conformance(
     """Run the cases on `world_size` new ranks. Local: called once, not on every rank.
 
     Args:
-        backend: for `init_process_group`.
-        cases: those to run; those with a larger `min_world_size` are left out.
+        backend: name for `init_process_group`.
+        cases: the cases to run; those with a larger `min_world_size` are left out.
         register: a module to import on every rank, which registers the backend.
         skip_gaps: skip cases whose features `BACKEND_GAPS` lists for this backend.
-        collective_timeout: seconds, the process group's own deadline; by default 10 on a quiet machine, and more on a
+        collective_timeout: the process group's deadline in seconds; by default 10 on a quiet machine, and more on a
             slow or busy one (`limit_s`).
-        timeout: seconds for all cases together, by default 200 on a quiet machine; those not reached fail.
-        launch: starts the ranks, called as `run_ranks` with `init=False` and `expect_errors=True`; for backends whose
-            ranks need a launcher of their own, which must be one that `lockstep.topology` can read.
+        timeout: seconds for all cases together, by default 200 on a quiet machine; cases not reached count as failed.
+        launch: starts the ranks, called like `run_ranks` with `init=False` and `expect_errors=True`; for backends whose
+            ranks need a special launcher, which must be one that `lockstep.topology` recognises.
     """
     fitting = _fitting(cases, world_size)
     reasons = {one.name: reason_to_skip(one, backend) if skip_gaps else None for one in fitting}
@@ -132,7 +132,7 @@ def run_conformance(
 
 
 def _fitting(cases: Sequence[Case], world_size: int) -> list[Case]:
-    """The cases that `world_size` ranks are enough for."""
+    """The cases that need no more than `world_size` ranks."""
     fitting = [one for one in cases if one.min_world_size <= world_size]
     unknown = {one.name for one in fitting} - {one.name for one in CASES}
     if unknown:
@@ -149,7 +149,7 @@ def _run_until_broken(
     collective_timeout: float,
     timeout: float,
 ) -> list[CaseResult]:
-    """Results from the first case on, up to and including one that broke a process, at least one."""
+    """Results from the first case on, up to and including one that broke a process; at least one."""
     folder = tempfile.mkdtemp(prefix="lockstep-conformance-")
     broken = ""
     try:
@@ -183,7 +183,7 @@ def _read_journal(path: str) -> list[CaseResult]:
 
 
 def _merge(of_ranks: list[CaseResult]) -> CaseResult:
-    """One result from every rank's."""
+    """Merge the results of all ranks into one."""
     said = {rank: result.detail for rank, result in enumerate(of_ranks) if result.status == "failed"}
     if len(said) == len(of_ranks) > 1 and len(set(said.values())) == 1:
         details = [f"all ranks: {said[0]}"]
@@ -219,7 +219,7 @@ def _run_on_rank(backend: str, names: list[str], folder: str, register: str | No
 def _groups(
     backend: str, rank: int, world_size: int, folder: str, collective_timeout: float
 ) -> Generator[None, None, None]:
-    """Each step leaves the group there was and makes a new default group."""
+    """Yield default groups: each step destroys the previous one and creates a new one."""
     number = 0
     while True:
         store: Any = dist.FileStore(os.path.join(folder, f"store-{number}"), world_size)  # type: ignore[attr-defined]
@@ -246,7 +246,7 @@ def _run_case(one: Case, context: Context) -> CaseResult:
 
 
 def _line_in_checks(error: BaseException) -> str:
-    """Where in the conformance suite an exception passed."""
+    """The line of the conformance suite through which an exception passed."""
     folder = os.path.dirname(__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(folder)]
     return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
