@@ -43,7 +43,7 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class Refused(Exception):
-    """A value that nobody with this job's token wrote there. The message is a clause."""
+    """A stored value was not written by a holder of this job's token. The message is a clause."""
 
 
 def new_token() -> str:
@@ -52,12 +52,12 @@ def new_token() -> str:
 
 
 def new_nonce() -> str:
-    """A word that nobody has used before: 32 hexadecimal digits."""
+    """A random word for one use: 32 hexadecimal digits."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def is_nonce(text: str) -> bool:
-    """Whether a text from a stranger has the form of `new_nonce`.
+    """Whether a text from an unauthenticated peer has the form of `new_nonce`.
 
     >>> is_nonce(new_nonce()), is_nonce("none")
     (True, False)
@@ -66,10 +66,10 @@ def is_nonce(text: str) -> bool:
 
 
 class Secret:
-    """A key, and what can be done with it; never its text.
+    """A key and its uses. Its text is never shown.
 
     Args:
-        token: what the members of a job have in common; None where nobody has given them anything.
+        token: the token that the members of a job share; None if they were given none.
 
     Attributes:
         is_given: whether there is a token.
@@ -92,31 +92,31 @@ class Secret:
         return made
 
     def as_token(self) -> str:
-        """As the token of others: for ranks, of a key that was derived for them."""
+        """This key as a token, for ranks for which it was derived."""
         return self._key.hex()
 
     @property
     def name(self) -> str:
-        """What tells this key from others in an error, and from which nobody learns it."""
+        """A name for this key in errors, which does not reveal it."""
         return self.mac(b"name").hex()[:8] if self.is_given else "none"
 
     def mac(self, *parts: bytes) -> bytes:
-        """An HMAC-SHA256 of these parts, 32 bytes. Where one ends and the next begins counts."""
+        """An HMAC-SHA256 of these parts and of where each ends, 32 bytes."""
         made = hmac.new(self._key, digestmod="sha256")
         for part in parts:
             made.update(len(part).to_bytes(8, "big") + part)
         return made.digest()
 
     def has_made(self, mac: bytes, *parts: bytes) -> bool:
-        """Whether that is the HMAC of these parts; takes as long for any answer."""
+        """Whether `mac` is the HMAC of these parts; takes the same time for any answer."""
         return hmac.compare_digest(mac, self.mac(*parts))
 
 
 class Seals:
-    """Seals values for one store, and opens them. See [Note: seals].
+    """Adds MACs to values for one store, and checks them. See [Note: seals].
 
     Args:
-        secret: of the job.
+        secret: the secret of the job.
         scope: what else the values belong to, such as the name of the job.
     """
 
@@ -128,12 +128,12 @@ class Seals:
         self._seen: dict[tuple[str, str], int] = {}
 
     def seal(self, key: str, text: str, count: int | None = None) -> str:
-        """A value as it stands in the store.
+        """The value to put in the store, with its MAC.
 
         Args:
-            key: under which it will stand.
+            key: its key in the store.
             text: the value.
-            count: the how-manieth change of that key it is, where several writers change the same value in turn.
+            count: the number of changes of that key including this one, if several writers change it in turn.
         """
         writer = self._writer
         if count is None:
@@ -144,22 +144,22 @@ class Seals:
         return f"{head} {self._mac(key, head, text).hex()} {text}"
 
     def open(self, key: str, sealed: str) -> str:
-        """The text of a value that somebody of this job wrote there.
+        """The text of a value from the store.
 
         Raises:
-            Refused: nobody of this job has, or it is older than what was read before.
+            Refused: no member of this job wrote it there, or it is older than one read before.
         """
         parts = sealed.split(" ", 4) if len(sealed) <= _LARGEST_SEALED else []
         if len(parts) < 5:
-            raise Refused("it has no seal")
+            raise Refused("it has no MAC")
         name, writer, digits, mac, text = parts
         is_formed = digits.isascii() and digits.isdigit() and len(digits) <= 18
         if not is_formed or len(mac) != 2 * MAC_BYTES or not _HEX.issuperset(mac):
-            raise Refused("it has no seal")
+            raise Refused("it has no MAC")
         if not hmac.compare_digest(bytes.fromhex(mac), self._mac(key, f"{name} {writer} {digits}", text)):
             if name != self.secret.name and len(name) <= 8 and name.isalnum():
                 raise Refused(f"it was made with another token ({name}) than is known here ({self.secret.name})")
-            raise Refused("its seal is forged")
+            raise Refused("its MAC is wrong")
         count = int(digits)
         if count < self._seen.get((key, writer), 0):
             raise Refused("it is older than what was read before")
@@ -167,7 +167,7 @@ class Seals:
         return text
 
     def count_of(self, sealed: str) -> int:
-        """Which change of its key a value is that was opened before."""
+        """The number of changes of its key up to a value that was opened before."""
         return int(sealed.split(" ", 3)[2])
 
     def _mac(self, key: str, head: str, text: str) -> bytes:
@@ -175,29 +175,29 @@ class Seals:
 
 
 def token_for_ranks(given: str | None) -> str | None:
-    """The token that the launcher of one host gives its ranks: made of what the launcher was given itself, else none.
+    """The token that the launcher of one host gives its ranks: derived from its own, or None if it has none.
 
-    It does not make one up. Ranks of one launcher meet in a private folder; several launchers that know nothing of each
-    other, whose ranks meet by an address in the script, would each have another.
+    It never creates one. Ranks of one launcher meet in a private folder; independent launchers, whose ranks meet at an
+    address in the script, would each create a different one.
     """
     return None if given is None else Secret(given).derive("ranks").as_token()
 
 
 def secret_of_ranks() -> Secret:
-    """That of the job of which this process is a rank."""
+    """The secret of the job that this rank belongs to."""
     return Secret(env.LOCKSTEP_TOKEN.get())
 
 
 def remarks_on(token: str | None, place: str = "LOCKSTEP_TOKEN") -> list[str]:
-    """What is to be said of a token, which does not show.
+    """Warnings about a token, which they do not reveal.
 
     Args:
         token: the token; None for none.
-        place: where it stands.
+        place: where it comes from.
     """
     if token is None or len(token) >= _SHORTEST_TOKEN:
         return []
-    return [f"the token in {place} has {len(token)} characters: so few can be guessed"]
+    return [f"the token in {place} has only {len(token)} characters, and can be guessed"]
 
 
 def read_token_file(path: str) -> tuple[str, list[str]]:

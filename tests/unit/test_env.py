@@ -124,7 +124,7 @@ def test_token_that_is_none_is_an_error_that_does_not_show_it(text: str) -> None
         env.check({"LOCKSTEP_TOKEN": text})
     assert "two" not in str(caught.value)
     assert env.LOCKSTEP_TOKEN.get({"LOCKSTEP_TOKEN": " abc\n"}) == "abc"
-    assert secret.remarks_on("abc") == ["the token in LOCKSTEP_TOKEN has 3 characters: so few can be guessed"]
+    assert secret.remarks_on("abc") == ["the token in LOCKSTEP_TOKEN has only 3 characters, and can be guessed"]
     assert secret.remarks_on("a" * 16) == secret.remarks_on(None) == []
 
 

@@ -566,7 +566,7 @@ def test_answers_to_others_are_refused_and_asked_again() -> None:
         time.sleep(seconds)
 
     answers.stop()
-    with pytest.raises(NoAnswer, match="its seal is forged"):
+    with pytest.raises(NoAnswer, match="its MAC is wrong"):
         ask_for_nonce(shared, SECRET, 5, limit_s(20), 0.2, nap)
     answers = NonceAnswers(shared, SECRET, 5, "the nonce")
     assert ask_for_nonce(shared, SECRET, 5, limit_s(20), limit_s(20), time.sleep) == "the nonce"

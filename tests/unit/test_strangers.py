@@ -103,7 +103,7 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
     assert theirs.find("segment") == "true"
     monkeypatch.setattr("lockstep.comm.group_setup._PATIENCE_S", -1.0)
     forged.set("segment", b"\x80\xff garbage")
-    with pytest.raises(RendezvousError, match="'segment' was not written by a rank of this job: it has no seal"):
+    with pytest.raises(RendezvousError, match="'segment' was not written by a rank of this job: it has no MAC"):
         theirs.find("segment")
     monkeypatch.setenv("LOCKSTEP_TOKEN", OTHER)
     BootstrapStore(shared, "group").set("segment", "another job's")

@@ -140,7 +140,7 @@ class Meeting:
         _remove(self._store, _coming(rank))
         word, _, sealed = found[:_LONGEST_COMING].decode(errors="replace").partition(" ")
         if not is_nonce(word):
-            self._refused.note(_coming(rank), "it has no seal")
+            self._refused.note(_coming(rank), "it has no MAC")
             return False
         try:
             self._seals("coming", word).open(_coming(rank), sealed)
