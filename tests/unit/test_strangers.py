@@ -52,8 +52,8 @@ def test_value_under_a_seal_comes_back() -> None:
     [
         (Seals(Secret(OTHER), "job"), "key", "made with another token"),
         (Seals(Secret(None), "job"), "key", r"made with another token \([0-9a-f]{8}\) than is known here \(none\)"),
-        (Seals(Secret(TOKEN), "another job"), "key", "forged"),
-        (Seals(Secret(TOKEN), "job"), "another key", "forged"),
+        (Seals(Secret(TOKEN), "another job"), "key", "its MAC is wrong"),
+        (Seals(Secret(TOKEN), "job"), "another key", "its MAC is wrong"),
     ],
 )
 def test_seal_is_of_one_job_and_one_key(reader: Seals, key: str, why: str) -> None:
@@ -97,7 +97,7 @@ def test_what_a_stranger_writes_into_the_ranks_store_counts_as_not_there(
     shared = dist.HashStore()
     ours, theirs = BootstrapStore(shared, "group"), BootstrapStore(shared, "group")
     forged = dist.PrefixStore("attempt0", shared)
-    forged.set("segment", '{"handle": "forged"}')
+    forged.set("segment", '{"handle": "its MAC is wrong"}')
     assert theirs.find("segment") is None
     ours.set("segment", "true")
     assert theirs.find("segment") == "true"
