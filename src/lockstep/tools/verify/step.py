@@ -37,6 +37,7 @@ __all__ = [
     "distance_of_gradients",
     "each_step",
     "parameters_of",
+    "with_means",
 ]
 
 _SINGLE = 2.0**-23  # the eps of float32
@@ -351,9 +352,36 @@ def each_step(runs: Runs) -> Iterator[StepOfJob]:
     """The steps that the ranks and one process took."""
     for number, steps in enumerate(zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False)):
         again = [] if runs.again is None else runs.again["steps"][number : number + 1]
-        own, *then = _of_one_root(_without_overflow([*steps, *again]))
+        ranks, own = with_means(steps[1:], [steps[0], *again])
+        own, *then = _of_one_root(_without_overflow([own[0], *ranks, *own[1:]]))
         own_again = then.pop() if again else None
         yield StepOfJob(number + 1, runs, tuple(then), own, own_again)
+
+
+def with_means(ranks: Sequence[Record], others: Sequence[Record] = ()) -> tuple[list[Record], list[Record]]:
+    """Steps of ranks and of others, with the ranks' mean as used gradients where an optimizer averages within its step.
+
+    It leaves each rank its own gradients, but moves all parameters alike. Norms, which have no mean, are set to 0.
+    """
+
+    def are_equal(when: str, until: str) -> bool:
+        first = ranks[0][when]
+        others = [each[until] for each in ranks]
+        return all(len(each) == len(first) and all(map(_is_equal, first, each)) for each in others)
+
+    def with_used(step: Record, gradients: Sequence[Tensor | None]) -> Record:
+        zero = torch.zeros(1, dtype=torch.float64)
+        return {**step, "used": [None if each is None else torch.cat([each[:-1], zero]) for each in gradients]}
+
+    if are_equal("used", "used") or are_equal("begin", "end") or not are_equal("end", "end"):
+        return [*ranks], [*others]
+    places = zip(*(each["used"] for each in ranks), strict=True)
+    means = [None if any(one is None for one in each) else torch.stack(each).mean(0) for each in places]
+    return [with_used(each, means) for each in ranks], [with_used(each, each["used"]) for each in others]
+
+
+def _is_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and a.equal(b))
 
 
 def _without_overflow(steps: list[Record]) -> list[Record]:
