@@ -38,7 +38,9 @@ _BY_SAMPLE = (
 )
 _ALIKE = ": this gave the answer of one process, so only the samples' draws differ"
 # Causes that may come from a number that the script takes for the batch size; "" if one process fails because of it.
-_BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
+_BY_SIZE = (
+    *("", "drawn", "batch", "passes", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights"),
+)
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
 _OTHER_NUMBER = "the script asks for {ranks}, but verify started another number: pass it the argument that sets this"
