@@ -175,6 +175,15 @@ def test_what_samples_draw_does_not_hide_what_else_differs(
     assert ("so only the samples' draws differ" in " ".join(text.split())) == (not others)
 
 
+def test_what_samples_draw_does_not_hide_that_a_first_batch_is_padded(tmp_path: Path) -> None:
+    program = AUGMENTED.replace("LAYER", "nn.Tanh()").replace("WORKERS", "0").replace("len(data)", "9")
+    verdict, text = verdict_on(program.replace("drop_last=True", "drop_last=False"), tmp_path)
+    assert [(each.stage, each.cause) for each in verdict.differences] == [
+        ("samples", "drawn"),
+        ("samples", "padded"),
+    ], text
+
+
 def test_samples_that_draw_otherwise_are_said_to_tell_no_more(tmp_path: Path) -> None:
     program = (
         AUGMENTED.replace("np.random.rand()", "own.random()").replace("LAYER", "nn.Tanh()").replace("WORKERS", "0")

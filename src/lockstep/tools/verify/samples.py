@@ -24,7 +24,7 @@ __all__ = [
     "calls_of",
     "contents",
     "entered",
-    "have_same_indices",
+    "indices_of",
     "measure_calls",
     "passes_are_shared_out",
     "rows_of",
@@ -107,16 +107,13 @@ def _keys(step: Record, which: int = 0) -> Counter[int]:
 
 def _are_the_same_by_index(ranks: Sequence[Record], one: Record) -> bool:
     """Whether indices match, for batches of parts of samples without boundaries."""
-    return all(batch["joins"] for batch in batches_of(one, *ranks)) and have_same_indices(ranks, one)
+    own = indices_of(one)
+    return all(batch["joins"] for batch in batches_of(one, *ranks)) and bool(own) and own == indices_of(*ranks)
 
 
-def have_same_indices(ranks: Sequence[Record], one: Record) -> bool:
-    """Whether the ranks' loaders fetched the same indices in a step as one process's."""
-    own, theirs = (
-        sorted((batch["loader"], index) for batch in batches_of(*steps) for index in batch["indices"] or ())
-        for steps in ([one], ranks)
-    )
-    return bool(own) and own == theirs
+def indices_of(*steps: Record) -> Counter[tuple[int, int]]:
+    """How often loaders fetched each index of their datasets, which come by number, in steps."""
+    return Counter((batch["loader"], index) for batch in batches_of(*steps) for index in batch["indices"] or ())
 
 
 def contents(record: Record) -> dict[tuple[int, int], int]:
