@@ -38,9 +38,7 @@ _BY_SAMPLE = (
 )
 _ALIKE = ": this gave the answer of one process, so only the samples' draws differ"
 # Causes that may come from a number that the script takes for the batch size; "" if one process fails because of it.
-_BY_SIZE = (
-    *("", "drawn", "batch", "passes", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights"),
-)
+_SIZED = ("", "drawn", "batch", "passes", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
 _OTHER_NUMBER = "the script asks for {ranks}, but verify started another number: pass it the argument that sets this"
@@ -221,7 +219,7 @@ def _beside_streams(runs: Runs, by_itself: Verdict, verdict: Verdict) -> Verdict
 def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
     """A note that a script may compute something from a batch size that one process did not have."""
     pairs = [(one, other) for one, other in zip(asked, given, strict=False) if other is not None and one != other]
-    if not pairs or verdict.first[1] not in _BY_SIZE or (not verdict.differences and not verdict.unknown):
+    if not pairs or verdict.first[1] not in _SIZED or (not verdict.differences and not verdict.unknown):
         return []
     return [
         f"sizes: one process got batches of {pairs[0][1]} where the script asks for {pairs[0][0]}. Whatever the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -352,8 +352,8 @@ def each_step(runs: Runs) -> Iterator[StepOfJob]:
     """The steps that the ranks and one process took."""
     for number, steps in enumerate(zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False)):
         again = [] if runs.again is None else runs.again["steps"][number : number + 1]
-        ranks, own = with_means(steps[1:], [steps[0], *again])
-        own, *then = _of_one_root(_without_overflow([own[0], *ranks, *own[1:]]))
+        ranks, others = with_means(steps[1:], [steps[0], *again])
+        own, *then = _of_one_root(_without_overflow([others[0], *ranks, *others[1:]]))
         own_again = then.pop() if again else None
         yield StepOfJob(number + 1, runs, tuple(then), own, own_again)
 
@@ -364,24 +364,19 @@ def with_means(ranks: Sequence[Record], others: Sequence[Record] = ()) -> tuple[
     It leaves each rank its own gradients, but moves all parameters alike. Norms, which have no mean, are set to 0.
     """
 
-    def are_equal(when: str, until: str) -> bool:
-        first = ranks[0][when]
-        others = [each[until] for each in ranks]
-        return all(len(each) == len(first) and all(map(_is_equal, first, each)) for each in others)
+    def flat(step: Record, when: str) -> Tensor:
+        return _flat(parameters_of(step, when), parameters_of(ranks[0], "begin"))
 
-    def with_used(step: Record, gradients: Sequence[Tensor | None]) -> Record:
-        zero = torch.zeros(1, dtype=torch.float64)
-        return {**step, "used": [None if each is None else torch.cat([each[:-1], zero]) for each in gradients]}
+    def with_used(step: Record, gradients: Iterable[Tensor | None]) -> Record:
+        return {**step, "used": [None if one is None else torch.cat([one[:-1], one.new_zeros(1)]) for one in gradients]}
 
-    if are_equal("used", "used") or are_equal("begin", "end") or not are_equal("end", "end"):
+    (used, *own), (end, *ends) = ([flat(each, when) for each in ranks] for when in ("used", "end"))
+    are_own, are_apart = any(not each.equal(used) for each in own), any(not each.equal(end) for each in ends)
+    if not are_own or are_apart or end.equal(flat(ranks[0], "begin")):
         return [*ranks], [*others]
-    places = zip(*(each["used"] for each in ranks), strict=True)
+    places = zip(*(each["used"] for each in ranks), strict=False)
     means = [None if any(one is None for one in each) else torch.stack(each).mean(0) for each in places]
     return [with_used(each, means) for each in ranks], [with_used(each, each["used"]) for each in others]
-
-
-def _is_equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and a.equal(b))
 
 
 def _without_overflow(steps: list[Record]) -> list[Record]:
