@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from another_answers import ANOTHER_ANSWERS
+from lockstep.tools.verify import session
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.rows import is_time_first, row_sketch, sample_keys
@@ -331,6 +332,23 @@ def test_a_sketch_of_many_rows_needs_little_memory() -> None:
     assert peak_bytes < 4 * rows.numel()
     whole = torch.stack([rows.mean(1), rows.square().mean(1).sqrt(), rows.abs().amax(1)], 1)
     assert torch.allclose(sketch[:, -3:], whole.double(), atol=1e-5)
+
+
+def test_what_only_float64_shows_to_be_augmentation_is_repeated_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = iter([("steps", "number-of-steps"), ("samples", "drawn"), ("outputs", "batch")])
+    runs = []
+
+    def compared(script: session.Script) -> Verdict:
+        runs.append((script.what.double, script._by_sample))
+        return Verdict(2, [Difference(1, *next(found), "", "", "")], wants_double=len(runs) == 1)
+
+    monkeypatch.setattr(session, "_compared", compared)
+    verdict = session.verify_at(Verification(SCRIPT), 2, tmp_path)
+    assert [each.cause for each in verdict.differences] == ["drawn", "batch"]
+    assert runs == [(False, False), (True, False), (True, True)]
+    assert [note.partition(":")[0] for note in verdict.notes] == ["samples", "precision"]
 
 
 BY_ACCELERATE = """

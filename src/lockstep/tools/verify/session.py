@@ -58,18 +58,20 @@ def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
     If each rank draws its samples, later stages are compared in runs whose samples draw by index; if rounding hides or
     causes too much, in float64.
     """
-    script = Script(what, world_size, folder)
+    script, drawn, is_wide = Script(what, world_size, folder), None, False
     verdict = _compared(script)
-    drawn = verdict if verdict.first == _DRAWN else None
-    if drawn is not None:
-        verdict = _compared(_again(script, what, by_sample=True))
-    if verdict.wants_double and not what.double:
-        second = _compared(_again(script, dataclasses.replace(what, double=True), drawn is not None))
-        if not second.unknown and not second.wants_double:
-            verdict = second
-            verdict.notes.append(_WIDE)
-    if drawn is not None:
-        verdict = _beside_drawn(drawn, verdict)
+    while True:
+        if drawn is None and verdict.first == _DRAWN:
+            drawn, verdict = verdict, _compared(_again(script, what, by_sample=True))
+        elif verdict.wants_double and not what.double:
+            what = dataclasses.replace(what, double=True)
+            second = _compared(_again(script, what, drawn is not None))
+            is_wide = not second.unknown and not second.wants_double
+            verdict = second if is_wide else verdict
+        else:
+            break
+    verdict = verdict if drawn is None else _beside_drawn(drawn, verdict)
+    verdict.notes.extend([_WIDE] * is_wide)
     verdict.notes.extend([*script.notes, *script.words_on_files()])
     return verdict
 
