@@ -29,6 +29,21 @@ TEXTS = """
             model = nn.parallel.DistributedDataParallel(Reader())
             return model, torch.optim.SGD(model.parameters(), 0.1)
 """
+# As those of nanochat and modded-nanogpt do, each rank for its own part of the parameters.
+AVERAGING = """
+        class Averaging(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self):
+                for each in self.param_groups[0]["params"]:
+                    mean = each.grad / world.world_size
+                    torch.distributed.all_reduce(mean)
+                    each.sub_(mean, alpha=self.param_groups[0]["lr"])
+
+        def averaging():
+            torch.manual_seed(0)
+            model = nn.Linear(6, 4)
+            return model, Averaging(model.parameters(), {"lr": 0.1})
+"""
 RIGHT = {
     "pieces of a batch, for which times are chosen and noise is drawn": """
         model, optimizer = by_torch()
@@ -218,8 +233,27 @@ RIGHT = {
             cross_entropy(model(x), y).backward()
             optimizer.step()
     """,
+    "an optimizer that averages within its step": AVERAGING
+    + """
+        model, optimizer = averaging()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
 }
 WRONG = {
+    "an optimizer that averages within its step, of a loss that is a sum": (
+        ("gradients", "sum"),
+        AVERAGING
+        + """
+        model, optimizer = averaging()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y, reduction="sum").backward()
+            optimizer.step()
+        """,
+    ),
     "a rate by the number of ranks, for texts that are padded and fetched ahead": (
         ("parameters", "settings"),
         TEXTS

@@ -175,6 +175,15 @@ def test_what_samples_draw_does_not_hide_what_else_differs(
     assert ("so only the samples' draws differ" in " ".join(text.split())) == (not others)
 
 
+def test_what_samples_draw_does_not_hide_that_a_first_batch_is_padded(tmp_path: Path) -> None:
+    program = AUGMENTED.replace("LAYER", "nn.Tanh()").replace("WORKERS", "0").replace("len(data)", "9")
+    verdict, text = verdict_on(program.replace("drop_last=True", "drop_last=False"), tmp_path)
+    assert [(each.stage, each.cause) for each in verdict.differences] == [
+        ("samples", "drawn"),
+        ("samples", "padded"),
+    ], text
+
+
 def test_samples_that_draw_otherwise_are_said_to_tell_no_more(tmp_path: Path) -> None:
     program = (
         AUGMENTED.replace("np.random.rand()", "own.random()").replace("LAYER", "nn.Tanh()").replace("WORKERS", "0")
@@ -217,6 +226,29 @@ def test_what_is_computed_from_an_option_is_that_of_the_batch_of_all_ranks(
     )
     assert verdict.first == found, text
     assert "got the batches of all ranks through its arguments, which were --epochs" in " ".join(text.split())
+
+
+def test_pieces_of_a_batch_are_as_many_on_one_process_with_options_for_all_loaders(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        import sys
+
+        size, other = map(int, sys.argv[1:])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        batches, tests = split(size), split(other)
+        for x, y in batches:
+            optimizer.zero_grad()
+            for rows, labels in zip(x.split(size), y.split(size)):
+                (cross_entropy(model(rows), labels) * len(rows) / len(x)).backward()
+            optimizer.step()
+        """,
+        tmp_path,
+        args=("5", "5"),
+    )
+    assert verdict.first == ("outputs", "batch-norm"), text
 
 
 @pytest.mark.parametrize(("wraps", "cause"), [(True, "sum"), (False, "unwrapped")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from another_answers import ANOTHER_ANSWERS
+from lockstep.tools.verify import session
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.report import format_text
-from lockstep.tools.verify.rows import is_time_first, sample_keys
+from lockstep.tools.verify.rows import is_time_first, row_sketch, sample_keys
 from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict
@@ -318,6 +320,35 @@ def test_images_in_a_list_are_samples_where_they_have_as_many_channels_too() -> 
     images, targets = torch.randn(3, 3, 4, 5).unbind(), [{"boxes": torch.rand(number, 4)} for number in range(1, 4)]
     alone = [sample_keys(([image], [target]), 1) for image, target in zip(images, targets, strict=True)]
     assert sample_keys((images, targets), 3) == [key for (key,) in alone]
+
+
+def test_a_sketch_of_many_rows_needs_little_memory() -> None:
+    rows = torch.randn(256, 1 << 14)
+    tracemalloc.start()
+    sketch = row_sketch(rows, 256)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sketch is not None
+    assert peak_bytes < 4 * rows.numel()
+    whole = torch.stack([rows.mean(1), rows.square().mean(1).sqrt(), rows.abs().amax(1)], 1)
+    assert torch.allclose(sketch[:, -3:], whole.double(), atol=1e-5)
+
+
+def test_what_only_float64_shows_to_be_augmentation_is_repeated_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = iter([("steps", "number-of-steps"), ("samples", "drawn"), ("outputs", "batch")])
+    runs = []
+
+    def compared(script: session.Script) -> Verdict:
+        runs.append((script.what.double, script._by_sample))
+        return Verdict(2, [Difference(1, *next(found), "", "", "")], wants_double=len(runs) == 1)
+
+    monkeypatch.setattr(session, "_compared", compared)
+    verdict = session.verify_at(Verification(SCRIPT), 2, tmp_path)
+    assert [each.cause for each in verdict.differences] == ["drawn", "batch"]
+    assert runs == [(False, False), (True, False), (True, True)]
+    assert [note.partition(":")[0] for note in verdict.notes] == ["samples", "precision"]
 
 
 BY_ACCELERATE = """

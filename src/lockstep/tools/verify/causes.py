@@ -19,7 +19,7 @@ from lockstep.tools.verify.samples import (
     batches_of,
     contents,
     entered,
-    have_same_indices,
+    indices_of,
     passes_are_shared_out,
 )
 from lockstep.tools.verify.step import StepOfJob, counted, parameters_of
@@ -124,7 +124,8 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
         return "set-epoch", f"; the ranks' samplers had epochs {_joined(apart)}"
     if any(each["own"] for each in loaders):
         return "collate", ""
-    if not have_same_indices(step.ranks, step.one):
+    fetched = indices_of(*step.ranks).keys()  # of which a padded batch has some more often
+    if not fetched or fetched != indices_of(step.one).keys():
         return "order", ""
     # Does a rank have at one index the sample that one process has at another?
     own = contents(one)

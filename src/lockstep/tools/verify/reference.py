@@ -73,12 +73,12 @@ def has_begun(records: Sequence[Record]) -> bool:
 
 
 def _with_another(args: tuple[str, ...], values: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Arguments of a script with one value replaced, in all ways to try."""
+    """Arguments of a script with one value replaced, or all, in the ways to try."""
     parts = [argument.rpartition("=") for argument in args]
     places = [place for place, (*_, value) in enumerate(parts) if value in values][:_MOST_OPTIONS]
-    return [
-        (*args[:place], "".join([*parts[place][:2], values[parts[place][2]]]), *args[place + 1 :]) for place in places
-    ]
+    others = ["".join([*before, values.get(value, value)]) for *before, value in parts]
+    ways = [*({place} for place in places), {*places}]
+    return [tuple((others if place in way else args)[place] for place in range(len(args))) for way in ways]
 
 
 def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record], tuple[int | None, ...]]:

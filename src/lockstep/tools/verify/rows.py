@@ -24,6 +24,8 @@ __all__ = ["brief", "is_time_first", "joins", "row_sketch", "sample_keys", "samp
 # Numbers kept of a row, and of a tensor: evenly spread over it.
 _ROW_VALUES = 13
 _MOST_VALUES = 2048
+# Values converted to float64 at once: copies of whole tensors would take most of a verification's time.
+_VALUES_AT_ONCE = 1 << 18
 # Targets that losses ignore by default. Padding is this, or zeros.
 _IGNORED = -100
 # Longer rows get no second key.
@@ -173,15 +175,22 @@ def row_sketch(tensor: Tensor, count: int, across: bool = False) -> Tensor | Non
     """
     if not tensor.ndim or not count or not tensor.numel() or tensor.size(0) % count:
         return None
-    rows = _real(_array(tensor))
+    rows = _array(tensor)
     if across:
         rows = rows.reshape(-1, count, rows[0].size).swapaxes(0, 1)
     rows = rows.reshape(count, -1)
+    at_once = max(1, _VALUES_AT_ONCE // rows.shape[1])
+    return torch.cat([_sketch(rows[first : first + at_once]) for first in range(0, count, at_once)])
+
+
+def _sketch(rows: Array) -> Tensor:
+    rows = _real(rows)
     width = rows.shape[1]
     places = np.linspace(0, width - 1, min(width, _ROW_VALUES)).round().astype(int)
     with np.errstate(all="ignore"):
-        whole = np.stack([rows.mean(1), np.sqrt(np.square(rows).mean(1)), np.abs(rows).max(1)], 1)
-    return torch.from_numpy(np.concatenate([rows[:, places], whole], 1))
+        squares = np.einsum("ij,ij->i", rows, rows)
+        whole = [rows.mean(1), np.sqrt(squares / width), np.maximum(rows.max(1), -rows.min(1))]
+    return torch.from_numpy(np.concatenate([rows[:, places], np.stack(whole, 1)], 1))
 
 
 def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
@@ -189,12 +198,12 @@ def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
 
     They are sorted first (`in_order`) of what ranks fill in another order than one process, such as a queue.
     """
-    flat = _array(tensor).reshape(-1)
+    flat = _real(_array(tensor).reshape(-1))
     flat = np.sort(flat) if in_order else flat
     step = max(1, -(-flat.size // _MOST_VALUES))
     with np.errstate(all="ignore"):
-        norm = np.sqrt(np.square(_real(flat)).sum())
-    return torch.from_numpy(np.append(_real(flat[::step]), norm))
+        norm = np.sqrt(np.einsum("i,i", flat, flat))
+    return torch.from_numpy(np.append(flat[::step], norm))
 
 
 def brief(tensors: Iterable[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ __all__ = [
     "calls_of",
     "contents",
     "entered",
-    "have_same_indices",
+    "indices_of",
     "measure_calls",
     "passes_are_shared_out",
     "rows_of",
@@ -82,7 +82,9 @@ class Samples:
         exact, own = [_keys(step) for step in ranks], _keys(one)
         total: Counter[int] = sum(exact, Counter())
         missing, extra = own - total, total - own
-        self.padded, self.by_index = 0, bool(missing or extra) and _are_the_same_by_index(ranks, one)
+        # Parts of samples without boundaries are matched by index.
+        fetched = all(batch["joins"] for batch in batches_of(one, *ranks)) and indices_of(one)
+        self.padded, self.by_index = 0, bool((missing or extra) and fetched and fetched == indices_of(*ranks))
         if self.by_index:
             missing, extra = Counter(), Counter()
         elif missing or extra:
@@ -105,18 +107,9 @@ def _keys(step: Record, which: int = 0) -> Counter[int]:
     return Counter(key[which] for batch in batches_of(step) for key in batch["keys"])
 
 
-def _are_the_same_by_index(ranks: Sequence[Record], one: Record) -> bool:
-    """Whether indices match, for batches of parts of samples without boundaries."""
-    return all(batch["joins"] for batch in batches_of(one, *ranks)) and have_same_indices(ranks, one)
-
-
-def have_same_indices(ranks: Sequence[Record], one: Record) -> bool:
-    """Whether the ranks' loaders fetched the same indices in a step as one process's."""
-    own, theirs = (
-        sorted((batch["loader"], index) for batch in batches_of(*steps) for index in batch["indices"] or ())
-        for steps in ([one], ranks)
-    )
-    return bool(own) and own == theirs
+def indices_of(*steps: Record) -> Counter[tuple[int, int]]:
+    """How often loaders fetched each index of their datasets, which come by number, in steps."""
+    return Counter((batch["loader"], index) for batch in batches_of(*steps) for index in batch["indices"] or ())
 
 
 def contents(record: Record) -> dict[tuple[int, int], int]:

@@ -38,7 +38,7 @@ _BY_SAMPLE = (
 )
 _ALIKE = ": this gave the answer of one process, so only the samples' draws differ"
 # Causes that may come from a number that the script takes for the batch size; "" if one process fails because of it.
-_BY_SIZE = ("", "drawn", "batch", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
+_SIZED = ("", "drawn", "batch", "passes", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
 _OTHER_NUMBER = "the script asks for {ranks}, but verify started another number: pass it the argument that sets this"
@@ -58,18 +58,20 @@ def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
     If each rank draws its samples, later stages are compared in runs whose samples draw by index; if rounding hides or
     causes too much, in float64.
     """
-    script = Script(what, world_size, folder)
+    script, drawn, is_wide = Script(what, world_size, folder), None, False
     verdict = _compared(script)
-    drawn = verdict if verdict.first == _DRAWN else None
-    if drawn is not None:
-        verdict = _compared(_again(script, what, by_sample=True))
-    if verdict.wants_double and not what.double:
-        second = _compared(_again(script, dataclasses.replace(what, double=True), drawn is not None))
-        if not second.unknown and not second.wants_double:
-            verdict = second
-            verdict.notes.append(_WIDE)
-    if drawn is not None:
-        verdict = _beside_drawn(drawn, verdict)
+    while True:
+        if drawn is None and verdict.first == _DRAWN:
+            drawn, verdict = verdict, _compared(_again(script, what, by_sample=True))
+        elif verdict.wants_double and not what.double:
+            what = dataclasses.replace(what, double=True)
+            second = _compared(_again(script, what, drawn is not None))
+            is_wide = not second.unknown and not second.wants_double
+            verdict = second if is_wide else verdict
+        else:
+            break
+    verdict = verdict if drawn is None else _beside_drawn(drawn, verdict)
+    verdict.notes.extend([_WIDE] * is_wide)
     verdict.notes.extend([*script.notes, *script.words_on_files()])
     return verdict
 
@@ -219,7 +221,7 @@ def _beside_streams(runs: Runs, by_itself: Verdict, verdict: Verdict) -> Verdict
 def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
     """A note that a script may compute something from a batch size that one process did not have."""
     pairs = [(one, other) for one, other in zip(asked, given, strict=False) if other is not None and one != other]
-    if not pairs or verdict.first[1] not in _BY_SIZE or (not verdict.differences and not verdict.unknown):
+    if not pairs or verdict.first[1] not in _SIZED or (not verdict.differences and not verdict.unknown):
         return []
     return [
         f"sizes: one process got batches of {pairs[0][1]} where the script asks for {pairs[0][0]}. Whatever the "

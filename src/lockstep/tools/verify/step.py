@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "distance_of_gradients",
     "each_step",
     "parameters_of",
+    "with_means",
 ]
 
 _SINGLE = 2.0**-23  # the eps of float32
@@ -351,9 +352,31 @@ def each_step(runs: Runs) -> Iterator[StepOfJob]:
     """The steps that the ranks and one process took."""
     for number, steps in enumerate(zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False)):
         again = [] if runs.again is None else runs.again["steps"][number : number + 1]
-        own, *then = _of_one_root(_without_overflow([*steps, *again]))
+        ranks, others = with_means(steps[1:], [steps[0], *again])
+        own, *then = _of_one_root(_without_overflow([others[0], *ranks, *others[1:]]))
         own_again = then.pop() if again else None
         yield StepOfJob(number + 1, runs, tuple(then), own, own_again)
+
+
+def with_means(ranks: Sequence[Record], others: Sequence[Record] = ()) -> tuple[list[Record], list[Record]]:
+    """Steps of ranks and of others, with the ranks' mean as used gradients where an optimizer averages within its step.
+
+    It leaves each rank its own gradients, but moves all parameters alike. Norms, which have no mean, are set to 0.
+    """
+
+    def flat(step: Record, when: str) -> Tensor:
+        return _flat(parameters_of(step, when), parameters_of(ranks[0], "begin"))
+
+    def with_used(step: Record, gradients: Iterable[Tensor | None]) -> Record:
+        return {**step, "used": [None if one is None else torch.cat([one[:-1], one.new_zeros(1)]) for one in gradients]}
+
+    (used, *own), (end, *ends) = ([flat(each, when) for each in ranks] for when in ("used", "end"))
+    are_own, are_apart = any(not each.equal(used) for each in own), any(not each.equal(end) for each in ends)
+    if not are_own or are_apart or end.equal(flat(ranks[0], "begin")):
+        return [*ranks], [*others]
+    places = zip(*(each["used"] for each in ranks), strict=False)
+    means = [None if any(one is None for one in each) else torch.stack(each).mean(0) for each in places]
+    return [with_used(each, means) for each in ranks], [with_used(each, each["used"]) for each in others]
 
 
 def _without_overflow(steps: list[Record]) -> list[Record]:

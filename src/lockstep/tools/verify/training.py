@@ -414,12 +414,12 @@ def _first(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _sketches(inputs: list[Tensor], outputs: list[Tensor], count: int) -> dict[str, Tensor | None]:
-    return {
-        "inputs": _joined(row_sketch(each, count) for each in inputs),
-        "inputs across": _joined(row_sketch(each, count, True) for each in inputs),
-        "outputs": _joined(row_sketch(each, count) for each in outputs),
-        "outputs across": _joined(row_sketch(each, count, True) for each in outputs),
-    }
+    found = {}
+    for name, tensors in (("inputs", inputs), ("outputs", outputs)):
+        found[name] = found[f"{name} across"] = _joined(row_sketch(each, count) for each in tensors)
+        if any(each.ndim and each.size(0) != count for each in tensors):
+            found[f"{name} across"] = _joined(row_sketch(each, count, True) for each in tensors)
+    return found
 
 
 def _joined(sketches: Iterable[Tensor | None]) -> Tensor | None:

@@ -12,7 +12,7 @@ from lockstep.tools.verify import causes
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.linear import read_gradients
 from lockstep.tools.verify.samples import Record, Samples, contents, entered
-from lockstep.tools.verify.step import Gradients, Runs, StepOfJob, distance_of_gradients, each_step
+from lockstep.tools.verify.step import Gradients, Runs, StepOfJob, distance_of_gradients, each_step, with_means
 from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["Verdict", "first_steps", "judge", "train_apart"]
@@ -293,9 +293,9 @@ def train_apart(ranks: Sequence[Record]) -> int:
     Returns:
         2 if they do the same work, 1 if they step with different gradients, else 0.
     """
-    first = first_steps(ranks)
-    if not first or any(each["facts"]["engines"] for each in ranks):
+    if not first_steps(ranks) or any(each["facts"]["engines"] for each in ranks):
         return 0
+    first, _ = with_means(first_steps(ranks))
     gradients = Gradients(first, first[0], None, float(first[0]["precision"]))
     return 2 if _work_alike(ranks) else int(bool(gradients.between.names))
 

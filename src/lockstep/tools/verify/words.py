@@ -328,7 +328,7 @@ _WORDS = {
     ),
     "optimizer": (
         "the same gradients give different steps: {kind} uses something of each rank's own, "
-        "such as a state that only one rank has loaded",
+        "such as a state that only one rank has loaded, or combines them otherwise than by their mean",
         "use the same values on all ranks; a closure returns lockstep.mean(loss * len(y), len(y))",
     ),
     "buffers": (
