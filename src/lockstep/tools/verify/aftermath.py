@@ -144,6 +144,7 @@ def _printed(
 ) -> tuple[list[Difference], list[str]]:
     first, own, second, third = map(_lines, (ranks[0], one, again, moved))
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
+    found: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {}  # by form: of each epoch, as few samples may agree
     # Counts that depend on the rank: of ranks, and of samples in an epoch and a batch.
     counts = {(str(len(ranks)), "1"), *zip(_counts(ranks[0]), _counts(one), strict=False)}
     unsure = _unsure_places(own, second)
@@ -162,11 +163,15 @@ def _printed(
         here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
         if line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
             is_own = len(tried) == len(here) and all(map(_is_close, here, tried))
-            return [_evaluated(ranks, one, measured, line.where, evaluates_all, is_own)], notes
-        notes = notes or [
-            f"{LOGGED}{measured}. The training is the same. If this number covers only the rank's samples, "
-            "lockstep.mean(loss * len(y), len(y)) covers all"
-        ]
+            found.setdefault(key[0], []).append((measured, line.where, is_own))
+        elif not found and not notes:
+            notes = [
+                f"{LOGGED}{measured}. The training is the same. If this number covers only the rank's samples, "
+                "lockstep.mean(loss * len(y), len(y)) covers all"
+            ]
+    for (measured, where, is_own), *others in found.values():
+        is_own = is_own and all(each for *_, each in others)
+        return [_evaluated(ranks, one, measured, where, evaluates_all, is_own)], notes
     return [], notes
 
 

@@ -41,8 +41,14 @@ def _have_one_ratio(a: Sequence[float], b: Sequence[float], tolerance: float = _
     return bool(ratios) and all(_close(each, ratios[0], tolerance) for each in ratios)
 
 
-def _numbers(values: Sequence[float | None]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values if value is not None)
+def _numbers(values: Sequence[float | None], digits: int = 4) -> str:
+    return ", ".join(f"{value:.{digits}g}" for value in values if value is not None)
+
+
+def _weights_and_shares(weights: Sequence[float], shares: Sequence[float]) -> dict[str, str]:
+    """Both, with enough digits to differ."""
+    texts = [{"weights": _numbers(weights, each), "shares": _numbers(shares, each)} for each in (4, 8, 12)]
+    return next((each for each in texts if each["weights"] != each["shares"]), texts[0])
 
 
 def _factor(value: float) -> str:
@@ -172,15 +178,19 @@ def _count_of_part(step: StepOfJob, given: list[float]) -> _Cause | None:
             found[step.one["names"][name]] = weights
     if not found:
         return None
-    words = {"weights": _numbers(next(iter(found.values()))), "shares": _numbers(shares)}
+    words = _weights_and_shares(next(iter(found.values())), shares)
     return "count of a part", {"names": ", ".join([*found][:3]), **words}
 
 
 def _common_factor(step: StepOfJob, needed: list[float], taken: list[float] | None) -> float | None:
-    """How often each rank's part counts as much as in one process; None where that differs."""
+    """How often each rank's part of the passes at fault counts as much as in one process; None where that differs."""
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
-    is_one = all(counted) and _have_one_ratio(needed, counted, max(_CLOSE, step.rounding))
-    return counted[0] / needed[0] if is_one else None
+    tolerance = max(min(_CLOSE, step.gradients.needed.unsure), step.rounding)
+    pairs, passes = list(zip(needed, counted, strict=True)), len(needed) // len(step.ranks)
+    by_pass = (pairs[number::passes] for number in range(passes))
+    wrong = [each for each in by_pass if not all(_close(*one, tolerance) for one in each)] or [pairs]
+    ones, others = zip(*itertools.chain(*wrong), strict=True)
+    return others[0] / ones[0] if all(others) and _have_one_ratio(ones, others, tolerance) else None
 
 
 def _have_one_loss(step: StepOfJob) -> bool | None:
@@ -227,7 +237,7 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
         return "not-linear", {}  # it is divided by itself
     times = _times_a_mean(step, weights)
     if times and _is_weighted(losses, weights, 100 * step.tolerance):
-        words = {"weights": _numbers([each * times for each in weights]), "shares": _numbers(losses.shares)}
+        words = _weights_and_shares([each * times for each in weights], losses.shares)
         return "count" if times == 1 else "count times", words
     if _is_kept(step):
         return "kept-state", {}
