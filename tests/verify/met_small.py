@@ -1,4 +1,4 @@
-"""Programs of few numbers, or with little between them, and what each is: see `test_met.py`."""
+"""Programs whose gradients alone do not show the divisor of their loss, and what each is: see `test_met.py`."""
 
 from __future__ import annotations
 
@@ -40,6 +40,33 @@ WRONG = {
             cross_entropy(model(x), y).backward()
             model(-x).square().sum().backward()
             optimizer.step()
+        """,
+    ),
+    "a mean over what the rank's longest sample has made of all": (
+        ("loss", "padding"),
+        """
+        texts = [torch.randn(2 + number * 5 % 7, 6, generator=draws) for number in range(60)]
+        pad = lambda texts: nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        model, optimizer = trained(nn.Linear(6, 4))
+        for x in lockstep.DataLoader(texts, batch_size=6, collate_fn=pad):
+            optimizer.zero_grad()
+            (model(x) * (x != 0).any(2, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        """,
+    ),
+    "a table that each rank fills for its samples, used from the second epoch": (
+        ("loss", "kept-state"),
+        """
+        table = torch.zeros(61, 4)
+        loader = lockstep.DataLoader(torch.utils.data.TensorDataset(*data.tensors, torch.arange(61)), 10, True, seed=0)
+        model, optimizer = trained(nn.Linear(6, 4))
+        for epoch in range(2):
+            for x, y, index in loader:
+                optimizer.zero_grad()
+                outputs = model(x)
+                (cross_entropy(outputs, y) + epoch * (outputs - table[index]).square().mean()).backward()
+                optimizer.step()
+                table[index] = outputs.detach()
         """,
     ),
 }

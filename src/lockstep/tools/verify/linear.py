@@ -71,7 +71,9 @@ def read_gradients(step: StepOfJob) -> Difference | None:
     averaging = ("after-averaging", {}) if gradients.were_alike else _averaging(step, needed, taken, given)
     if averaging is not None:
         return step.found("gradients", averaging[0], measured, **averaging[1])
-    if padded and needed is None:
+    # A mean over padded lengths: it is that of one process on the rank that has the longest sample, and less elsewhere.
+    most = max((each / share for each, share in zip(needed or (), losses.shares, strict=False) if share), default=0.0)
+    if padded and (needed is None or _close(most, 1.0, step.tolerance)):
         return step.found(stage, "padding", f"{measured}; {padded} samples were padded to another length")
     cause, values = _meaning(step, needed, taken, given)
     drawn, _ = unlike_draws(step)
@@ -218,12 +220,12 @@ def _is_kept(step: StepOfJob) -> bool:
 
 
 def _comes_later(step: StepOfJob) -> bool:
-    """Whether there are steps before, which were one process's, and were divided among the ranks as this one is."""
-    if step.number == 1:
-        return False
-    steps = step.ranks, [each["steps"][step.number - 2] for each in step.runs.ranks]
-    now, before = ([batch["rows"] for each in ranks for batch in each["batches"]] for ranks in steps)
-    return bool(now) and now == before
+    """Whether a step before, which was one process's as all were, was divided among the ranks as this one is."""
+    *before, now = (
+        [batch["rows"] for ranks in step.runs.ranks for batch in ranks["steps"][number]["batches"]]
+        for number in range(step.number)
+    )
+    return bool(now) and now in before
 
 
 def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
