@@ -69,4 +69,24 @@ WRONG = {
                 table[index] = outputs.detach()
         """,
     ),
+    "tokens that are padded with ones": (
+        ("loss", "count"),
+        """
+        class Texts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding, self.dropout, self.out = nn.Embedding(20, 6, 1), nn.Dropout(0.1), nn.Linear(6, 20)
+
+            def forward(self, x):
+                return self.out(self.dropout(self.embedding(x).cumsum(1)))
+
+        texts = [torch.randint(2, 20, (3 + number * 5 % 7,), generator=draws) for number in range(60)]
+        pad = lambda texts: nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=1)
+        model, optimizer = trained(Texts())
+        for x in lockstep.DataLoader(texts, batch_size=6, collate_fn=pad):
+            optimizer.zero_grad()
+            cross_entropy(model(x[:, :-1]).mT, x[:, 1:], ignore_index=1).backward()
+            optimizer.step()
+        """,
+    ),
 }

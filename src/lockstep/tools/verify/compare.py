@@ -137,10 +137,7 @@ class Fit:
 
 
 def fit_ranks(target: Tensor, parts: Sequence[Tensor], rounding: float = MOST_REST, prior: float = 0.0) -> Fit:
-    """Least squares for flat gradients; ranks with equal gradients get equal factors.
-
-    Of several solutions, as of a model with one parameter, the one closest to the `prior` of each factor is taken.
-    """
+    """Least squares for flat gradients; of several solutions, the one whose factors are closest to `prior`."""
     size = float(target.norm())
     if not parts or size == 0.0 or not bool(torch.isfinite(target).all()):
         return Fit((), 0.0 if size == 0.0 else float("inf"), rounding)

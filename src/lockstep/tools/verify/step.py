@@ -182,8 +182,7 @@ class Gradients:
             if not self.needed.is_good and value.numel() > _TIMES_UNKNOWNS * len(parts)
         }
         self.scale = fit_ranks(own_taken[uncut], [whole[uncut]], rounding).factor
-        mean = (self.scale or 0.0) / len(ranks)
-        self.taken = fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding, mean)
+        self.taken = fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding, (self.scale or 0) / len(ranks))
         self.zeros = [not bool(each.any()) for each in (*parts, whole)]
 
 
