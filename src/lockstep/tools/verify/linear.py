@@ -71,9 +71,7 @@ def read_gradients(step: StepOfJob) -> Difference | None:
     averaging = ("after-averaging", {}) if gradients.were_alike else _averaging(step, needed, taken, given)
     if averaging is not None:
         return step.found("gradients", averaging[0], measured, **averaging[1])
-    # A mean over padded lengths: it is that of one process on the rank that has the longest sample, and less elsewhere.
-    most = max((each / share for each, share in zip(needed or (), losses.shares, strict=False) if share), default=0.0)
-    if padded and (needed is None or _close(most, 1.0, step.tolerance)):
+    if padded and _is_over_lengths(step, needed):
         return step.found(stage, "padding", f"{measured}; {padded} samples were padded to another length")
     cause, values = _meaning(step, needed, taken, given)
     drawn, _ = unlike_draws(step)
@@ -84,6 +82,12 @@ def read_gradients(step: StepOfJob) -> Difference | None:
     if stage == "gradients" and cause == "not-linear":
         cause = "not-linear gradients"
     return step.found(stage, cause, measured, **values)
+
+
+def _is_over_lengths(step: StepOfJob, needed: list[float] | None) -> bool:
+    """Whether a loss may be a mean over padded lengths: one process's on the rank with the longest, less elsewhere."""
+    pairs = zip(needed or (), step.losses.shares, strict=False)
+    return needed is None or _close(max(each / share for each, share in pairs if share), 1.0, step.tolerance)
 
 
 def _measured(step: StepOfJob) -> str:
