@@ -13,6 +13,7 @@ import torch
 
 import met
 import met_projects
+import met_small
 import met_wrong
 from lockstep.tools.verify import session
 from lockstep.tools.verify.compare import fit_ranks
@@ -23,7 +24,8 @@ from lockstep.tools.verify.verification import verify
 from met import COMMON, UNKNOWN
 from test_mistakes import is_documented
 
-RIGHT, WRONG = met.RIGHT | met_projects.RIGHT, met_wrong.WRONG | met_projects.WRONG
+RIGHT = met.RIGHT | met_projects.RIGHT
+WRONG = met_wrong.WRONG | met_projects.WRONG | met_small.WRONG
 
 SHARDS = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")
 

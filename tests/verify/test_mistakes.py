@@ -238,6 +238,16 @@ def test_a_number_of_rank_0s_samples_is_none_that_padding_has_moved(moved: str, 
     assert found.cause == cause
 
 
+def test_a_number_that_one_epoch_has_of_rank_0s_samples_by_chance_is_one_that_padding_has_moved() -> None:
+    def facts(count: int, first: int, *accuracies: float) -> dict[str, Any]:
+        texts = [(True, f"epoch {epoch}: {each:.5f}", "") for epoch, each in enumerate(accuracies)]
+        return facts_of("", count, first) | {"texts": texts}
+
+    ranks = [facts(20, 0, 0.85, 0.875), facts(20, 17, 0.85, 0.875)]
+    (found,), _ = judge(ranks, facts(37, 0, 0.83784, 0.86486), facts(20, 0, 0.85, 0.8))
+    assert found.cause == "padded-evaluation"
+
+
 def test_seconds_that_are_the_same_twice_by_chance_are_no_number_of_an_evaluation() -> None:
     def facts(*seconds: float) -> dict[str, Any]:
         return facts_of("", 31) | {

@@ -144,6 +144,7 @@ def _printed(
 ) -> tuple[list[Difference], list[str]]:
     first, own, second, third = map(_lines, (ranks[0], one, again, moved))
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
+    found: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {}  # by form: of each epoch, as few samples may agree
     # Counts that depend on the rank: of ranks, and of samples in an epoch and a batch.
     counts = {(str(len(ranks)), "1"), *zip(_counts(ranks[0]), _counts(one), strict=False)}
     unsure = _unsure_places(own, second)
@@ -161,13 +162,16 @@ def _printed(
         tried = (own if evaluates_all else third).get(key, _Line(False, [], "", ())).numbers
         here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
         if line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
-            is_own = len(tried) == len(here) and all(map(_is_close, here, tried))
-            return [_evaluated(ranks, one, measured, line.where, evaluates_all, is_own)], notes
-        notes = notes or [
-            f"{LOGGED}{measured}. The training is the same. If this number covers only the rank's samples, "
-            "lockstep.mean(loss * len(y), len(y)) covers all"
-        ]
-    return [], notes
+            found.setdefault(key[0], []).append((measured, line.where, _are_close(here, tried)))
+        elif not [*found, *notes]:
+            notes = [
+                f"{LOGGED}{measured}. The training is the same. If this number covers only the rank's samples, "
+                "lockstep.mean(loss * len(y), len(y)) covers all"
+            ]
+    if not found:
+        return [], notes
+    texts, places, are_own = map(list, zip(*next(iter(found.values())), strict=True))
+    return [_evaluated(ranks, one, texts[0], places[0], evaluates_all, all(are_own))], notes
 
 
 def _unsure_places(own: _Lines, again: _Lines) -> set[tuple[str, int]]:
@@ -200,6 +204,10 @@ def _decimals(text: str) -> float:
 def _is_close(a: str, b: str) -> bool:
     x, y = float(a), float(b)
     return abs(x - y) <= max(_CLOSE * max(abs(x), abs(y)), 0.0 if a.isdigit() and b.isdigit() else 1.5 * _decimals(a))
+
+
+def _are_close(numbers: list[str], others: list[str]) -> bool:
+    return len(numbers) == len(others) and all(map(_is_close, numbers, others))
 
 
 def _is_times(a: str, b: str, factor: int) -> bool:

@@ -117,11 +117,13 @@ class Fit:
         factors: the coefficients.
         rest: the relative size of the remainder.
         rounding: the remainder that rounding may leave.
+        unsure: how far rounding may move a coefficient, relative to the largest.
     """
 
     factors: tuple[float, ...]
     rest: float
     rounding: float
+    unsure: float = 0.0
 
     @property
     def is_good(self) -> bool:
@@ -134,13 +136,15 @@ class Fit:
         return self.factors[0] if self.is_good and self.factors else None
 
 
-def fit_ranks(target: Tensor, parts: Sequence[Tensor], rounding: float = MOST_REST) -> Fit:
-    """Least squares for flat gradients; ranks with equal gradients get equal factors."""
+def fit_ranks(target: Tensor, parts: Sequence[Tensor], rounding: float = MOST_REST, prior: float = 0.0) -> Fit:
+    """Least squares for flat gradients; of several solutions, the one whose factors are closest to `prior`."""
     size = float(target.norm())
     if not parts or size == 0.0 or not bool(torch.isfinite(target).all()):
         return Fit((), 0.0 if size == 0.0 else float("inf"), rounding)
     matrix = torch.stack(list(parts), 1)
     if not bool(torch.isfinite(matrix).all()):
         return Fit((), float("inf"), rounding)
-    solution = torch.linalg.pinv(matrix, rtol=1e-10) @ target
-    return Fit(tuple(solution.tolist()), float((matrix @ solution - target).norm()) / size, rounding)
+    inverse, expected = torch.linalg.pinv(matrix, rtol=1e-10), prior * matrix.any(0).to(matrix.dtype)
+    solution = expected + inverse @ (target - matrix @ expected)
+    unsure = rounding * size * float(inverse.norm()) / max(float(solution.abs().max()), 1e-30)
+    return Fit(tuple(solution.tolist()), float((matrix @ solution - target).norm()) / size, rounding, unsure)

@@ -41,8 +41,14 @@ def _have_one_ratio(a: Sequence[float], b: Sequence[float], tolerance: float = _
     return bool(ratios) and all(_close(each, ratios[0], tolerance) for each in ratios)
 
 
-def _numbers(values: Sequence[float | None]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values if value is not None)
+def _numbers(values: Sequence[float | None], digits: int = 4) -> str:
+    return ", ".join(f"{value:.{digits}g}" for value in values if value is not None)
+
+
+def _weights_and_shares(weights: Sequence[float], shares: Sequence[float]) -> dict[str, str]:
+    """Both, with enough digits to differ."""
+    texts = [{"weights": _numbers(weights, each), "shares": _numbers(shares, each)} for each in (4, 8, 12)]
+    return next((each for each in texts if each["weights"] != each["shares"]), texts[0])
 
 
 def _factor(value: float) -> str:
@@ -65,7 +71,7 @@ def read_gradients(step: StepOfJob) -> Difference | None:
     averaging = ("after-averaging", {}) if gradients.were_alike else _averaging(step, needed, taken, given)
     if averaging is not None:
         return step.found("gradients", averaging[0], measured, **averaging[1])
-    if padded and needed is None:
+    if padded and _is_over_lengths(step, needed):
         return step.found(stage, "padding", f"{measured}; {padded} samples were padded to another length")
     cause, values = _meaning(step, needed, taken, given)
     drawn, _ = unlike_draws(step)
@@ -76,6 +82,12 @@ def read_gradients(step: StepOfJob) -> Difference | None:
     if stage == "gradients" and cause == "not-linear":
         cause = "not-linear gradients"
     return step.found(stage, cause, measured, **values)
+
+
+def _is_over_lengths(step: StepOfJob, needed: list[float] | None) -> bool:
+    """Whether a loss may be a mean over padded lengths: one process's on the rank with the longest, less elsewhere."""
+    pairs = zip(needed or (), step.losses.shares, strict=False)
+    return needed is None or _close(max(each / share for each, share in pairs if share), 1.0, step.tolerance)
 
 
 def _measured(step: StepOfJob) -> str:
@@ -172,15 +184,19 @@ def _count_of_part(step: StepOfJob, given: list[float]) -> _Cause | None:
             found[step.one["names"][name]] = weights
     if not found:
         return None
-    words = {"weights": _numbers(next(iter(found.values()))), "shares": _numbers(shares)}
+    words = _weights_and_shares(next(iter(found.values())), shares)
     return "count of a part", {"names": ", ".join([*found][:3]), **words}
 
 
 def _common_factor(step: StepOfJob, needed: list[float], taken: list[float] | None) -> float | None:
-    """How often each rank's part counts as much as in one process; None where that differs."""
+    """How often each rank's part of the passes at fault counts as much as in one process; None where that differs."""
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
-    is_one = all(counted) and _have_one_ratio(needed, counted, max(_CLOSE, step.rounding))
-    return counted[0] / needed[0] if is_one else None
+    tolerance = max(min(_CLOSE, step.gradients.needed.unsure), step.rounding)
+    pairs, passes = list(zip(needed, counted, strict=True)), len(needed) // len(step.ranks)
+    by_pass = (pairs[number::passes] for number in range(passes))
+    wrong = [each for each in by_pass if not all(_close(*one, tolerance) for one in each)] or [pairs]
+    ones, others = zip(*itertools.chain(*wrong), strict=True)
+    return others[0] / ones[0] if all(others) and _have_one_ratio(ones, others, tolerance) else None
 
 
 def _have_one_loss(step: StepOfJob) -> bool | None:
@@ -208,12 +224,12 @@ def _is_kept(step: StepOfJob) -> bool:
 
 
 def _comes_later(step: StepOfJob) -> bool:
-    """Whether there are steps before, which were one process's, and were divided among the ranks as this one is."""
-    if step.number == 1:
-        return False
-    steps = step.ranks, [each["steps"][step.number - 2] for each in step.runs.ranks]
-    now, before = ([batch["rows"] for each in ranks for batch in each["batches"]] for ranks in steps)
-    return bool(now) and now == before
+    """Whether a step before, which was one process's as all were, was divided among the ranks as this one is."""
+    *before, now = (
+        [batch["rows"] for ranks in step.runs.ranks for batch in ranks["steps"][number]["batches"]]
+        for number in range(step.number)
+    )
+    return bool(now) and now in before
 
 
 def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
@@ -227,7 +243,7 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
         return "not-linear", {}  # it is divided by itself
     times = _times_a_mean(step, weights)
     if times and _is_weighted(losses, weights, 100 * step.tolerance):
-        words = {"weights": _numbers([each * times for each in weights]), "shares": _numbers(losses.shares)}
+        words = _weights_and_shares([each * times for each in weights], losses.shares)
         return "count" if times == 1 else "count times", words
     if _is_kept(step):
         return "kept-state", {}

@@ -9,10 +9,10 @@ Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: 
 where nobody knows, `joins`: has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much
 of the step its loader takes it for, or None; `indices` of the dataset or None), the facts `asked` and `made` (batch
 sizes of torch's loaders, in the order in which they were made: what the script said, and what they have), `loaders`
-(see `_describe`) and `passes` (`loader`, `anew`: it is the first one over this object, `line`, `keys`, `trains`,
-`optimizer`: that has stepped last by it, `finished`, `asked`: the indices of each batch, None where they are no
-numbers, `endless`: has no length, `stream` and `kept`: see [Note: given streams], `epoch`: that its sampler was
-told).
+(see `_describe`), `ends` (see `_endings`) and `passes` (`loader`, `anew`: it is the first one over this object, `line`,
+`keys`, `trains`, `optimizer`: that has stepped last by it, `finished`, `asked`: the indices of each batch, None where
+they are no numbers, `endless`: has no length, `stream` and `kept`: see [Note: given streams], `epoch`: that its sampler
+was told).
 """
 
 from __future__ import annotations
@@ -361,7 +361,9 @@ class LoaderWatch:
         with recorder.aside():
             is_filler = lockstep.is_filler(batch)
             time_first = is_time_first(batch, count, recorder.settings.time_first)
-            keys = sample_keys(samples_first(tensors_in(batch), count) if time_first else batch, count)
+            samples = samples_first(tensors_in(batch), count) if time_first else batch
+            keys = sample_keys(samples, count, recorder.settings.padding)
+            recorder.facts["ends"] += _endings(samples)
         if not is_filler:
             facts["keys"].append(keys)
             facts["finished"] |= len(facts["keys"]) == recorder.facts["loaders"][facts["loader"]]["batches"]
@@ -414,6 +416,14 @@ class LoaderWatch:
             for each in step["batches"][used:]
             if each["pass"] not in self._ended and (each["loader"] != loader or each["pass"] not in gone)
         ]
+
+
+def _endings(batch: Any) -> Iterator[tuple[int, int, int]]:
+    """Place and width of tables of whole numbers, and what rows of theirs end with twice, as those that are padded."""
+    for place, table in enumerate(tensors_in(batch)):
+        if table.dtype is torch.int64 and not table.is_nested and table.layout is torch.strided and table.ndim == 2:
+            ends = table[table[:, -1:].eq(table[:, -2:]).all(1), -1:].flatten().tolist()
+            yield from ((place, table.size(1), end) for end in ends if end not in (0, -100))
 
 
 def _numbers(indices: Sequence[Any] | None) -> list[int] | None:

@@ -95,6 +95,7 @@ class StepRecorder:
             "asked": [],
             "several": False,  # draws with several rows for each sample were given, see `across` of the settings
             "passes": [],
+            "ends": [],  # what rows of batches end with, which may be padding
             "engines": [],
             "saves": [],
             "texts": [],

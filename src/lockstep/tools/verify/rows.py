@@ -26,8 +26,8 @@ _ROW_VALUES = 13
 _MOST_VALUES = 2048
 # Values converted to float64 at once: copies of whole tensors would take most of a verification's time.
 _VALUES_AT_ONCE = 1 << 18
-# Targets that losses ignore by default. Padding is this, or zeros.
-_IGNORED = -100
+# Zeros, and targets that losses ignore by default.
+_PADDING = (0, -100)
 # Longer rows get no second key.
 _LONGEST_PADDED = 1 << 22
 
@@ -63,11 +63,11 @@ def _bytes_of(row: Array) -> bytes:
     return f"{row.dtype}{row.shape}".encode() + row.tobytes()
 
 
-def _unpadded(row: Array) -> bytes:
+def _unpadded(row: Array, padding: Sequence[int]) -> bytes:
     """Without padding at the ends of its dimensions, and without its shape; a mask of padding alone is one number."""
     if not 1 < row.size <= _LONGEST_PADDED:
         return _bytes_of(row.reshape(-1))
-    counts = row != row.flat[-1] if row.dtype == bool else (row != 0) & (row != _IGNORED)
+    counts = row != row.flat[-1] if row.dtype == bool else ~np.isin(row, (*_PADDING, *padding))
     for axis in range(row.ndim):
         others = np.flatnonzero(counts.any(tuple({*range(row.ndim)} - {axis})))
         row = row.take(range(int(others[-1]) + 1 if len(others) else 1), axis)
@@ -139,22 +139,23 @@ def samples_first(tensors: Iterable[Tensor], count: int) -> list[Tensor]:
     return [each.transpose(0, 1) if each.ndim > 1 and each.size(1) == count else each for each in tensors]
 
 
-def sample_keys(batch: Any, count: int | None = None) -> list[tuple[int, int]]:
+def sample_keys(batch: Any, count: int | None = None, padding: Sequence[int] = ()) -> list[tuple[int, int]]:
     """A key for each sample of a batch, and one without padding. See [Note: samples by content].
 
     Args:
         batch: a batch from a loader, or the input of a module. If its samples cannot be separated, it gets one pair.
         count: number of its samples if known; else the length of its first tensor.
+        padding: what they may be padded with, besides zeros and -100.
     """
     first = next((tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim), None)
     for number in (count, first):
         columns = _columns(batch, number) if number else []
         if number and columns:
-            return [_key_of([column[row] for column in columns]) for row in range(number)]
-    return [_key_of([batch])]
+            return [_key_of([column[row] for column in columns], padding) for row in range(number)]
+    return [_key_of([batch], padding)]
 
 
-def _key_of(parts: Sequence[Any]) -> tuple[int, int]:
+def _key_of(parts: Sequence[Any], padding: Sequence[int]) -> tuple[int, int]:
     """The key of any object, from its tensors and numbers, or its text if it has none."""
     exact, unpadded = [], []
     for part in parts:
@@ -163,7 +164,7 @@ def _key_of(parts: Sequence[Any]) -> tuple[int, int]:
         else:
             arrays = [_array(tensor) for tensor in tensors_in(part)]
         exact += list(map(_bytes_of, arrays)) or [repr(part).encode()]
-        unpadded += list(map(_unpadded, arrays)) or [repr(part).encode()]
+        unpadded += [_unpadded(each, padding) for each in arrays] or [repr(part).encode()]
     return _digest(exact), _digest(unpadded)
 
 

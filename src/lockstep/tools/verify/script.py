@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def _are_columns(records: Sequence[Record], world_size: int) -> bool:
         return False
     *ranks, one = lengths
     return {each[0] for each in ranks} == {one[0]} and sum(each[1] for each in ranks) == one[1]
+
+
+def _padding_of(records: Sequence[Record]) -> tuple[int, ...]:
+    """What most rows end with twice, in tables that come in several widths."""
+    ends = [end for each in records for end in each["facts"]["ends"]]
+    places = Counter(place for place, _ in {(place, width) for place, width, _ in ends})
+    each = (Counter(end for at, _, end in ends if at == place) for place, count in places.items() if count > 1)
+    return tuple({counts.most_common(1)[0][0] for counts in each})
 
 
 def _local_rank_option(what: Verification) -> str:
@@ -115,6 +124,7 @@ class Script:
         self._by_sample = by_sample
         self._across = False
         self._time_first: bool | None = None
+        self._padding: tuple[int, ...] | None = None
         self._option = _local_rank_option(what)
         self._folders = folders_of(what.target, what.is_module, what.args)
         self._count = 0  # of runs
@@ -136,6 +146,7 @@ class Script:
             devices=min(self.devices, count if role == RANKS else self.devices_of_one),
             batch_sizes=batch_sizes,
             time_first=self._time_first,
+            padding=self._padding or (),
             by_sample=self._by_sample,
             replaces=self.replaces,
             local_rank_option=self._option,
@@ -229,11 +240,14 @@ class Script:
         return True
 
     def learns_layout(self, records: Sequence[Record]) -> bool:
-        """Note if samples are columns; returns whether this decides about others: as long as wide, or of no loader."""
+        """Note if samples are columns, and what they may be padded with; returns whether this decides about others."""
         batches = (batch for each in records for step in each["steps"] for batch in step["batches"])
         layouts = {batch["time_first"] for batch in batches}
         is_new = self._time_first is None and _are_columns(records, self.world_size)
         self._time_first = self._time_first or (True in layouts or is_new or None)
+        if self._padding is None:
+            self._padding = _padding_of(records)
+            is_new |= bool(self._padding)
         return is_new or {None, True} <= layouts
 
     def output(self, role: str, most: int = 30) -> str:

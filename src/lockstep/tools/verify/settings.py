@@ -62,6 +62,7 @@ class VerifySettings:
         keeper: pid of the process whose view of files the script gets, or 0; see `scratch.py`.
         time_first: whether samples are columns in batches that are as long as wide, and without a loader; None if
             unknown.
+        padding: numbers that texts may be padded with, besides the usual, as rows of theirs end with them.
         batch_sizes: batch sizes of the torch loaders created in one process, in order; None for the script's own.
         by_sample: whether the draws of a sample from torch's loaders depend only on its index.
         replaces: in one process, the number of ranks whose first occurrence in the arguments of ranks becomes 1; 0 for
@@ -80,6 +81,7 @@ class VerifySettings:
     devices: int = 0
     keeper: int = 0
     time_first: bool | None = None
+    padding: tuple[int, ...] = ()
     batch_sizes: tuple[int | None, ...] = ()
     by_sample: bool = False
     replaces: int = 0

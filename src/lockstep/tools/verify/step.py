@@ -176,14 +176,14 @@ class Gradients:
         rounding = max(min(MOST_REST, rounding), TIMES_NOISE * noise_of_rounding(one))
         taken, own_taken = (_flat(parameters_of(step, "used"), total) for step in (ranks[0], one))
         uncut = _below_limits([taken, own_taken], len(parts))
-        self.needed = fit_ranks(whole, parts, rounding)
+        self.needed = fit_ranks(whole, parts, rounding, 1 / len(ranks))
         self.needed_by = {
             name: fit_ranks(value[:-1], [_flat(each, {name: value}) for each in passes], rounding)
             for name, value in total.items()
             if not self.needed.is_good and value.numel() > _TIMES_UNKNOWNS * len(parts)
         }
-        self.taken = fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding)
         self.scale = fit_ranks(own_taken[uncut], [whole[uncut]], rounding).factor
+        self.taken = fit_ranks(taken[uncut], [each[uncut] for each in parts], rounding, (self.scale or 0) / len(ranks))
         self.zeros = [not bool(each.any()) for each in (*parts, whole)]
 
 

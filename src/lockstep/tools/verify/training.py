@@ -241,7 +241,7 @@ class TrainingWatch:
             inputs = given
         count = _count_of(args, inputs, last)
         samples = [key for _, key in last["keys"]] if last else []
-        keys = sample_keys(given, count) if count else []
+        keys = sample_keys(given, count, self._recorder.settings.padding) if count else []
         unpadded = [key for _, key in keys]
         step["calls"].append(
             {

@@ -1,0 +1,92 @@
+"""Programs whose gradients alone do not show the divisor of their loss, and what each is: see `test_met.py`."""
+
+from __future__ import annotations
+
+WRONG = {
+    "a root, and a model that is one number": (
+        ("loss", "function-of-mean"),
+        """
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.tensor(0.3))
+
+            def forward(self, x):
+                return x[:, :1] * self.scale
+
+        model, optimizer = trained(Scaled())
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y[:, None].double()).sqrt().backward()
+            optimizer.step()
+        """,
+    ),
+    "counts that hardly differ": (
+        ("loss", "count"),
+        """
+        model, optimizer = trained(nn.Linear(6, 4))
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y, weight=torch.tensor([1, 1.0001, 1.0003, 1.0007])).backward()
+            optimizer.step()
+        """,
+    ),
+    "a mean in one pass, and a sum in another": (
+        ("loss", "sum"),
+        """
+        model, optimizer = trained(nn.Linear(6, 4))
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            model(-x).square().sum().backward()
+            optimizer.step()
+        """,
+    ),
+    "a mean over what the rank's longest sample has made of all": (
+        ("loss", "padding"),
+        """
+        texts = [torch.randn(2 + number * 5 % 7, 6, generator=draws) for number in range(60)]
+        pad = lambda texts: nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        model, optimizer = trained(nn.Linear(6, 4))
+        for x in lockstep.DataLoader(texts, batch_size=6, collate_fn=pad):
+            optimizer.zero_grad()
+            (model(x) * (x != 0).any(2, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        """,
+    ),
+    "a table that each rank fills for its samples, used from the second epoch": (
+        ("loss", "kept-state"),
+        """
+        table = torch.zeros(61, 4)
+        loader = lockstep.DataLoader(torch.utils.data.TensorDataset(*data.tensors, torch.arange(61)), 10, True, seed=0)
+        model, optimizer = trained(nn.Linear(6, 4))
+        for epoch in range(2):
+            for x, y, index in loader:
+                optimizer.zero_grad()
+                outputs = model(x)
+                (cross_entropy(outputs, y) + epoch * (outputs - table[index]).square().mean()).backward()
+                optimizer.step()
+                table[index] = outputs.detach()
+        """,
+    ),
+    "tokens that are padded with ones": (
+        ("loss", "count"),
+        """
+        class Texts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding, self.dropout, self.out = nn.Embedding(20, 6, 1), nn.Dropout(0.1), nn.Linear(6, 20)
+
+            def forward(self, x):
+                return self.out(self.dropout(self.embedding(x).cumsum(1)))
+
+        texts = [torch.randint(2, 20, (3 + number * 5 % 7,), generator=draws) for number in range(60)]
+        pad = lambda texts: nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=1)
+        model, optimizer = trained(Texts())
+        for x in lockstep.DataLoader(texts, batch_size=6, collate_fn=pad):
+            optimizer.zero_grad()
+            cross_entropy(model(x[:, :-1]).mT, x[:, 1:], ignore_index=1).backward()
+            optimizer.step()
+        """,
+    ),
+}
