@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.tools.verify.compare import TIMES_NOISE, distances, measure_values
@@ -127,13 +127,13 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
     fetched = indices_of(*step.ranks).keys()  # of which a padded batch has some more often
     if not fetched or fetched != indices_of(step.one).keys():
         return "order", ""
-    # Does a rank have at one index the sample that one process has at another?
-    own = contents(one)
-    is_elsewhere = any(
-        key in own.values() and own.get(index, key) != key for rank in ranks for index, key in contents(rank).items()
-    )
-    key = "split" if is_elsewhere else "drawn samples"
+    key = "split" if any(_are_elsewhere(contents(rank), contents(one)) for rank in ranks) else "drawn samples"
     return key, ", though the loaders fetched the same indices of the dataset"
+
+
+def _are_elsewhere(found: Mapping[tuple[int, int], int], own: Mapping[tuple[int, int], int]) -> bool:
+    """Whether a rank found at an index a sample that one process has only at others."""
+    return any(key in own.values() and own.get(index, key) != key for index, key in found.items())
 
 
 def _filled_late(step: StepOfJob) -> Difference | None:

@@ -82,9 +82,7 @@ class Samples:
         exact, own = [_keys(step) for step in ranks], _keys(one)
         total: Counter[int] = sum(exact, Counter())
         missing, extra = own - total, total - own
-        # Parts of samples without boundaries are matched by index.
-        fetched = all(batch["joins"] for batch in batches_of(one, *ranks)) and indices_of(one)
-        self.padded, self.by_index = 0, bool((missing or extra) and fetched and fetched == indices_of(*ranks))
+        self.padded, self.by_index = 0, bool(missing or extra) and _are_the_same_by_index(ranks, one)
         if self.by_index:
             missing, extra = Counter(), Counter()
         elif missing or extra:
@@ -105,6 +103,12 @@ class Samples:
 
 def _keys(step: Record, which: int = 0) -> Counter[int]:
     return Counter(key[which] for batch in batches_of(step) for key in batch["keys"])
+
+
+def _are_the_same_by_index(ranks: Sequence[Record], one: Record) -> bool:
+    """Whether indices match, for batches of parts of samples without boundaries."""
+    fetched = indices_of(one)
+    return bool(fetched) and fetched == indices_of(*ranks) and all(each["joins"] for each in batches_of(one, *ranks))
 
 
 def indices_of(*steps: Record) -> Counter[tuple[int, int]]:

@@ -106,9 +106,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             for group in self.param_groups:
                 torch.nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm * (1.0 if scale is None else scale))
         if by_hand:
-            for group in self.param_groups:
-                for parameter in (each for each in group["params"] if each.grad is not None):
-                    self._move(parameter, group, scale)
+            self._step_by_hand(scale)
         elif takes_off:
             self._step_decoupled()
         else:
@@ -137,6 +135,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
                 group["weight_decay"] = decay
 
     @torch.no_grad()
+    def _step_by_hand(self, scale: Tensor | None) -> None:
+        for group in self.param_groups:
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                self._move(parameter, group, scale)
+
     def _move(self, parameter: Tensor, group: dict[str, Any], scale: Tensor | None) -> None:
         """A step as in Apex's kernel; torch always corrects the bias, and computes in 16 bits for 16-bit parameters."""
         assert parameter.grad is not None
