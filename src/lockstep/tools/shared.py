@@ -1,4 +1,4 @@
-"""What the programs that run scripts, `rehearse` and `verify`, have in common."""
+"""Code shared by the tools that run scripts, `rehearse` and `verify`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def distributed_sampler(loader: Any) -> Any:
 
 
 def read_settings(variable: Variable[str], command: str) -> dict[str, Any]:
-    """The settings that a command has written for its processes.
+    """The settings that a command passes to its processes, decoded from JSON.
 
     Raises:
-        InputError: this process is none of them.
+        InputError: this process was not started by that command.
     """
     text = variable.get()
     if text is None:
@@ -42,8 +42,8 @@ def run_target(arguments: list[str], local_rank_option: str) -> None:
 
     Args:
         arguments: the script and its arguments, or `-m`, a module and its arguments.
-        local_rank_option: the option for the local rank, put where torch.distributed.launch puts it, before the
-            script's own arguments; empty for none.
+        local_rank_option: the option for the local rank, which goes before the script's own arguments, as with
+            torch.distributed.launch; empty for none.
     """
     from lockstep import env
     from lockstep.launch import worker

@@ -1,4 +1,4 @@
-"""What the processes of a rehearsal saw: each writes a file, the launcher reads all of them. Never imports torch."""
+"""The records of a rehearsal: each process writes a file, and the launcher reads them all. Never imports torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PATTERN = "rehearsal-*.json"
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that was seen.
+    """One recorded event.
 
     Attributes:
-        kind: which watcher saw it, and what.
-        sites: the lines of the user's code that led there, the innermost first; may be empty.
-        data: the rest, as the watcher says in its docstring.
+        kind: kind of event; the docstrings in `watch` define them.
+        sites: the lines of the user's code that led to it, innermost first; may be empty.
+        data: the other fields, as documented by the watcher that recorded it.
     """
 
     kind: str
@@ -42,15 +42,15 @@ class Process:
     """One process of the job.
 
     Attributes:
-        rank: in the group that it joined, else the number that its starter gave it; None for none.
-        world_size: of that group, else 1.
-        joined: whether it was in a group.
-        finished: the script came to its end there.
-        family: the same for processes that were started together, by one call of `mp.spawn`, or by one on each node
-            and joined one group; empty for those that the rehearsal itself has started.
-        starter: pid of the process that spawned it; 0 if the rehearsal itself has started it.
-        pid: its number.
-        events: what it saw, in the order of time.
+        rank: its rank in the group that it joined, else the RANK that it was started with; None if it has neither.
+        world_size: size of that group, else 1.
+        joined: whether it joined a group.
+        finished: whether the script ran to its end in this process.
+        family: the same for processes that were started together, by one call of `mp.spawn`, or by one such call per
+            node if they joined one group; empty for those that the rehearsal itself started.
+        starter: pid of the process that spawned it; 0 if the rehearsal itself started it.
+        pid: its process id.
+        events: what it recorded, in order of time.
     """
 
     rank: int | None
@@ -69,13 +69,13 @@ class Process:
 
 @dataclass(frozen=True)
 class RehearsedJob:
-    """All that the processes of a rehearsal saw.
+    """The records of all processes of a rehearsal.
 
     Attributes:
-        processes: those that left a record, ranks in order; workers of data loaders come by their rank too.
-        settings: of the rehearsal.
-        unread: records that could not be read.
-        joined: ranks that the rehearsal has started and that joined a group, those that left no record among them.
+        processes: those that left a record, sorted by rank; workers of data loaders appear under their rank.
+        settings: settings of the rehearsal.
+        unread: records that could not be read, and why.
+        joined: ranks started by the rehearsal that joined a group, including those that left no record.
     """
 
     processes: tuple[Process, ...]
@@ -85,7 +85,7 @@ class RehearsedJob:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the largest group that a process joined, as far as is known."""
+        """Number of ranks of the largest known group that a process joined; at least 1."""
         return max([1, len(self.joined), *(process.world_size for process in self.processes)])
 
     @property
@@ -95,23 +95,23 @@ class RehearsedJob:
 
     @property
     def silent(self) -> list[int]:
-        """Ranks that the rehearsal has started and that left no record: they were killed."""
+        """Ranks started by the rehearsal that left no record, because they were killed."""
         recorded = {process.rank for process in self.processes if not process.family}
         return [rank for rank in range(self.num_started) if rank not in recorded]
 
     @property
     def num_started(self) -> int:
-        """Processes that the rehearsal itself has started."""
+        """Number of processes that the rehearsal itself started."""
         return self.settings.nodes * self.settings.processes_per_node
 
     def is_launched(self, process: Process) -> bool:
-        """Whether the process joined a group of exactly those that the rehearsal has started, itself among them."""
+        """Whether the rehearsal started the process, and it joined a group of exactly the processes so started."""
         return process.joined and not process.family and process.world_size == self.num_started
 
     def families(self) -> list[RehearsedJob]:
-        """One job for each group of ranks that were started together, so that none is compared with another's.
+        """One job per family of ranks, so that only ranks that were started together are compared.
 
-        Processes that joined no group, such as the one that started them, are in all.
+        Processes that joined no group, such as the one that started them, are in every job.
         """
         names = sorted({process.family for process in self.processes if process.joined}) or [""]
         return [
@@ -120,17 +120,17 @@ class RehearsedJob:
         ]
 
     def node_of(self, rank: int) -> int:
-        """The pretended node that a rank is on."""
+        """The simulated node that a rank is on."""
         return rank // max(1, self.world_size // self.settings.nodes)
 
     def each(self, kind: str) -> Iterator[tuple[Process, TraceEvent]]:
-        """All events of one kind, with who saw them."""
+        """All events of one kind, each with the process that recorded it."""
         for process in self.processes:
             for event in process.of(kind):
                 yield process, event
 
     def by_sites(self, kind: str) -> dict[tuple[Site, ...], list[tuple[Process, TraceEvent]]]:
-        """Events of one kind by the lines that led to them."""
+        """Events of one kind, grouped by the lines that led to them."""
         found: dict[tuple[Site, ...], list[tuple[Process, TraceEvent]]] = {}
         for process, event in self.each(kind):
             found.setdefault(event.sites, []).append((process, event))
@@ -148,7 +148,7 @@ def _load(path: Path) -> Process:
 
 
 def _load_or_say(path: Path) -> Process | str:
-    """The record in a file, or why there is none."""
+    """The record in a file, or the reason why it cannot be read."""
     try:
         return _load(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -156,7 +156,7 @@ def _load_or_say(path: Path) -> Process | str:
 
 
 def read_records(folder: Path, settings: RehearsalSettings) -> RehearsedJob:
-    """What all processes left in the job's private folder. A damaged record is left out, and named."""
+    """Read the records in the job's private folder. Damaged ones are listed in `unread`."""
     processes, unread = [], []
     for path in sorted(folder.glob(_PATTERN)):
         found = _load_or_say(path)

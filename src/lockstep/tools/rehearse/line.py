@@ -16,7 +16,7 @@ class Site:
     Attributes:
         file: absolute path.
         line: from 1.
-        function: in which it stands, `<module>` at the top level.
+        function: name of the enclosing function, `<module>` at the top level.
     """
 
     file: str
@@ -28,11 +28,11 @@ class Site:
         return f"{self.file.removeprefix(here)}:{self.line}"
 
     def dump(self) -> list[object]:
-        """The list that a record has of it."""
+        """As a list for a record."""
         return [self.file, self.line, self.function]
 
     @classmethod
     def load(cls, values: Sequence[object]) -> Site:
-        """From the list that a record has of it."""
+        """From the list that `dump` returned."""
         file, line, function = values
         return cls(str(file), int(str(line)), str(function))

@@ -1,7 +1,7 @@
-"""How names of torch are replaced in a rehearsing process.
+"""Replaces names of torch in a rehearsing process.
 
-Rehearsals replace much of torch, and only in processes of their own; the one record for all of it is in
-`lockstep.torch_private`, which does what the rest of the package replaces.
+A rehearsal replaces much of torch, but only in processes started for it. `lockstep.torch_private` has one record for
+all of this, and makes the replacements of the rest of the package itself.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ __all__ = ["replace", "wrap", "wrap_everywhere"]
 
 
 def replace(owner: object, name: str, value: object) -> None:
-    """Put `value` in the place of `owner.name`, which need not exist."""
+    """Set `owner.name`, which need not exist, to `value`."""
     original = getattr(owner, name, None)
     setattr(owner, name, value)
     _tell_script(original, value)
 
 
 def wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `make(original)` in the place of the function `owner.name`. Nothing happens where there is none.
+    """Replace the function `owner.name` by `make(original)`. Does nothing if there is no such function.
 
     Args:
         owner: a module or a class.
         name: name of the function.
-        make: gets the function that is there and returns the one to put there; it keeps its name and docstring.
+        make: gets the original and returns its replacement, which is given the original's name and docstring.
     """
     original = getattr(owner, name, None)
     if original is None:
@@ -39,7 +39,7 @@ def wrap(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable
 
 
 def wrap_everywhere(owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """`wrap`, also in the modules of torch that have taken the function over by name."""
+    """`wrap`, also in modules of torch that have imported the function by name."""
     original = getattr(owner, name, None)
     wrap(owner, name, make)
     for module_name, module in list(sys.modules.items()):
@@ -52,9 +52,9 @@ def wrap_everywhere(owner: object, name: str, make: Callable[[Callable[..., Any]
 
 
 def _tell_script(original: object, replacement: object) -> None:
-    """Let `torch.jit.script` compile the replacement of an operator to the operator, as it would the original.
+    """Let `torch.jit.script` compile the replacement of an operator to that operator.
 
-    TorchScript knows operators by the identity of the functions that stand for them in Python.
+    TorchScript looks operators up by the identity of their Python functions.
     """
     builtins = sys.modules.get("torch.jit._builtins")
     if builtins is not None:

@@ -1,8 +1,8 @@
-"""How a script wants to be started, read from its text: never by running it.
+"""How a script must be started, determined from its text without running it.
 
 [Note: ways to start] A script that starts its ranks itself (`mp.spawn`), or drives all devices from one process
 (`DataParallel`), is started once per node. All others are started once per device, with the variables of torchrun.
-Modules that the script imports are not read: what they could do, the script need not call.
+Modules that the script imports are not read, as the script need not use all that they offer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _LOCAL_RANK_OPTIONS = frozenset({"--local_rank", "--local-rank"})
 
 @dataclass(frozen=True)
 class Needs:
-    """What a script wants of who starts it.
+    """What a script needs from its launcher.
 
     Attributes:
-        starts_ranks: it starts its ranks itself.
-        joins: it joins a group of ranks.
-        is_parallel: it uses DataParallel.
-        declares_local_rank: it has an option for its local rank, which torch.distributed.launch passes.
-        reads_slurm: it reads variables that Slurm sets.
-        uses_horovod: it imports horovod.torch.
+        starts_ranks: whether it starts its ranks itself.
+        joins: whether it joins a process group.
+        is_parallel: whether it uses DataParallel.
+        declares_local_rank: whether it has an option for its local rank, as passed by torch.distributed.launch.
+        reads_slurm: whether it reads variables that Slurm sets.
+        uses_horovod: whether it imports horovod.
     """
 
     starts_ranks: bool = False
@@ -42,12 +42,12 @@ class Needs:
 
     @property
     def is_one_process(self) -> bool:
-        """Whether it is started once per node. See [Note: ways to start]."""
+        """Whether to start it once per node. See [Note: ways to start]."""
         return self.starts_ranks or (self.is_parallel and not self.joins)
 
 
 def _modules_of(tree: ast.Module) -> dict[str, str]:
-    """Local name -> the dotted name that it was imported as."""
+    """Local name -> dotted name of what it was imported from."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -62,13 +62,13 @@ def _modules_of(tree: ast.Module) -> dict[str, str]:
 
 
 def _full_name(node: ast.expr, imported: dict[str, str]) -> str:
-    """`torch.multiprocessing.spawn` for `mp.spawn` under `import torch.multiprocessing as mp`; empty for no name."""
+    """`torch.multiprocessing.spawn` for `mp.spawn` after `import torch.multiprocessing as mp`; empty for no name."""
     first, dot, rest = dotted_name(node).partition(".")
     return imported.get(first, first) + dot + rest
 
 
 def read_script(path: str) -> Needs:
-    """What the script at `path` wants; nothing in particular where it is no Python text."""
+    """Needs of the script at `path`; the defaults if it cannot be parsed."""
     tree = parse(path)
     if tree is None:
         return Needs()
@@ -94,5 +94,5 @@ def read_script(path: str) -> Needs:
 
 
 def option_for_local_rank(needs: Needs, target: str, is_module: bool) -> str:
-    """The option by which `torch.distributed.launch` tells a script that declares it; empty for others."""
+    """The option with which `torch.distributed.launch` passes the local rank; empty if the script declares none."""
     return (find_spelling(target, is_module).option or "") if needs.declares_local_rank else ""

@@ -1,7 +1,7 @@
-"""Programs of a cluster that scripts run: `nvidia-smi`, unless it is installed, and `scontrol show hostnames`.
+"""Stand-ins for cluster programs that scripts run: `nvidia-smi`, unless installed, and `scontrol show hostnames`.
 
-A shell script for each, in the job's private folder, which goes into the PATH of the rank and of what it starts. A
-real `scontrol` knows nothing of the job that is pretended.
+Each is a shell script in the job's private folder, which is put first in the PATH of the rank and its children. A
+real `scontrol` is replaced because it does not know the simulated job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["install"]
 
 _FOLDER = "programs"
 
-# Lists the stand-ins; a query gets a row of zeros for each, and a header unless told otherwise.
+# Lists the stand-ins; a query returns a row of zeros for each, after a header unless `noheader` is given.
 _NVIDIA_SMI = """\
 #!/bin/sh
 fields= header=1
@@ -39,7 +39,7 @@ while [ "$index" -lt {devices} ]; do
 done
 """
 
-# All nodes are this one.
+# Every simulated node is this host.
 _SCONTROL = """\
 #!/bin/sh
 case "$1 $2" in
@@ -58,7 +58,7 @@ done
 
 
 def install(settings: RehearsalSettings) -> None:
-    """Let this process and what it starts find those programs. Any number of ranks at the same time."""
+    """Put those programs in the PATH of this process and its children. Ranks may call this concurrently."""
     folder = env.LOCKSTEP_RENDEZVOUS.get()
     texts = {}
     if shutil.which("nvidia-smi") is None:

@@ -1,7 +1,7 @@
-"""What runs in a rank of a rehearsal, between the launcher's worker and the user's script.
+"""Runs in each rank of a rehearsal, between the launcher's worker and the user's script.
 
-`python worker.py -m lockstep.tools.rehearse.rank script.py args…`: puts the stand-ins in place, starts to watch, and
-then runs the script exactly as the worker would have.
+`python worker.py -m lockstep.tools.rehearse.rank script.py args…` installs the stand-ins and the watchers, and then
+runs the script exactly as the worker would have.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from lockstep.tools.shared import run_target
 
 __all__ = ["install", "set_variables"]
 
-# What a job number looks like; any will do.
+# An arbitrary job id.
 _SLURM_JOB = 4711
 
 
 def install() -> None:
-    """Make this process one of the rehearsal: stand-ins for GPUs, and everything watched. For good."""
+    """Make this process part of the rehearsal, for good: install stand-ins for GPUs and all watchers."""
     from lockstep.tools.rehearse import devices, programs, spawning, watch
 
     settings = RehearsalSettings.load()
     if env.CUDA_VISIBLE_DEVICES.get() is None:
-        # Scripts take the list apart. A driver, where there is one, is told of none of the GPUs that are really here.
+        # Scripts parse the list. For a driver, if there is one, it is empty: real GPUs stay hidden.
         env.CUDA_VISIBLE_DEVICES.set_in_python(",".join(map(str, range(settings.devices))), in_c="")
     devices.install(settings.devices, settings.memory_bytes)
     watch.install(with_horovod=settings.horovod)
@@ -34,10 +34,10 @@ def install() -> None:
 
 
 def set_variables(settings: RehearsalSettings) -> None:
-    """Say to the script which node it is on, as the launcher of several nodes would.
+    """Set the variables that name this rank's node, as a launcher on several nodes would.
 
     Raises:
-        AssertionError: this is no rank of ours.
+        AssertionError: RANK is not set.
     """
     rank, per_node = env.RANK.get(), settings.processes_per_node
     assert rank is not None
@@ -70,7 +70,7 @@ def set_variables(settings: RehearsalSettings) -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    # Where `-m` put the current folder; the script gets its own.
+    # `-m` put the current folder here; the script gets its own folder instead.
     if sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
     settings = RehearsalSettings.load()

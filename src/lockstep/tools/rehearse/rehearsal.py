@@ -1,4 +1,4 @@
-"""One rehearsal, from the command line to the report. Never imports torch."""
+"""Runs one rehearsal, from the command line to the report. Never imports torch."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Rehearsal:
 
     Attributes:
         target: path of a script, or name of a module.
-        args: arguments of the script, handed on untouched.
+        args: arguments of the script, passed on unchanged.
         nproc: ranks on each node.
-        gpus: GPUs that each node pretends to have; None for one per rank.
-        nodes: how many nodes to pretend.
-        start: "ranks", `nproc` processes per node; "once", one per node; "auto", what the script's text asks for.
-        memory: of each GPU, such as "8GiB"; None for no limit.
-        format: of the report, "text" or "json".
+        gpus: simulated GPUs per node; None for one per rank.
+        nodes: number of nodes to simulate.
+        start: "ranks", `nproc` processes per node; "once", one per node; "auto", determined from the script's text.
+        memory: memory of each GPU, such as "8GiB"; None for no limit.
+        format: format of the report, "text" or "json".
         output: file for the report; None for stdout.
-        strict: exit with 1 if there are findings.
-        is_module: `target` is a module.
-        prefix: put `[rank] ` before every line of the ranks.
-        with_shims: let scripts for Horovod, Apex and old releases of torch find Lockstep's shims.
+        strict: whether to exit with 1 if there are findings.
+        is_module: whether `target` is a module.
+        prefix: whether to put `[rank] ` before every line that a rank prints.
+        with_shims: whether scripts for Horovod, Apex and old releases of torch get Lockstep's shims.
         grace_s: seconds from asking a rank to stop to SIGKILL.
         stop_grace_s: the same for ranks that save before they stop.
     """
@@ -79,14 +79,14 @@ def _settings(rehearsal: Rehearsal, needs: Needs) -> RehearsalSettings:
 
 
 def rehearse(rehearsal: Rehearsal) -> int:
-    """Run it, and report. Local.
+    """Run the script, and write the report. Local.
 
     Returns:
-        The exit code: that of the job where it is not 0; 1 if a finding is a failure of the script, or if `strict` and
-        there are findings; else 0.
+        The exit code: that of the job if it is not 0; 1 if a finding is a failure of the script, or with `strict` if
+        there are any findings; else 0.
 
     Raises:
-        LaunchError: it cannot be started as asked; nothing has been started.
+        LaunchError: the job cannot be started, and nothing was; or the report cannot be written.
     """
     check_target(rehearsal.target, rehearsal.is_module)
     source = locate_target(rehearsal.target, rehearsal.is_module)
@@ -94,7 +94,7 @@ def rehearse(rehearsal: Rehearsal) -> int:
     settings = _settings(rehearsal, needs)
     variables = env.snapshot()
     env.LOCKSTEP_REHEARSAL.set(settings.dump(), variables)
-    # A GPU that is really here has no part in it.
+    # Real GPUs stay hidden.
     env.CUDA_VISIBLE_DEVICES.set("", variables)
     asked = None if rehearsal.with_shims else False
     tell_ranks(variables, asked, rehearsal.target, rehearsal.is_module, rehearsal.args)

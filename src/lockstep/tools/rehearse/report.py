@@ -1,13 +1,13 @@
-"""The report, for people and for programs.
+"""The report, as text and as JSON.
 
-The JSON form is an object with
+The JSON report is an object with
 
-* `version`: 1; fields may be added under it, none changes its meaning;
-* `script`, `exit_code` (its own), `ranks`, `nodes`, `gpus_per_node`: what was rehearsed; `processes`: how many were
-  started, also where they joined no group and `ranks` is 1;
-* `findings`: a list of objects with `id`, `title`, `file`, `line` and `function` (null where no line is to blame),
-  `called_from` (objects with `file`, `line` and `function`, the innermost caller first), `what` was seen, `why` it
-  matters, the `fix`, and `ranks`, empty where it concerns all.
+* `version`: 1; within a version fields may be added, but none changes its meaning;
+* `script`, `exit_code` (the script's), `ranks`, `nodes`, `gpus_per_node`: what was rehearsed; `processes`: how many
+  were started, also if they joined no group and `ranks` is 1;
+* `findings`: a list of objects with `id`, `title`, `file`, `line` and `function` (null if no line is to blame),
+  `called_from` (objects with `file`, `line` and `function`, innermost caller first), `what` was seen, `why` it
+  matters, the `fix`, and `ranks`, empty if it concerns all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def format_json(script: str, findings: Sequence[Finding], job: RehearsedJob | No
     Args:
         script: the script that was rehearsed.
         findings: what the rehearsal found.
-        job: what its processes saw; None if none started.
+        job: records of its processes; None if none started.
         exit_code: exit code of the script.
     """
     content = {
@@ -73,13 +73,13 @@ def _paragraph(label: str, text: str) -> str:
 
 
 def _describe(findings: Sequence[Finding]) -> str:
-    """One kind of finding at one line, on each path that leads there."""
+    """Text for findings of one kind at one line, with the call path of each."""
     kind = KINDS[findings[0].id]
     place = str(findings[0].sites[0]) if findings[0].sites else "(no line)"
     lines = [f"{place}: {kind.title} [{kind.id}]"]
     for finding in findings:
         lines.append(_paragraph("seen", finding.what + "."))
-        # That a script calls its main() at the end says nothing, if there is anything else to say.
+        # A call from the top level, usually of main(), is left out unless it is the only caller.
         callers = list(map(str, finding.sites[1:]))[:2]
         if len(callers) > 1 and finding.sites[2].function == "<module>":
             callers.pop()
@@ -96,7 +96,7 @@ def _who_ran(job: RehearsedJob | None) -> str:
 
 
 def format_text(script: str, findings: Sequence[Finding], job: RehearsedJob | None, exit_code: int) -> str:
-    """The report for people; the arguments are those of `format_json`."""
+    """The report as text; takes the same arguments as `format_json`."""
     where = f"{script} {_who_ran(job)}"
     if job is not None and job.settings.nodes > 1:
         where += f" on {job.settings.nodes} simulated nodes"

@@ -1,4 +1,4 @@
-"""What the command tells every process of a rehearsal, on its way through one environment variable."""
+"""Settings that the command passes to every process of a rehearsal through one environment variable."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MEMORY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of a text such as `8GiB`, `512 MB` or `1000000`.
+    """Number of bytes in a text such as `8GiB`, `512 MB` or `1000000`.
 
     Raises:
-        LaunchError: not of that form, or nothing.
+        LaunchError: the text is malformed, or means less than one byte.
 
     >>> parse_memory("8GiB"), parse_memory("1.5 kB")
     (8589934592, 1500)
@@ -40,13 +40,13 @@ class RehearsalSettings:
     """One rehearsal.
 
     Attributes:
-        devices: stand-ins that each (pretended) node has.
-        nodes: how many nodes to pretend.
-        processes_per_node: ranks that the rehearsal itself starts on each.
-        memory_bytes: of each stand-in; 0 for no limit.
+        devices: stand-ins on each simulated node.
+        nodes: number of nodes to simulate.
+        processes_per_node: processes that the rehearsal itself starts on each.
+        memory_bytes: memory of each stand-in; 0 for no limit.
         slurm: whether to set the variables of a Slurm step.
-        local_rank_option: the option in which the script wants its local rank, or empty.
-        horovod: whether the script finds Lockstep's shim for Horovod, and uses it.
+        local_rank_option: the option in which the script expects its local rank; empty for none.
+        horovod: whether the script imports Horovod, and gets Lockstep's shim for it.
     """
 
     devices: int

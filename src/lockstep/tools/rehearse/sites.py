@@ -1,8 +1,8 @@
-"""Where in the user's code something happened, and who called that.
+"""Where in the user's code something happened, and the lines that called it.
 
-[Note: whose call] What installed libraries (Accelerate, Fabric, …) do is theirs: a chain skips their frames and begins
-at the user's line that called them. What a call was given (`weights_only`), and that it was made at all (a step of a
-scheduler), concerns the user only where `is_own(frame)` of its direct caller.
+[Note: whose call] Frames of installed libraries (Accelerate, Fabric, …) are skipped: a chain begins at the user's line
+that called them. The user is only held responsible for the arguments of a call (`weights_only`), and for making it at
+all (a scheduler's step), if `is_own(frame)` holds for its direct caller.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MAX_DEPTH = 4
 
 @functools.lru_cache(maxsize=4096)
 def is_own_file(name: str) -> bool:
-    """Whether a file is neither an installed library's nor none at all.
+    """Whether a name is that of a real file that does not belong to an installed library.
 
-    A script that has itself been installed is the user's all the same, and what lies beside it.
+    A script that has itself been installed counts as the user's, and so do the files in its folder.
     """
     if name.startswith("<"):
         return False
@@ -37,12 +37,12 @@ def is_own_file(name: str) -> bool:
 
 
 def is_own(frame: FrameType) -> bool:
-    """Whether the user wrote this frame's code: neither torch's, Lockstep's nor an installed library's."""
+    """Whether this frame's code is the user's, not torch's, Lockstep's or an installed library's."""
     return is_users(frame.f_code) and is_own_file(frame.f_code.co_filename)
 
 
 def chain(depth: int = _MAX_DEPTH) -> tuple[Site, ...]:
-    """The innermost lines of the user's code that led here, the innermost first."""
+    """The last `depth` lines of the user's code on the stack, innermost first."""
     found: list[Site] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < depth:
@@ -53,6 +53,6 @@ def chain(depth: int = _MAX_DEPTH) -> tuple[Site, ...]:
 
 
 def site() -> Site | None:
-    """The innermost of them, or None."""
+    """The innermost line of the user's code on the stack, or None."""
     found = chain(1)
     return found[0] if found else None

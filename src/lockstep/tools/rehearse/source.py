@@ -1,4 +1,4 @@
-"""What the text of a script says about a line that was seen to run. Never imports torch."""
+"""Reads the text of a script around a line that ran. Never imports torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _covers(node: ast.AST, line: int) -> bool:
 
 
 def tests_around(file: str, line: int) -> list[frozenset[str]]:
-    """The names in the conditions of each `if` statement that the line stands in, in lower case."""
+    """For each `if` statement around the line, the names in its condition, in lower case."""
     return [
         frozenset(name.lower() for name in _names_in(node.test))
         for node in _nodes(file)
@@ -45,17 +45,17 @@ def _names_in(node: ast.expr) -> Iterator[str]:
 
 
 def argument_at(file: str, line: int, function: str, name: str, position: int | None = None) -> ast.expr | None:
-    """The argument of a call on that line.
+    """An argument of a call on that line.
 
     Args:
         file: path of the script.
-        line: that the call stands on, or spans.
-        function: last part of the called name; empty for any.
+        line: a line that the call covers.
+        function: end of the called name; empty for any.
         name: name of the argument.
-        position: of the argument, where it may be given without its name.
+        position: position of the argument; None if it is keyword-only.
 
     Returns:
-        Its expression; None if there is not exactly one such call, or the call does not have it.
+        Its expression; None unless exactly one such call has the argument.
     """
     calls = [
         node
@@ -83,10 +83,10 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 
 def assigned_values(file: str, text: str) -> list[ast.expr | None]:
-    """Everything that is ever assigned to a name such as `rank` or `args.rank` in the file.
+    """Everything that the file assigns to a name such as `rank` or `args.rank`.
 
-    For a parameter that is what the calls in the file pass. None stands for what has no expression of its own: a loop's
-    variable, a part of a tuple, `+=`, a parameter of a function that others call.
+    For a parameter, these are the arguments of calls in the file. None stands for an assignment without an expression:
+    a loop variable, an element of a tuple, `+=`, a parameter of a function that is not called in the file.
     """
     found: list[ast.expr | None] = []
     for node in _nodes(file):
@@ -105,7 +105,7 @@ def assigned_values(file: str, text: str) -> list[ast.expr | None]:
 
 
 def _passed_values(file: str, function: str, names: list[str], name: str) -> list[ast.expr | None]:
-    """What the calls of a function in the file pass for one of its parameters; None for what cannot be seen."""
+    """What calls in the file pass for one parameter of a function; None where that cannot be determined."""
     calls = [node for node in _nodes(file) if isinstance(node, ast.Call) and name_of(node.func) == function]
     found: list[ast.expr | None] = []
     for call in calls:
@@ -128,7 +128,7 @@ def assignments_at(file: str, line: int) -> list[tuple[str, ast.expr]]:
 
 
 def divisors_at(file: str, line: int) -> list[ast.expr]:
-    """What is divided by on that line."""
+    """The divisors of all divisions on that line."""
     found: list[ast.expr] = []
     for node in _nodes(file):
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div) and _covers(node, line):
@@ -140,7 +140,7 @@ def divisors_at(file: str, line: int) -> list[ast.expr]:
 
 
 def is_factor(file: str, name: str) -> bool:
-    """Whether the file multiplies or divides the number of that name, with or without its owner (`args.`)."""
+    """Whether the name is an operand of `*`, `%` or `//` in the file, with or without its owner (`args.`)."""
     last = name.rpartition(".")[2]
     return any(
         isinstance(node, ast.BinOp)

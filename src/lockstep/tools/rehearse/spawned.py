@@ -1,4 +1,4 @@
-"""What runs in a process that a rehearsed script spawned, before multiprocessing's own code. See `spawning.py`."""
+"""Runs in a process that a rehearsed script spawned, before multiprocessing's own code. See `spawning.py`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
             with recorder.watching_the_end():
                 original(self)
         finally:
-            recorder.write()  # multiprocessing's processes end without what atexit would do.
+            recorder.write()  # multiprocessing's processes skip atexit.
 
     return run
 
 
 def join_rehearsal(family: str, starter: int) -> None:
-    """In a spawned process, before anything else: become part of the rehearsal.
+    """Make this spawned process part of the rehearsal, before it does anything else.
 
     Args:
-        family: of the processes that were spawned together; see [Note: families] in `spawning.py`.
-        starter: pid of the process that spawns them.
+        family: the family of processes that it belongs to; see [Note: families] in `spawning.py`.
+        starter: pid of the process that spawned it.
     """
     rank.install()
     from lockstep.tools.rehearse.watch.recorder import recorder

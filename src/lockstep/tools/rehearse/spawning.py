@@ -1,11 +1,11 @@
-"""Makes processes that a rehearsed script spawns part of the rehearsal: what happens in the process that spawns them.
+"""Makes processes that a rehearsed script spawns part of the rehearsal; runs in the process that spawns them.
 
-A process that multiprocessing spawns imports the script again before it is told what to do. The stand-ins must be there
-before multiprocessing's own code runs, so its command line gets a line in front: a call of `spawned.join_rehearsal`.
+A process that multiprocessing spawns imports the script again before it receives its task. The stand-ins must be in
+place before multiprocessing's own code runs, so its command line begins with a call of `spawned.join_rehearsal`.
 
-[Note: families] A script may start ranks several times, one after the other. Those of one `mp.spawn` are a family, and
-are judged by themselves: rank 0 of the first has nothing to do with rank 1 of the second. Where the `mp.spawn` of each
-node gives its ranks to one group, they are one family: when they join it, all take the name that rank 0 has.
+[Note: families] A script may start ranks several times, one after the other. The ranks of one `mp.spawn` are a family
+and are only compared with each other: rank 0 of the first call is unrelated to rank 1 of the second. If the `mp.spawn`
+calls of several nodes start ranks of one group, these are one family: on joining, all take the family name of rank 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.tools.rehearse.patching import wrap
 __all__ = ["install"]
 
 _FIRST = "from lockstep.tools.rehearse.spawned import join_rehearsal; join_rehearsal({family!r}, {starter}); "
-# How often this process has called `mp.spawn`.
+# Numbers the calls of `mp.spawn` in this process.
 _starts = itertools.count(1)
 _family = ""
 
@@ -48,7 +48,7 @@ def _start(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Make the processes that this one will spawn part of the rehearsal."""
+    """Make processes that this one spawns from now on part of the rehearsal."""
     import torch.multiprocessing
 
     wrap(spawn, "get_command_line", _command_line)

@@ -1,15 +1,15 @@
-"""GPUs that are not there: what a script sees of CUDA, on the CPU. See the package's docstring for why this way.
+"""Simulated GPUs: CUDA, as a script sees it, on the CPU. The docstring of `rehearse` explains the design.
 
 General layout, from the bottom up:
 
-* `marks`: which stand-in a tensor lies on; `naming`: which device a word means.
-* `parts`: tensors that are made of others; `mode`: hands marks from inputs to results.
-* `arithmetic`: refuses operands on two devices.
-* `tensors`: replaces the calls that ask where a tensor lies, move it or make one.
+* `marks`: which stand-in a tensor is on; `naming`: which device a name or number refers to.
+* `parts`: tensors composed of other tensors; `mode`: passes marks from inputs to results.
+* `arithmetic`: rejects operands on different devices.
+* `tensors`: replaces the functions that query a tensor's device, move it or create one.
 * `cuda`: `torch.cuda`; `memory`: `torch.cuda.memory`; `streams`: streams and events; `amp`: autocast.
 * `replicas`: `torch.nn.DataParallel`; `groups`: nccl, as groups over shared memory.
-* `sharing`: tensors that go to another process; `files`: tensors in checkpoints.
-* `tracing`: programs that torch records instead of running.
+* `sharing`: tensors sent to another process; `files`: tensors in checkpoints.
+* `tracing`: programs that torch compiles, exports or traces.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["install"]
 
 
 def install(count: int, limit_bytes: int = 0) -> None:
-    """Give this process `count` stand-ins. For the whole process, once.
+    """Give this process `count` stand-ins, for good. Call it once.
 
     Args:
-        count: devices that its node has.
-        limit_bytes: memory of each; 0 for no limit.
+        count: number of devices of the simulated node.
+        limit_bytes: memory of each device; 0 for no limit.
     """
     import torch
 
@@ -45,7 +45,7 @@ def install(count: int, limit_bytes: int = 0) -> None:
 
     devices.install(count)
     ledger.limit_bytes = limit_bytes
-    # torch.library and the compiler's entry points read names of torch when they are imported, so first of all.
+    # First of all, because torch.library and the compiler's entry points read names of torch when they are imported.
     cuda.install()
     tensors.install()
     parts.install()

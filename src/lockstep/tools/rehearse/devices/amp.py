@@ -1,10 +1,10 @@
-"""Mixed precision: autocast for CUDA casts tensors on the CPU, and stays apart from autocast for the CPU.
+"""Mixed precision: autocast for CUDA casts tensors on the CPU, separately from autocast for the CPU.
 
-torch keeps a switch and a dtype for each type of device, in each thread. Those of CUDA stay as they are, and so
-everything that asks for them or restores them (`torch.autocast`, checkpoints, `custom_fwd`, Apex) gets its own answer
-back. What is computed are CPU tensors, though, and the CPU's switch is what makes operators cast: it is on where
-either of the two should be. What was asked of the CPU itself is kept here. Which operators cast, and to what, is then
-decided by where a tensor says that it lies (`lockstep.torch_private.cuda_casts`).
+torch keeps a switch and a dtype per device type and thread. Those of CUDA are left alone, so code that reads or
+restores them (`torch.autocast`, checkpoints, `custom_fwd`, Apex) works as usual. The operators run on CPU tensors,
+however, and cast by the CPU's switch: it is on if either should be. What the script requested for the CPU itself is
+kept here. Which operators cast, and to what, is then decided by the device that a tensor reports
+(`lockstep.torch_private.cuda_casts`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _dtype_of, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 
 
 class _OfCpu(threading.local):
-    """What a script has asked autocast for on the CPU itself, in this thread."""
+    """Autocast settings that a script requested for the CPU itself, in this thread."""
 
     def __init__(self) -> None:
         self.enabled, self.dtype = _is_enabled("cpu"), _dtype_of("cpu")
@@ -41,7 +41,7 @@ _of_cpu = _OfCpu()
 
 
 def _apply() -> None:
-    """Switch the casts of CPU tensors: on where the script has switched on those of CUDA or those of the CPU."""
+    """Set torch's switch for the CPU: on if the script enabled autocast for CUDA or for the CPU."""
     of_cuda = _is_enabled("cuda")
     _enable("cpu", of_cuda or _of_cpu.enabled)
     _set_dtype("cpu", _dtype_of("cuda") if of_cuda else _of_cpu.dtype)
@@ -53,7 +53,7 @@ def is_autocast_enabled(device_type: str = "cuda") -> bool:
 
 
 def set_autocast_enabled(device_type: str | bool, enabled: bool | None = None) -> None:
-    """`torch.set_autocast_enabled`; without a type of device, of CUDA."""
+    """`torch.set_autocast_enabled`; without a device type, for CUDA."""
     if isinstance(device_type, bool) or enabled is None:
         kind, enabled = "cuda", bool(device_type)
     else:
@@ -80,12 +80,12 @@ def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
 
 
 def _of(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """A function that torch had for one type of device, by its older name."""
+    """One of torch's older functions for a single device type."""
     return lambda *value: function(device_type, *value)
 
 
 def install() -> None:
-    """Put these functions in the place of torch's, and CUDA's list of operators beside the CPU's."""
+    """Replace torch's functions by these, and add CUDA's list of operators to the CPU's."""
     CudaCasts(everywhere=False)
     for function in (is_autocast_enabled, set_autocast_enabled, get_autocast_dtype, set_autocast_dtype):
         replace(torch, function.__name__, function)

@@ -1,7 +1,7 @@
-"""Refuses `cuda + cpu`, and losses that are computed by it, where the user's code writes them.
+"""Rejects `cuda + cpu`, and losses computed that way, if the user's code calls them.
 
-Not in the mode, as other operators: functions in C++ make tensors on the way without a mark, as `torch.stft` does its
-window, and compute with them.
+Unlike other operators these are not checked in the mode, because functions in C++ compute with unmarked temporary
+tensors, such as the window of `torch.stft`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.tools.rehearse.patching import wrap
 __all__ = ["install"]
 
 _OPERATORS = tuple(f"__{kind}{name}__" for name in ("add", "sub", "mul", "truediv") for kind in ("", "r", "i"))
-# Tensors that are what they seem to be: no fake ones, nor those of subclasses.
+# Only plain tensors are checked: no fake tensors, and no subclasses.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -29,7 +29,7 @@ def _check(name: str, one: Any, other: Any) -> None:
     index = second if first is None else first
     if first == second or index is None or not is_checked():
         return
-    if torch._C._functorch.peek_interpreter_stack() is None:  # what vmap computes with has no memory of its own
+    if torch._C._functorch.peek_interpreter_stack() is None:  # tensors under vmap have no storage to mark
         check_one_device(name.strip("_"), (one, other), index)
 
 
@@ -45,12 +45,12 @@ def _arithmetic(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_by_user(frame: Any) -> bool:
-    # Losses are called by torch's modules.
+    # Modules for losses call these functions from torch.nn.functional.
     return is_users(frame.f_code) or frame.f_globals.get("__name__") == "torch.nn.functional"
 
 
 def install() -> None:
-    """Replace the operators of tensors."""
+    """Replace the arithmetic operators of tensors, and the L1 loss."""
     for name in _OPERATORS:
         wrap(torch.Tensor, name, _arithmetic)
     wrap(torch._C._nn, "l1_loss", _arithmetic)

@@ -1,4 +1,4 @@
-"""`torch.cuda` on stand-ins: which devices there are, what each has, and how much of it is in use."""
+"""`torch.cuda` on stand-ins: devices and their properties, random numbers, and what torch asks of CUDA elsewhere."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ __all__ = ["install"]
 _NAME = "Lockstep rehearsal stand-in (CPU)"
 _CAPABILITY = (8, 0)
 _SENSORS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
-# What the stand-ins compute with and talk by has no such numbers; scripts that ask want to know whether they are new
-# enough for bfloat16.
+# Versions that stand-ins report; scripts usually check whether they are new enough for bfloat16.
 _CUDA_VERSION = "12.4"
 _NCCL_VERSION = (2, 21, 5)
 _CUDNN_VERSION = 90100
@@ -65,7 +64,7 @@ class _DeviceOf(_DeviceContext):
 
 
 class _LegacyType(type):
-    """`torch.cuda.FloatTensor` and its like: constructors, names for `.type()`, classes for `isinstance`."""
+    """`torch.cuda.FloatTensor` and the like: constructors, names for `.type()`, classes for `isinstance`."""
 
     _lockstep_name: str
     _dtype: torch.dtype
@@ -186,7 +185,7 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 
 class _Generator(type):
-    """`torch.Generator`, which may be asked for a GPU."""
+    """`torch.Generator`, which can also create one for a GPU."""
 
     def __call__(cls, device: Any = "cpu") -> Any:
         index = devices.index_of(device)
@@ -197,7 +196,7 @@ class _Generator(type):
 
 
 class _Device(type):
-    """`torch.device`, of which a number alone means a GPU."""
+    """`torch.device`, where a number alone means a GPU."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         word = args[0] if args else kwargs.get("device", kwargs.get("type"))
@@ -208,7 +207,7 @@ class _Device(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _real_device_type)
 
-    # What took the type over before, as torch.fx and TorchScript did, finds it in this one again.
+    # torch.fx and TorchScript imported the original type earlier; it must compare equal to this one.
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is _real_device_type
 
@@ -254,7 +253,7 @@ _CUDART_CALLS = ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "c
 
 
 def _cudart() -> Any:
-    """The library that `torch.cuda.cudart()` returns: every call goes well."""
+    """The library that `torch.cuda.cudart()` returns; every call succeeds."""
     return types.SimpleNamespace(
         cudaError=types.SimpleNamespace(success=0),
         cudaMemGetInfo=memory.info,
@@ -263,7 +262,7 @@ def _cudart() -> Any:
 
 
 def _profile_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Profile what really computes; of a GPU's events each would be warned that there is none."""
+    """Profile the CPU instead of a GPU, for which torch would warn that there is none."""
 
     def init(self: Any, enabled: bool = True, **options: Any) -> None:
         if options.pop("use_cuda", False) or options.get("use_device") == "cuda":
@@ -281,14 +280,14 @@ def install() -> None:
             replace(torch.cuda.random, name, value)
     memory.install()
     replace(torch.cuda, "make_graphed_callables", _refuse("make_graphed_callables"))
-    for name in ("CUDAGraph", "graph"):  # stay classes: annotations say `CUDAGraph | None`
+    for name in ("CUDAGraph", "graph"):  # must remain classes for annotations such as `CUDAGraph | None`
         original = getattr(torch.cuda, name)
         replace(torch.cuda, name, type(name, (original,), {"__new__": _refuse(name), "__module__": "torch.cuda"}))
     for name, value in _accelerator().items():
         replace(torch.accelerator, name, value)
-    # What torch's own code asks, FSDP2 to choose the devices of its mesh.
+    # Called by torch's own code: FSDP2 chooses the devices of its mesh by it.
     replace(torch._C, "_get_accelerator", lambda check=None: torch.device("cuda"))
-    # What Lightning calls at the end of a training, of which a CPU build has none.
+    # Called by Lightning after training; a CPU build of torch lacks it.
     replace(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
     _install_nvtx()
     replace(torch.cuda, "_cudart", _cudart())
@@ -296,7 +295,7 @@ def install() -> None:
     replace(torch.version, "cuda", _CUDA_VERSION)
     replace(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
     wrap(torch.autograd.profiler.profile, "__init__", _profile_host)
-    # Asked of every RNN; the answer for a CPU build comes with a warning.
+    # Called by every RNN; a CPU build's own function warns.
     replace(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
     replace(torch.backends.cudnn, "version", lambda: _CUDNN_VERSION)
     streams.install()

@@ -1,4 +1,4 @@
-"""Checkpoints: a tensor on a stand-in is saved as one on that GPU, and comes back to it unless told otherwise."""
+"""Checkpoints: a tensor on a stand-in is saved as being on that GPU, and loaded onto it unless told otherwise."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lockstep.tools.rehearse.patching import replace
 
 __all__ = ["install", "restored"]
 
-# Called with the index of the stand-in for every storage that is put back on one.
+# Functions called with the index of the stand-in for every storage that is loaded onto one.
 restored: list[Any] = []
-# Before torch's own packages, whose first is 10.
+# Before torch's own packages, whose priorities begin at 10.
 _PRIORITY = 5
 
 
@@ -44,7 +44,7 @@ def _storage_to(self: Any, device: Any = None, non_blocking: bool = False) -> An
 
 
 def install() -> None:
-    """Teach torch.save and torch.load the stand-ins."""
+    """Make torch.save and torch.load work with stand-ins."""
     torch.serialization.register_package(_PRIORITY, _tag, _restore)
     replace(torch.UntypedStorage, "cuda", _storage_to)
     replace(torch.storage.TypedStorage, "cuda", _storage_to)

@@ -1,7 +1,7 @@
-"""`nccl`, and every other backend that a script asks for, as groups over shared memory.
+"""`nccl`, and every other backend that a script requests, as groups over shared memory.
 
-What the script asked for is remembered: `dist.get_backend()` says so to the script, and a tensor in host memory is
-refused by what stands for nccl, because nccl refuses it.
+The requested backend is remembered: `dist.get_backend()` returns it to the script, and a group that stands for nccl
+rejects tensors in host memory, as nccl does.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from lockstep.tools.rehearse.patching import replace, wrap, wrap_everywhere
 
 __all__ = ["NcclOptions", "ProcessGroupNCCL", "install", "nominal_backend"]
 
-# What these would be on a cluster; here all are Lockstep's.
+# Backends for which a Lockstep group is created instead.
 _REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "xccl"})
 _WITH_TENSORS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "send", "recv", "isend", "irecv"),
 )
 _WATCHERS = "lockstep.tools.rehearse.watch"
-# Group -> the backend that the script asked for.
+# Group -> the backend that the script requested.
 _nominal: dict[Any, str] = {}
-# Groups for which it asked for none in particular: torch gives these nccl for GPUs, and gloo for the host.
+# Groups created without a backend: torch gives these nccl for GPUs and gloo for host memory.
 _mixed: set[Any] = set()
 
 
 def _translate(backend: Any) -> tuple[Any, str]:
-    """The backend to take, and the name that the script used."""
+    """The backend to create, and the one that the script requested."""
     if backend is None:
         return BACKEND_NAME, "nccl"
     name = str(backend).lower()
     kinds = [part.rpartition(":")[2] for part in name.split(",")]
     nominal = next((kind for kind in kinds if kind == "nccl"), kinds[0])
-    # Several backends, one for each type of device, take tensors of all those types.
+    # A group with a backend per device type accepts tensors on all of these, unlike nccl alone.
     nominal = nominal if len(kinds) == 1 else name
     return (BACKEND_NAME if all(kind in _REPLACED for kind in kinds) else backend), nominal
 
@@ -57,12 +57,12 @@ def _group(group: Any) -> Any:
 
 
 def nominal_backend(group: Any = None) -> str:
-    """What the script asked for when it made this group; empty if it made none."""
+    """The backend that the script requested for this group, else for the default group; empty if there is none."""
     return _nominal.get(_group(group), "") or _nominal.get(dist.group.WORLD, "")
 
 
 def _check_rank(world_size: Any = -1, rank: Any = -1, **others: Any) -> None:
-    """Refuse a rank that is not below the world size, which would wait for ever."""
+    """Reject a rank that is not below the world size, which would wait forever."""
     if isinstance(world_size, int) and isinstance(rank, int) and 0 <= world_size <= rank:
         raise InputError(
             f"init_process_group: rank {rank} of world_size {world_size}, but ranks are 0 to world_size - 1. Pass the "
@@ -128,7 +128,7 @@ def _get_backend_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_called_by_user() -> bool:
-    """Whether the user's code called the collective; who watches it comes in between."""
+    """Whether the user's code called the collective, apart from frames of our watchers in between."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_WATCHERS):
         frame = frame.f_back
@@ -139,7 +139,7 @@ def _like_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
     position = list(inspect.signature(original).parameters).index("group")
 
     def collective(*args: Any, **kwargs: Any) -> Any:
-        # What torch sends for its own sake is made for the group that is really there.
+        # Tensors of torch's own calls are in host memory, as the actual group needs them.
         group = args[position] if len(args) > position else kwargs.get("group")
         if nominal_backend(group) == "nccl" and _group(group) not in _mixed and _is_called_by_user():
             for tensor in tensors_among([*args, *kwargs.values()]):
@@ -154,7 +154,7 @@ def _like_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_its_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark DDP's buckets, which C++ makes without naming a device, as lying where the parameters do."""
+    """Mark DDP's buckets, which C++ creates without naming a device, with the device of the parameters."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         module = self if original.__name__ != "__init__" else args[0] if args else kwargs.get("module")
@@ -169,10 +169,10 @@ def _on_its_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class NcclOptions:
-    """What `pg_options` is given: accepted, and not used.
+    """Options for `pg_options`, accepted and ignored.
 
     Args:
-        options: become attributes, as `is_high_priority_stream`.
+        options: stored as attributes, such as `is_high_priority_stream`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -181,13 +181,13 @@ class NcclOptions:
 
 
 class ProcessGroupNCCL:
-    """`dist.ProcessGroupNCCL` of a build without nccl."""
+    """`dist.ProcessGroupNCCL`, for a build of torch without nccl."""
 
     Options = NcclOptions
 
 
 def install() -> None:
-    """Replace the functions of torch.distributed that name a backend or give tensors to one."""
+    """Replace the functions of torch.distributed that name a backend or pass tensors to one."""
     makers = {
         "init_process_group": _init,
         "new_group": _new_group,

@@ -1,14 +1,14 @@
-"""Which stand-in a tensor lies on.
+"""Which stand-in a tensor is on.
 
-[Note: marks] Every tensor of a rehearsal is an ordinary CPU tensor. That its memory stands for memory of a GPU is an
-attribute of its storage. Storages keep their Python object, and with it the attribute, as long as they live; views
-share them; and everything written in C++ (kernels, the autograd engine, DDP's reducer, collectives, NumPy) sees CPU
-memory and works. A mark is set once in a storage's life, and its bytes count as used on that device until it dies, as
-many as there are after each resize.
+[Note: marks] Every tensor of a rehearsal is an ordinary CPU tensor. An attribute of its storage, the mark, says that
+its memory stands for memory of a GPU. Storages keep their Python object, and thus the attribute, as long as they live;
+views share them; and everything written in C++ (kernels, the autograd engine, DDP's reducer, collectives, NumPy) sees
+CPU memory and works. A storage is marked at most once, and its bytes count as used on that device until it is freed,
+adjusted after each resize.
 
-[Note: garbage] With an older torch the collector takes a storage for garbage that only garbage refers to, such as what
-`torch.save` leaves behind, and empties its Python object, though tensors have the storage and will show it again. What
-the collector does not know it leaves alone; what dies is given back without it.
+[Note: garbage] In older releases of torch, if only garbage refers to a storage in Python, such as what `torch.save`
+leaves behind, the garbage collector clears the storage's Python object, although tensors still hold the storage and
+will return that object again. It is therefore untracked; reference counting frees it all the same.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _hides = forgets_of_storages(torch.__version__)
 
 
 def real_device(tensor: torch.Tensor) -> torch.device:
-    """Where its memory really is."""
+    """The device that the tensor's memory is really on."""
     device: torch.device = _read_device(tensor)
     return device
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """Its storage, that of its values if it is sparse, that of its first part if it is made of others, or None."""
+    """The tensor's storage: that of its values if sparse, of its first part if composed of tensors; None if none."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names = flatten()[0]
@@ -66,29 +66,29 @@ def storage_of(tensor: torch.Tensor) -> Any:
 
 
 def mark_of(tensor: torch.Tensor) -> int | None:
-    """Index of the stand-in that the tensor lies on; None if it lies in host memory."""
+    """Index of the stand-in that the tensor is on; None if it is in host memory."""
     return getattr(storage_of(tensor), _MARK, None)
 
 
 def mark(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Say that the tensor's memory, which is new, lies on stand-in `index`.
+    """Mark the tensor's newly allocated memory as being on stand-in `index`, and return the tensor.
 
     Raises:
-        torch.OutOfMemoryError: the device has not that much left.
+        torch.OutOfMemoryError: the device does not have that much memory left.
     """
     mark_storage(storage_of(tensor), index)
     return tensor
 
 
 def mark_storage(storage: Any, index: int) -> None:
-    """The same for a storage; one that has a mark keeps it."""
+    """`mark` for a storage; one that already has a mark keeps it."""
     if storage is not None and getattr(storage, _MARK, None) is None and storage.device.type == "cpu":
         ledger.add(storage, index)
         note_on(storage, _MARK, index)
 
 
 def note_on(storage: Any, name: str, value: object) -> None:
-    """Set an attribute of a storage that stays for as long as the storage does. See [Note: garbage]."""
+    """Set an attribute that lasts as long as the storage. See [Note: garbage]."""
     setattr(storage, name, value)
     if _hides:
         ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(storage))
@@ -99,9 +99,9 @@ class Tally:
     """A quantity in use.
 
     Attributes:
-        now: at present.
-        peak: the most since it was reset.
-        ever: all that was ever added, given back or not, since it was reset.
+        now: current amount.
+        peak: maximum since the last reset.
+        ever: sum of all amounts added since the last reset, freed or not.
     """
 
     now: int = 0
@@ -109,7 +109,7 @@ class Tally:
     ever: int = 0
 
     def add(self, amount: int) -> None:
-        """Use so much more, or less."""
+        """Add an amount, which may be negative."""
         self.now += amount
         self.peak = max(self.peak, self.now)
         self.ever += max(amount, 0)
@@ -117,14 +117,14 @@ class Tally:
 
 @dataclass
 class Usage:
-    """What a stand-in holds: bytes, and the blocks (storages) that they are in."""
+    """Memory in use on a stand-in: bytes, and blocks (storages)."""
 
     num_bytes: Tally = field(default_factory=Tally)
     blocks: Tally = field(default_factory=Tally)
 
 
 class _Tracked(weakref.ref[Any]):
-    """A storage that counts, and what it counts for."""
+    """Weak reference to a counted storage, with its device and the bytes counted for it."""
 
     index: int
     num_bytes: int
@@ -132,10 +132,10 @@ class _Tracked(weakref.ref[Any]):
 
 
 class Ledger:
-    """What is in use on every stand-in of this process.
+    """Memory in use on all stand-ins of this process.
 
     Attributes:
-        limit_bytes: of each device; 0 for none.
+        limit_bytes: memory of each device; 0 for no limit.
     """
 
     def __init__(self) -> None:
@@ -146,11 +146,11 @@ class Ledger:
         self._tracked: dict[int, _Tracked] = {}
 
     def of(self, index: int) -> Usage:
-        """What is in use on a device; not to be changed."""
+        """Memory in use on a device; read only."""
         return self._usages.setdefault(index, Usage())
 
     def add(self, storage: Any, index: int) -> None:
-        """Count the bytes of a storage until it dies."""
+        """Count the bytes of a storage until it is freed. Raises torch.OutOfMemoryError if they exceed the limit."""
         num_bytes = storage.nbytes()
         with self._lock:
             self._take(index, num_bytes)
@@ -160,7 +160,7 @@ class Ledger:
             self._tracked[tracked.key] = tracked
 
     def resize(self, storage: Any, num_bytes: int) -> None:
-        """Count `num_bytes` for a storage from now on, if it counts."""
+        """Count `num_bytes` for a storage from now on, if it is counted at all."""
         with self._lock:
             tracked = self._tracked.get(id(storage))
             if tracked is not None:
@@ -189,13 +189,13 @@ class Ledger:
         )
 
     def reset_peak(self, index: int) -> None:
-        """Forget the peaks; the next ones count from what is in use now."""
+        """Reset the peaks of a device to what is in use now."""
         with self._lock:
             for tally in (self.of(index).num_bytes, self.of(index).blocks):
                 tally.peak = tally.now
 
     def reset_total(self, index: int) -> None:
-        """Forget what was ever added, but for what is in use now."""
+        """Reset the totals of a device to what is in use now."""
         with self._lock:
             for tally in (self.of(index).num_bytes, self.of(index).blocks):
                 tally.ever = tally.now

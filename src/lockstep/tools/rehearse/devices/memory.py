@@ -1,7 +1,7 @@
-"""`torch.cuda.memory` on stand-ins: what the ledger of `marks` says, in the words of CUDA's allocator.
+"""`torch.cuda.memory` on stand-ins: the figures of the ledger in `marks`, under the names of CUDA's allocator.
 
-There is no allocator, so all that is allocated is active, all that is reserved is allocated, and every block is large.
-As with CUDA, who asks before CUDA is used is told of nothing in use, and CUDA is not used by that.
+There is no caching allocator, so reserved, allocated and active memory are equal, and every block counts as large.
+As with CUDA, statistics are zero before CUDA is first used, and reading them does not count as using it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.tools.rehearse.patching import replace, wrap
 
 __all__ = ["info", "install", "total_bytes"]
 
-# What a device without a limit says of itself; enough for any script that looks before it leaps.
+# Memory reported for a device without a limit; enough for scripts that check it first.
 _TOTAL_BYTES = 80 * 1024**3
 _POOLS = ("all", "large_pool", "small_pool")
 _OF_BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
@@ -28,7 +28,7 @@ _NEVER = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_a
 
 
 def total_bytes() -> int:
-    """Memory of each device."""
+    """Memory of each device, in bytes."""
     return ledger.limit_bytes or _TOTAL_BYTES
 
 
@@ -37,7 +37,7 @@ def _usage(device: Any) -> Usage:
 
 
 def info(device: Any = None) -> tuple[int, int]:
-    """`torch.cuda.mem_get_info`: bytes that are free on a device, and all that it has."""
+    """`torch.cuda.mem_get_info`: free and total bytes of a device."""
     used = ledger.of(devices.cuda_index(device)).num_bytes.now
     return max(0, total_bytes() - used), total_bytes()
 
@@ -52,7 +52,7 @@ def _figures(tally: Tally) -> dict[str, int]:
 
 
 def _nested_stats(device: Any = None) -> dict[str, Any]:
-    """`memory_stats_as_nested_dict`, of which torch makes `memory_stats`."""
+    """`memory_stats_as_nested_dict`, from which torch computes `memory_stats`."""
     if not devices.is_used:
         return {}
     usage, nothing = _usage(device), _figures(Tally())
@@ -94,7 +94,7 @@ def _peak(device: Any = None) -> int:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What concerns the allocator alone."""
+    """Stands for functions that only concern the allocator."""
 
 
 def _names() -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _names() -> dict[str, Any]:
 
 
 def _resize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """How FSDP frees the parameters that it has gathered, and gets their memory back."""
+    """Keeps count when a storage is resized, which is how FSDP frees and reallocates gathered parameters."""
 
     def resize(self: Any, num_bytes: int) -> Any:
         ledger.resize(self, int(num_bytes))
@@ -129,7 +129,7 @@ def _resize(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Replace the functions of `torch.cuda.memory`, and those of `torch.accelerator` where torch has them."""
+    """Replace the functions of `torch.cuda.memory`, and their counterparts in `torch.accelerator` if torch has them."""
     names = _names()
     for name, value in names.items():
         replace(torch.cuda.memory, name, value)

@@ -1,7 +1,7 @@
 """A `TorchDispatchMode`, on in every thread of a rehearsal, that marks results with the device of their inputs.
 
-It sees every operator below autograd, so also those of backward passes and of C++ code. An operator's fresh
-outputs get the mark of its first marked input; a `device="cuda"` becomes a mark as well. [Note: marks]
+It sees every operator below autograd, including those of backward passes and of C++ code. An operator's newly
+allocated outputs get the mark of its first marked input; `device="cuda"` becomes a mark as well. See [Note: marks].
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Observer = Callable[[Any, Sequence[Any], Any], None]
 observers: list[Observer] = []
 
 _aten = torch.ops.aten
-# Operators whose tensor arguments CUDA wants on one device, with nothing in between that C++ code may have
-# made for itself: a mismatch here is the script's. Arithmetic is none of them: see `arithmetic.py`.
+# Operators whose tensor arguments CUDA requires on one device, and which C++ code does not call with temporary tensors
+# of its own, so that a mismatch is the script's fault. For arithmetic see `arithmetic.py`.
 _STRICT = frozenset(
     {
         _aten.mm.default,
@@ -66,35 +66,35 @@ _STRICT = frozenset(
     }
 )
 
-# In float16 a CPU takes some 50 times as long for these. A GPU adds up in float32 and rounds, and so it is done here.
+# In float16 a CPU is about 50 times slower here. A GPU accumulates in float32 and rounds, and so does `_in_float32`.
 _SLOW_IN_HALF = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 
-# Results that CUDA's own operators leave in host memory, by their position.
+# Positions of results that are in host memory with CUDA, too.
 _IN_HOST_MEMORY = {_aten._pack_padded_sequence.default: frozenset({1})}
 
-# What makes a tensor's memory larger.
+# Operators that may enlarge a tensor's memory.
 _RESIZES = frozenset({_aten.resize_.default, _aten.resize_as_.default})
 
 _local = threading.local()
 _generators: dict[int, torch.Generator] = {}
-# By the address of what is behind them: what comes out of C++ is another Python object.
+# By address of the C++ generator, as C++ code returns it in another Python object.
 _of_devices: weakref.WeakValueDictionary[int, GeneratorOfDevice] = weakref.WeakValueDictionary()
-# Operator -> (has it fresh outputs, does it draw random numbers, does it write into its first argument).
+# Operator -> (allocates outputs, draws random numbers, writes into its first argument and is not a copy).
 _traits: dict[Any, tuple[bool, bool, bool]] = {}
-# What may write from one device into another.
+# Operators that may write from one device to another.
 _COPIES = frozenset({"aten::copy_", "aten::set_", "aten::resize_as_", "aten::_foreach_copy_"})
-# Threads of Lockstep's own, which must see memory as it is.
+# Prefix of Lockstep's own threads, which must see memory as it is.
 _OWN_THREADS = "lockstep-"
 
 
 class GeneratorOfDevice(torch._C.Generator):
-    """Random numbers for a stand-in, and for nothing else."""
+    """Random generator of a stand-in; it can only be used for tensors on that device."""
 
     index: int
     _cdata: int
 
     def __new__(cls, index: int) -> GeneratorOfDevice:
-        """A generator on the CPU, which says otherwise."""
+        """Create a CPU generator that reports the device of the stand-in."""
         self = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         self.index = index
         _of_devices[self._cdata] = self
@@ -102,22 +102,22 @@ class GeneratorOfDevice(torch._C.Generator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where its numbers are for."""
+        """The device that it draws numbers for."""
         return torch.device("cuda", self.index)
 
     def clone_state(self) -> GeneratorOfDevice:
-        """Another in the same state."""
+        """A new generator in the same state."""
         clone = GeneratorOfDevice(self.index)
         clone.set_state(self.get_state())
         return clone
 
     def __reduce__(self) -> Any:
-        """As torch's own, which makes another and gives it the state."""
+        """Like torch's own: pickling keeps the state."""
         return GeneratorOfDevice, (self.index,), super().__reduce__()[2]
 
 
 def generator_of(index: int) -> torch.Generator:
-    """The random numbers of a stand-in; from CUDA's own first seed until it is seeded."""
+    """The default generator of a stand-in; until seeded, it has CUDA's default seed."""
     generator = _generators.get(index)
     if generator is None:
         generator = _generators[index] = GeneratorOfDevice(index)
@@ -127,7 +127,7 @@ def generator_of(index: int) -> torch.Generator:
 
 @contextlib.contextmanager
 def placed(index: int | None) -> Iterator[None]:
-    """A context: tensors that this thread makes inside lie on that stand-in, or in host memory for None."""
+    """Context manager: tensors that this thread creates are placed on that stand-in, or in host memory for None."""
     before = getattr(_local, "override", ())
     _local.override = (index,)
     try:
@@ -138,7 +138,7 @@ def placed(index: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mixing() -> Iterator[None]:
-    """A context: inside, this thread's operators take tensors of several devices without an error."""
+    """Context manager: this thread's operators accept tensors on different devices."""
     before = getattr(_local, "mixes", False)
     _local.mixes = True
     try:
@@ -148,7 +148,7 @@ def mixing() -> Iterator[None]:
 
 
 def tensors_among(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, those in lists and tuples included."""
+    """The tensors among arguments, including those in lists and tuples."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
@@ -169,20 +169,20 @@ def _traits_of(func: Any) -> tuple[bool, bool, bool]:
 
 
 def is_checked() -> bool:
-    """Whether tensors of several devices are a mistake of the script's now, in this thread."""
+    """Whether mixing devices is an error of the script: not inside `mixing` or a backward pass of this thread."""
     return not getattr(_local, "mixes", False) and torch._C._current_graph_task_id() == -1
 
 
 def check_one_device(name: str, arguments: Sequence[Any], index: int) -> None:
-    """Refuse tensors that do not lie on stand-in `index`; single numbers may lie in host memory.
+    """Reject tensors that are not on stand-in `index`; tensors without dimensions may be anywhere.
 
     Args:
-        name: of the operator.
-        arguments: tensors, lists of them, and others.
-        index: the device of the first that lies on any.
+        name: name of the operator.
+        arguments: its arguments: tensors, lists of tensors, and others, which are ignored.
+        index: the stand-in of the first argument that is on one.
 
     Raises:
-        RuntimeError: one lies elsewhere, in CUDA's words.
+        RuntimeError: a tensor is elsewhere; with CUDA's message.
     """
     for tensor in tensors_among(arguments):
         other = mark_of(tensor)
@@ -217,7 +217,7 @@ def _in_float32(func: Any, args: Sequence[Any]) -> Any:
 
 
 def _mark_copies(args: Any, result: Any, place: int) -> None:
-    """Marks what an operator that may return its argument (`to`, `reshape`) has copied: in inference_mode() it does."""
+    """Marks the copy made by an operator that may also return its argument (`to`, `reshape`), in inference_mode()."""
     own = storage_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
     for each in tensors_among((result,)):
         if own is not None and storage_of(each) is not own:
@@ -225,7 +225,7 @@ def _mark_copies(args: Any, result: Any, place: int) -> None:
 
 
 def _run_higher_order(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operator of functions, whose results lie where its first tensor does."""
+    """Run a higher-order operator; its results are on the device of its first marked tensor."""
     result = func(*args, **kwargs)
     index = next((place for each in tensors_among(args) if (place := mark_of(each)) is not None), None)
     if index is not None:
@@ -235,16 +235,16 @@ def _run_higher_order(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """See the module's docstring."""
+    """The mode; see the module's docstring."""
 
-    supports_higher_order_operators = True  # such as flex_attention, of which operators come by here
+    supports_higher_order_operators = True  # such as flex_attention
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator on CPU memory, and say where its results lie."""
+        """Run one operator on CPU memory, and mark its results."""
         if not isinstance(func, torch._ops.OpOverload):
             return _run_higher_order(func, args, kwargs or {})
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # Tensors that are made of others (DTensor, nested ones): they do it, and their parts come by here.
+            # Tensors composed of others (DTensor, nested tensors) run the operator; it arrives here with their parts.
             return NotImplemented
         kwargs = kwargs or {}
         index: int | None = None
@@ -276,7 +276,7 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif place is not None:
             _mark_copies(args, result, place)
         if writes and index is not None and isinstance(args[0], torch.Tensor):
-            # CUDA takes no other tensor there: it is one that C++ has made for itself.
+            # CUDA would reject a tensor elsewhere, so it is an unmarked temporary tensor of C++ code.
             mark(args[0], index)
         if func in _RESIZES:
             storage = storage_of(args[0])
@@ -290,7 +290,7 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = result if isinstance(result, list | tuple) else (result,)
         in_host_memory = _IN_HOST_MEMORY.get(func, frozenset())
         for position, (returned, value) in enumerate(zip(func._schema.returns, results, strict=False)):
-            # A list of fresh tensors is one return of the schema.
+            # A list of new tensors is one return of the schema.
             single = isinstance(result, list) and len(func._schema.returns) == 1
             if returned.alias_info is None and position not in in_host_memory:
                 for tensor in tensors_among(results if single else (value,)):
@@ -298,14 +298,14 @@ class StandIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def enter_here() -> None:
-    """Turn the mode on in this thread, for good."""
+    """Enable the mode in this thread, for good."""
     if not getattr(_local, "entered", False):
         _local.entered = True
         StandIn().__enter__()  # type: ignore[no-untyped-call]
 
 
 def install() -> None:
-    """Turn it on in this thread and in every Python thread that starts from now on."""
+    """Enable the mode in this thread and in every Python thread that starts from now on, except Lockstep's."""
     enter_here()
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Which device a word means: `cuda`, `cuda:1`, 1, `torch.device("cuda")`, and what a script may say instead.
+"""Which stand-in a script's `cuda`, `cuda:1`, 1 or `torch.device("cuda")` refers to.
 
 [Note: visible devices] CUDA reads CUDA_VISIBLE_DEVICES when a process first uses it; `cuda:0` is then the first GPU
-that it names. So scripts that give each process one GPU by that variable, and call it `cuda:0`, share none.
+listed. Processes that each see one GPU by that variable, and call it `cuda:0`, therefore do not share it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Devices:
     """The stand-ins of this process.
 
     Attributes:
-        total: how many GPUs the node pretends to have.
-        is_forked: the process that this one was forked from has used CUDA, and so this one cannot.
+        total: number of GPUs of the simulated node.
+        is_forked: whether this process was forked from one that had used CUDA, and so cannot use it.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Devices:
         self._local = threading.local()
 
     def install(self, total: int) -> None:
-        """Pretend so many GPUs. Once."""
+        """Simulate `total` GPUs. Call it once."""
         self.total = total
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -43,7 +43,7 @@ class Devices:
 
     @property
     def is_used(self) -> bool:
-        """Whether this process has chosen or used a device, as `torch.cuda.is_initialized`."""
+        """Whether this process has chosen or used a device, which initializes CUDA."""
         return self._used is not None
 
     def visible(self) -> tuple[int, ...]:
@@ -56,17 +56,17 @@ class Devices:
         found: list[int] = []
         for word in map(str.strip, text.split(",")):
             if not word.isdecimal() or int(word) >= self.total:
-                break  # CUDA reads no further.
+                break  # CUDA ignores the rest of the list.
             found.append(int(word))
         return tuple(found)
 
     @property
     def count(self) -> int:
-        """How many of them this process sees."""
+        """Number of GPUs that this process sees."""
         return len(self.visible())
 
     def use(self) -> None:
-        """Use CUDA: which devices are visible is settled.
+        """Initialize CUDA, which fixes the visible devices.
 
         Raises:
             RuntimeError: this process was forked from one that had used CUDA.
@@ -78,12 +78,12 @@ class Devices:
             )
         if self._used is None:
             self._used = self.visible()
-            # What torch asks in places: its checkpoints, whether there are random numbers of GPUs to restore.
+            # torch reads this directly: activation checkpointing, to decide whether to restore GPU random states.
             torch.cuda._initialized = True
 
     @property
     def current(self) -> int:
-        """The device that `cuda` alone means in this thread."""
+        """Index of this thread's current device, to which `cuda` without a number refers."""
         index: int = getattr(self._local, "index", 0)
         return index
 
@@ -93,10 +93,10 @@ class Devices:
         self._local.index = index
 
     def check(self, index: int) -> int:
-        """`index`, if there is such a device, which is in use from now on.
+        """Initialize CUDA, and return `index` if there is such a device.
 
         Raises:
-            RuntimeError: there is none, in CUDA's words; or as `use`.
+            RuntimeError: there is no such device (with CUDA's message), or as for `use`.
         """
         self.use()
         if not 0 <= index < self.count:
@@ -109,10 +109,10 @@ class Devices:
         return index
 
     def index_of(self, device: Any) -> int | None:
-        """The stand-in that a word means, which is in use from now on: None for every device that is no GPU.
+        """Index of the stand-in that `device` refers to, initializing CUDA; None if it is not a GPU.
 
         Args:
-            device: an int, a text, a `torch.device`, or None for the current device.
+            device: an int, a string, a `torch.device`, or None for the current device.
 
         Raises:
             RuntimeError: there is no such device.
@@ -128,10 +128,10 @@ class Devices:
         return self.check(self.current if device.index is None else device.index)
 
     def cuda_index(self, device: Any) -> int:
-        """The same for the functions of `torch.cuda`, which know no other devices.
+        """`index_of` for functions of `torch.cuda`, which accept only GPUs.
 
         Raises:
-            ValueError: not a GPU.
+            ValueError: `device` is not a GPU.
         """
         index = self.index_of(device)
         if index is None:

@@ -1,7 +1,7 @@
-"""Tensors that are made of others: nested ones, and those of DTensor, which FSDP2 and tensor parallelism have.
+"""Tensors composed of other tensors: nested tensors, and DTensor, which FSDP2 and tensor parallelism use.
 
-Such a tensor has no memory of its own. It lies where its first part does (`marks.storage_of`), what is computed with
-it is computed with its parts, which the mode sees (`mode.StandIn`), and it moves by its parts (`tensors.move`).
+Such a tensor has no memory itself. It is on the device of its first part (`marks.storage_of`), operators run on its
+parts and so reach the mode (`mode.StandIn`), and it is moved by moving its parts (`tensors.move`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _on_host(word: Any) -> Any:
 
 
 def _wrapper_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is made of parts on a stand-in is told to torch as what it is; autograd would look for the GPU."""
+    """Tells torch the real device of a tensor with parts on a stand-in; autograd would look for the GPU."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         return original(*map(_on_host, args), **{name: _on_host(value) for name, value in kwargs.items()})
@@ -38,7 +38,7 @@ def _wrapper_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nested(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Nested tensors of the strided layout, made of a list: where they are asked for, else where its first lies."""
+    """Creates a strided nested tensor from a list, on the requested device or else that of the list's first tensor."""
 
     def make(tensors: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         first = next((each for each in tensors if isinstance(each, torch.Tensor)), None)
@@ -52,7 +52,7 @@ def _nested(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _any_kernel(query: torch.Tensor) -> Iterator[None]:
-    """A context: scripts choose among the kernels of GPUs, most of which the CPU lacks; one that it has is allowed."""
+    """Context manager: enables the math kernel for a query on a stand-in, as the CPU lacks most kernels for GPUs."""
     is_on = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
     is_missing = mark_of(query) is not None and not is_on
     if is_missing:
@@ -65,7 +65,7 @@ def _any_kernel(query: torch.Tensor) -> Iterator[None]:
 
 
 def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor knows how to shard the fused kernels of GPUs, but not the CPU's: each rank attends to its own heads."""
+    """DTensor can shard the fused kernels of GPUs, but not the CPU's: each rank computes its own samples or heads."""
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(query, "placements") or attn_mask is not None:
@@ -73,7 +73,7 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(query, key, value, attn_mask, *args, **kwargs)
         from torch.distributed.tensor import DTensor, Replicate
 
-        # As on GPUs: sharded over samples or heads, whole otherwise.
+        # As on GPUs: sharded over samples or heads, replicated otherwise.
         places = [each if each.is_shard(0) or each.is_shard(1) else Replicate() for each in query.placements]
         parts = [each.redistribute(placements=places).to_local() for each in (query, key, value)]
         with _any_kernel(parts[0]):
@@ -88,7 +88,7 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_draws(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Whether ranks can draw the parts of one tensor from one stream: with the generators of GPUs only."""
+    """Says that ranks cannot draw a tensor's shards from one random stream, which needs generators of GPUs."""
     return lambda device_mesh: False
 
 
@@ -97,7 +97,7 @@ def _replace_draws() -> None:
 
 
 def install() -> None:
-    """Replace what makes such tensors."""
+    """Replace the functions that create such tensors, attention, and DTensor's check for random streams."""
     make_wrapper = _wrapper_on_host(torch.Tensor._make_wrapper_subclass)
     replace(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper))
     wrap(sys.modules["torch._C._nested"], "nested_tensor", _nested)

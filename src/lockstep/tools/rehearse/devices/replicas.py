@@ -1,7 +1,7 @@
-"""What `torch.nn.DataParallel` is made of, over the stand-ins of one process.
+"""The functions that `torch.nn.DataParallel` is built on, for the stand-ins of one process.
 
-torch's own DataParallel runs on these: its replicas compute in threads, one for each stand-in, and its gradients
-come back through the same functions as on GPUs.
+torch's own DataParallel calls these: its replicas compute in one thread per stand-in, and gradients are added up
+by the same functions as on GPUs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = N
 
 
 def install() -> None:
-    """Put these functions in the place of torch's, which are written in C++ for CUDA."""
+    """Replace torch's functions, which are written in C++ for CUDA, by these."""
     for name, function in (
         ("broadcast", _broadcast),
         ("broadcast_coalesced", _broadcast_coalesced),

@@ -1,7 +1,7 @@
-"""Tensors that go to another process by `torch.multiprocessing`: on a stand-in there, too, and the same memory.
+"""Tensors sent to another process by `torch.multiprocessing`, which share memory and stay on their stand-in.
 
-A tensor's storage is handed on by a descriptor, which knows nothing of marks; so the mark goes beside it. It is not
-counted again there: with CUDA, too, the memory is that of the process that has made it.
+A storage is sent as a file descriptor, which has no mark; so the mark is sent along with it. The memory is not counted
+again in the receiver: with CUDA, too, it belongs to the process that allocated it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ def _with_mark(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Let storages take their marks along."""
+    """Send marks along with storages."""
     wrap(reductions, "reduce_storage", _with_mark)
     ForkingPickler.register(torch.UntypedStorage, reductions.reduce_storage)

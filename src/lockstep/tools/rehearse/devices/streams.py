@@ -1,6 +1,6 @@
-"""Streams and events on a device that does everything at once.
+"""Streams and events on a device that does everything synchronously.
 
-A stand-in computes in the thread that asks, so all that was queued is done: waiting is over at once, and the time
+A stand-in computes in the calling thread, so all queued work is always done: waiting returns at once, and the time
 between two events is the time that passed between recording them.
 """
 
@@ -28,16 +28,16 @@ __all__ = [
 ]
 
 _local = threading.local()
-# The number of CUDA among torch's types of device, as torch's own streams have it.
+# `device_type` of torch's own streams for CUDA.
 _CUDA = 1
 
 
 class Stream:
-    """`torch.cuda.Stream`: accepted, ordered with everything else.
+    """`torch.cuda.Stream`, on which everything has already run.
 
     Args:
-        device: the device that the stream belongs to.
-        priority: kept.
+        device: the device that the stream belongs to; None for the current one.
+        priority: stored, without effect.
     """
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
@@ -57,15 +57,15 @@ class Stream:
         """Returns at once: everything that was queued is done."""
 
     def query(self) -> bool:
-        """Whether all is done: yes."""
+        """Whether all queued work is done: always True."""
         return True
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being recorded: no."""
+        """Whether a CUDA graph is being recorded: always False."""
         return False
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that happens now."""
+        """Record an event now, and return it; creates one if None."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -84,9 +84,9 @@ class Event:
     """`torch.cuda.Event`, with real times.
 
     Args:
-        enable_timing: whether `elapsed_time` may be asked.
-        blocking: accepted.
-        interprocess: accepted.
+        enable_timing: whether `elapsed_time` may be called.
+        blocking: ignored.
+        interprocess: ignored.
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
@@ -95,7 +95,7 @@ class Event:
         self.device = torch.device("cuda", devices.current)
 
     def record(self, stream: Any = None) -> None:
-        """Record the event: it happens now."""
+        """Record the event; it completes immediately."""
         self._time_s = time.perf_counter()
         self.device = current_stream().device if stream is None else stream.device
 
@@ -103,7 +103,7 @@ class Event:
         """Returns at once: everything that was queued is done."""
 
     def query(self) -> bool:
-        """Whether it has happened: whatever was recorded has."""
+        """Whether the recorded work is done: always True."""
         return True
 
     def synchronize(self) -> None:
@@ -113,7 +113,7 @@ class Event:
         """Milliseconds from this event to another.
 
         Raises:
-            RuntimeError: one of them was not recorded, or takes no times.
+            RuntimeError: one of them was not recorded, or was created without `enable_timing`.
         """
         if not (self._is_timed and end_event._is_timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
@@ -123,7 +123,7 @@ class Event:
 
 
 class EventOfDevice(Event):
-    """`torch.Event`, which begins with its device."""
+    """`torch.Event`, whose first argument is the device."""
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **kwargs: Any) -> None:
         super().__init__(enable_timing)
@@ -145,7 +145,7 @@ class StreamContext:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream of this thread."""
+    """The current stream of this thread; given a device, that device's default stream."""
     stream: Stream | None = getattr(_local, "stream", None)
     return default_stream(device) if stream is None or device is not None else stream
 
@@ -156,14 +156,14 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make a stream the current one of this thread."""
+    """Make `stream` the current stream of this thread, and its device the current device; None changes nothing."""
     if stream is not None:
         _local.stream = stream
         devices.select(stream.device_index)
 
 
 def install() -> None:
-    """Put these classes and functions in the place of torch's."""
+    """Replace torch's classes and functions by these."""
     for owner in (torch.cuda, torch.cuda.streams):
         for cls in (Stream, Event):
             replace(owner, cls.__name__, cls)

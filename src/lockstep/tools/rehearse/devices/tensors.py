@@ -1,7 +1,7 @@
-"""Replaces what scripts call to ask where a tensor lies, to move it, and to make one.
+"""Replaces the functions that query a tensor's device, move it, or create one.
 
-[Note: moves] `x.to("cuda:1")` is decided here and not below autograd: there both sides look like CPU memory, so torch
-would find nothing to do. A move copies, as it does between real devices, and its gradient moves back.
+[Note: moves] `x.to("cuda:1")` is handled here and not below autograd, where both sides look like CPU memory and torch
+would find nothing to do. A move copies, as it does between real devices, and its gradient is moved back.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, index: int | None) -> torch.Tensor:
-        """Copy."""
+        """Copy the tensor to stand-in `index`, or to host memory for None."""
         ctx.home = mark_of(tensor)
         return _copy(tensor, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Copy back."""
+        """Copy the gradient back to the input's device."""
         return _copy(grads[0], ctx.home), None
 
 
@@ -62,13 +62,13 @@ def _copy(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
 
 
 def _copy_parts(tensor: Any, index: int | None) -> torch.Tensor:
-    """A copy on another device of a tensor that is made of others: its parts are copied."""
+    """Copy a tensor that is composed of others to another device, by copying its parts."""
     names, context = tensor.__tensor_flatten__()
     parts = {}
     for name in names:
         part = getattr(tensor, name)
         parts[name] = _copy(part, index) if isinstance(part, torch.Tensor) else part  # a mesh of devices
-        # Nested tensors know by their offsets which of them have rows of the same lengths.
+        # Nested tensors with the same symbol for their offsets are known to have the same row lengths.
         if isinstance(part, torch.Tensor) and part in _symbols_of_offsets:
             _symbols_of_offsets[parts[name]] = _symbols_of_offsets[part]
     result: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
@@ -76,7 +76,7 @@ def _copy_parts(tensor: Any, index: int | None) -> torch.Tensor:
 
 
 def move(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
-    """The tensor on another stand-in, or in host memory for None; itself if it lies there."""
+    """The tensor, copied to stand-in `index` or to host memory for None; the tensor itself if already there."""
     if mark_of(tensor) == index:
         return tensor
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -85,11 +85,11 @@ def move(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
 
 
 def _arguments_of_to(words: Sequence[Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What `to` is told, by name: the target, a device or a tensor or None; and the rest, without what is None."""
+    """Arguments of `to`: the target (a device, a tensor or None), and the others by name, without those of None."""
     names: tuple[str, ...] = ("dtype", "non_blocking", "copy")
     target = options.pop("device", None)
     if words and not isinstance(words[0], torch.dtype):
-        # None is a device that is not named: how `Module.to` says "where it is".
+        # A device of None, as `Module.to` passes it, means to stay on the current one.
         target = target if words[0] is None else words[0]
         names = names[1:] if isinstance(words[0], torch.Tensor) else names
         words = words[1:]
@@ -118,7 +118,7 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-    moved = self  # As CUDA: without a device, a tensor that lies on one stays there.
+    moved = self  # As with CUDA: without a device, a tensor that is on a GPU stays there.
     if device is not None or mark_of(self) is None:
         moved = move(self, devices.cuda_index(kwargs.get("async", device) if device is None else device))
     memory_format = kwargs.get("memory_format")
@@ -131,7 +131,7 @@ def _cpu(self: torch.Tensor, memory_format: Any = torch.preserve_format) -> torc
 
 def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
     if dtype is None:
-        # Under a function mode torch would call what stands in the place of `type`, which is this.
+        # Otherwise, under a function mode, torch would call the replacement of `type`, which is this function.
         with torch._C.DisableTorchFunction():
             name = _plain_type(self)
         return name if mark_of(self) is None else name.replace("torch.", "torch.cuda.", 1)
@@ -140,7 +140,7 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **k
         host = _plain_type(self, kind.replace("torch.cuda.", "torch.", 1))
         return move(host, devices.current if mark_of(self) is None else mark_of(self))
     result = _plain_type(self, dtype)
-    # A CPU tensor type by name means host memory; a dtype means the same device.
+    # The name of a CPU tensor type means host memory; a dtype means the same device.
     return result if isinstance(dtype, torch.dtype) else move(result, None)
 
 
@@ -150,9 +150,9 @@ def _device(self: torch.Tensor) -> torch.device:
 
 
 def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-    """On another device, what autograd knows of a parameter begins anew, as it does on another type.
+    """Reset a parameter's gradient accumulator on a change of device, by first changing its dtype.
 
-    So torch's engine, which listens there, averages nothing more.
+    As on GPUs, torch's DistributedDataParallel, whose hooks are on the old accumulator, then averages nothing more.
     """
     is_plain = type(self) in (torch.Tensor, torch.nn.Parameter) and self.layout is torch.strided
     if is_plain and self.requires_grad and mark_of(self) != mark_of(value):
@@ -188,7 +188,7 @@ def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
 
 
 def _default_device() -> torch.device | None:
-    """What `torch.set_default_device`, or `with torch.device(…)`, names in this thread."""
+    """The default device of this thread, by `torch.set_default_device` or `with torch.device(…)`; None if not set."""
     for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
         if isinstance(mode, DeviceContext):
             return mode.device
@@ -196,7 +196,7 @@ def _default_device() -> torch.device | None:
 
 
 def _with_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `device` be a number, and check it before anything is made."""
+    """Accepts a number as `device`, and checks the device before creating the tensor there."""
     has_default = original.__name__ in _FACTORIES
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ def _set_default_tensor_type(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What `Module.to` reads its arguments with; a number means a GPU, and a tensor where it lies."""
+    """Parses the arguments of `Module.to`; a number means a GPU, and a tensor its device and dtype."""
 
     def parse(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.Tensor):
@@ -269,7 +269,7 @@ def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_mark(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A deep copy of a storage lies where the storage does."""
+    """Marks a deep copy of a storage like the original."""
 
     def deepcopy(self: Any, memo: Any) -> Any:
         from lockstep.tools.rehearse.devices.marks import _MARK, mark_storage
@@ -284,7 +284,7 @@ def _keep_mark(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _new(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.new_tensor(data)` and the older `tensor.new(…)`: where the tensor lies, unless told otherwise."""
+    """`tensor.new_tensor(data)` and the older `tensor.new(…)`: on the tensor's device, unless told otherwise."""
 
     def make(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.pop("device", None)
@@ -297,7 +297,7 @@ def _new(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pad_packed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks the result, which torch makes empty in memory of the host and then copies into; lengths stay there."""
+    """Marks the padded result, which torch creates empty in host memory and fills; lengths stay in host memory."""
 
     def pad(data: torch.Tensor, *args: Any) -> Any:
         padded, lengths = original(data, *args)
@@ -308,7 +308,7 @@ def _pad_packed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pad(original: Callable[..., Any]) -> Callable[..., Any]:
-    """As `_pad_packed`, for sequences that are padded to one length."""
+    """Like `_pad_packed`, for `pad_sequence`."""
 
     def pad(sequences: Any, *args: Any, **kwargs: Any) -> Any:
         padded = original(sequences, *args, **kwargs)
@@ -319,7 +319,7 @@ def _pad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Replace what scripts ask of tensors, and the functions that make them."""
+    """Replace the methods that query or move tensors, and the functions that create them."""
     replace(torch.Tensor, "device", property(_device))
     replace(torch.Tensor, "data", property(_data.__get__, _set_data))
     replace(torch.Tensor, "is_cuda", property(lambda self: mark_of(self) is not None))

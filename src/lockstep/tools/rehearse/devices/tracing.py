@@ -1,8 +1,8 @@
-"""Programs that torch records instead of running: what is compiled, exported, or computed on fake tensors.
+"""Programs that torch traces instead of running: `torch.compile`, export, and fake tensors.
 
-A recorded program sees the CPU. Fake tensors are memory of no device, so there is nothing to mark, and autograd would
-look for the GPU that they claim to be on; torch ends the whole process when it finds none. What runs in the end are
-operators on tensors that are there, and these hand on marks as ever.
+A traced program sees the CPU. Fake tensors have no memory to mark, and autograd would look for the GPU that they claim
+to be on; torch aborts the process when it finds none. When the program runs, its operators get real tensors and pass
+marks on as usual.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _describe_as_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_own_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchScript knows the type of a device by its identity: annotations in torch's own code have the one before."""
+    """TorchScript recognizes the device type by identity, but annotations in torch's own code have the original."""
 
     def convert(annotation: Any, *rest: Any) -> Any:
         return original(torch.device if annotation == torch.device else annotation, *rest)
@@ -42,7 +42,7 @@ def _with_own_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unchecked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Constants of a recorded program lie on the CPU; that it mixes them with others is no mistake of the script's."""
+    """Allows a traced program to mix devices: its constants are on the CPU, which is not the script's mistake."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with mixing():
@@ -57,8 +57,8 @@ def _no_compile(model: object = None, **options: object) -> object:
 
 
 def install() -> None:
-    """Make `torch.compile` return the function as it is, and let fake tensors lie on the CPU."""
-    # What is compiled would bypass the mode; eager execution computes the same.
+    """Make `torch.compile` return the function unchanged, and put fake tensors on the CPU."""
+    # Compiled code would bypass the mode; eager execution computes the same.
     wrap(torch, "compile", lambda original: _no_compile)
     wrap(torch.jit.annotations, "try_ann_to_type", _with_own_device)
     wrap(torch.fx.graph_module._WrappedCall, "__call__", _unchecked)

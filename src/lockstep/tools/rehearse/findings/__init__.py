@@ -1,17 +1,17 @@
-"""The kinds of findings, and who makes them.
+"""The kinds of findings, and the functions that detect them.
 
-A kind is a stable id, why it matters, what to do, and a function from what the ranks saw to findings. A finding is
-precise or it is not made: where what was seen may be right, nothing is said.
+A kind has a stable id, a reason why it matters, a fix, and a function that turns the ranks' records into findings.
+Something that might be correct is not reported.
 
 General layout:
 
 * `finding`: a finding, and its kind.
 * `starts`: ranks that never join, and scripts that only some launchers can start.
-* `sampling`: samplers that repeat an order, pad an evaluation or draw alike; evaluations that ranks do not share.
+* `sampling`: repeated shuffles, padded evaluations, equal augmentation on all ranks, evaluations not split among ranks.
 * `means`: means over ranks with different numbers of samples.
-* `collectives`: collectives that not all ranks come to; `metrics`: reductions made for nothing.
+* `collectives`: collectives that not all ranks call; `metrics`: useless or repeated reductions.
 * `checkpoints`: files that several ranks write, names with a prefix, loads onto the wrong device.
-* `identity`: ranks and devices taken from the wrong variable; `children`: processes that died unseen.
+* `identity`: ranks and devices taken from the wrong variable; `children`: child processes whose failure went unnoticed.
 * `steps`: learning rate, schedule and clipping of a step.
 """
 
@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
 
 
 def judge(job: RehearsedJob) -> list[Finding]:
-    """All findings, by file and line; what was seen twice is said once."""
+    """All findings, sorted by file and line, without duplicates."""
     found: dict[tuple[str, tuple[Site, ...]], Finding] = {}
     families = job.families()
     for kind in KINDS.values():

@@ -1,4 +1,4 @@
-"""Checkpoints: who writes, under which names, and onto which device they come back."""
+"""Checkpoints: which ranks write them, the names inside, and the device that they are loaded onto."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["KINDS"]
 
 @dataclass
 class _Writers:
-    """Who wrote one file from one line.
+    """The processes that wrote one file from one line.
 
     Attributes:
-        event: of one of them.
-        by_node: for each copy of the job and node of it, the ranks there.
+        event: the event of the first of them.
+        by_node: for each copy of the job and each of its nodes, the ranks that wrote there.
     """
 
     event: TraceEvent
@@ -30,9 +30,9 @@ class _Writers:
 
 
 def _copy_of(job: RehearsedJob, process: Process) -> str:
-    """Which copy of the job a process belongs to: ranks know only those of their own. Empty for the whole job's.
+    """Which independent copy of the job a process belongs to; empty for the job as a whole.
 
-    One of several is that of a parent who has started ranks for itself, or of a process in a job without any group.
+    A copy is a parent with the ranks that it started for a group, or, without any group, each single process.
     """
     own = process.family or next((one.family for one in job.processes if one.starter == process.pid), "")
     if own:
@@ -42,7 +42,7 @@ def _copy_of(job: RehearsedJob, process: Process) -> str:
 
 
 def _writers(job: RehearsedJob) -> list[tuple[str, _Writers]]:
-    """Path -> who wrote it, for each line that writes."""
+    """(path, its writers) for each line that writes a file."""
     found: dict[tuple[object, str], _Writers] = {}
     for process, event in job.each("save"):
         path = event.data["path"] or ""
@@ -64,7 +64,7 @@ def _written_by_all(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _written_by_nodes(job: RehearsedJob) -> Iterator[Finding]:
-    """One rank of each node saves to one file from one line, which is right where nodes have disks of their own."""
+    """One rank per node saves to one file from one line, which is only right on node-local disks."""
     for path, writers in _writers(job):
         ranks = sorted(rank for by_node in writers.by_node.values() for rank in by_node)
         nodes, is_one_each = len(writers.by_node), all(len(each) == 1 for each in writers.by_node.values())
@@ -74,7 +74,7 @@ def _written_by_nodes(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _written_by_copies(job: RehearsedJob) -> Iterator[Finding]:
-    """Processes that know nothing of each other save to one file from one line."""
+    """Independent copies of the script save to one file from one line."""
     for path, writers in _writers(job):
         num_copies = len(writers.copies)
         if num_copies > 1:
@@ -92,7 +92,7 @@ def _prefixed(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _loaded_elsewhere(job: RehearsedJob) -> Iterator[Finding]:
-    """A rank loads without map_location, and gets tensors on a device that is not its own."""
+    """A rank loads without map_location, and gets tensors on another rank's device."""
     for process, event in job.each("load"):
         foreign = event.data["foreign"]
         if not event.data["has_map_location"] and foreign and process.joined:
@@ -102,7 +102,7 @@ def _loaded_elsewhere(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _loaded_anything(job: RehearsedJob) -> Iterator[Finding]:
-    """torch.load without a word about weights_only."""
+    """torch.load without weights_only."""
     for _, event in job.each("load"):
         if not event.data["has_weights_only"]:
             yield Finding("load-without-weights-only", event.sites, "torch.load is called without weights_only")

@@ -1,4 +1,4 @@
-"""Processes of the script's own that died while it continued."""
+"""Child processes of the script that failed while it continued."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _ending(code: int) -> str:
 
 
 def _died(job: RehearsedJob) -> Iterator[Finding]:
-    """Children that failed, and that nobody asked how they had ended, of a script that came to its end."""
+    """Children that failed, and whose exit code a script that ran to its end never checked."""
     for sites, seen in job.by_sites("child").items():
         children = [event.data for process, event in seen if process.finished]
         if not children:

@@ -1,4 +1,4 @@
-"""Collectives that not all ranks come to."""
+"""Collectives that not all ranks call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _RANK_WORDS = ("rank", "gpu", "is_main", "master", "is_chief")
 
 @dataclass(frozen=True)
 class _CollectiveCall:
-    """One collective of one rank: what, and from which line."""
+    """One collective call of one rank: its description, and its line."""
 
     text: str
     site: Site | None
 
 
 def _calls(job: RehearsedJob) -> dict[object, dict[int, list[_CollectiveCall]]]:
-    """Group -> rank -> its calls."""
+    """Group -> rank -> its calls, in order."""
     found: dict[object, dict[int, list[_CollectiveCall]]] = {}
     for process, event in job.each("sequence"):
         if process.rank is None:
@@ -41,7 +41,7 @@ def _calls(job: RehearsedJob) -> dict[object, dict[int, list[_CollectiveCall]]]:
 
 
 def _parting(calls: Sequence[Sequence[_CollectiveCall]]) -> int | None:
-    """Where the ranks first come for different things, or not at all; None if never."""
+    """Index of the first call that differs between ranks, or that one does not make; None if there is none."""
     for number in range(max(map(len, calls))):
         texts = {each[number].text if number < len(each) else None for each in calls}
         if len(texts) > 1:
@@ -54,7 +54,7 @@ def _is_about_rank(site: Site) -> bool:
 
 
 def _blame(callers: dict[_CollectiveCall, list[int]]) -> _CollectiveCall:
-    """The line under a test of the rank, else the one under most tests, else that of the smaller party."""
+    """The call in a branch on the rank, else the one within most `if` statements, else that of the fewest ranks."""
 
     def order(call: _CollectiveCall) -> tuple[bool, int, int, list[int]]:
         assert call.site is not None
@@ -78,7 +78,7 @@ def _partings(job: RehearsedJob) -> Iterator[tuple[str, Finding]]:
             call = by_rank[rank][number] if number < len(by_rank[rank]) else None
             parties.setdefault(call, []).append(rank)
         if not finished.issuperset(parties.get(None, ())):
-            continue  # A rank that failed for a reason of its own is missed by the others, which is no fault of theirs.
+            continue  # A rank that makes no further call has failed for another reason, so the others are not to blame.
         callers = {call: who for call, who in parties.items() if call is not None and call.site is not None}
         if not callers:
             continue

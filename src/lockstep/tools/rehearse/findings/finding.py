@@ -1,4 +1,4 @@
-"""What a finding is."""
+"""Findings and their kinds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Finding:
     """Something that would fail on the cluster.
 
     Attributes:
-        id: of its kind.
-        sites: the line to change first, then the lines that called it; empty where no line is to blame.
+        id: id of its kind.
+        sites: the line to change, followed by the lines that called it; empty if no line is to blame.
         what: what was seen, with numbers, as a sentence without full stop.
-        ranks: that saw it; empty for a matter of all.
+        ranks: the ranks concerned; empty for all.
     """
 
     id: str
@@ -33,14 +33,14 @@ class Kind:
     """A kind of finding.
 
     Attributes:
-        id: stable, for scripts that read reports.
-        title: in a few words.
+        id: stable name, for programs that read reports.
+        title: summary in a few words.
         why: what it does to a job on a cluster.
         fix: what to write instead.
-        judge: finds all of this kind in what a job's processes saw.
-        by_path: the callers of the blamed line count, too: the same line on another path is another finding.
-        spans_families: it compares ranks that were started apart, too; see `RehearsedJob.families`.
-        is_failure: the script has failed, even where its exit code is 0.
+        judge: returns all findings of this kind in a job's records.
+        by_path: whether the same line reached through other callers is a separate finding.
+        spans_families: whether it also compares ranks that were started separately; see `RehearsedJob.families`.
+        is_failure: whether it means that the script has failed, even if its exit code is 0.
     """
 
     id: str

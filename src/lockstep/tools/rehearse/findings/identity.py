@@ -1,4 +1,4 @@
-"""Ranks that take themselves for somebody else."""
+"""Ranks, local ranks and world sizes that are taken from the wrong source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEVICE_SETTERS = ("set_device", "set_device_index", "set_device_idx")
 
 
 def _global_source(value: ast.expr | None, file: str) -> str:
-    """How an expression in a file gets a global rank, and does nothing else with it; empty if it does not."""
+    """The variable or call from which an expression takes a global rank unchanged; empty if it does not."""
     if isinstance(value, ast.Subscript):
         return _global_variable(value.slice) if _is_environment(ast.unparse(value.value), file) else ""
     if not isinstance(value, ast.Call):
@@ -40,27 +40,26 @@ def _global_source(value: ast.expr | None, file: str) -> str:
 
 
 def _is_environment(name: str, file: str) -> bool:
-    """Whether it is the environment, or a dict that is made of it wherever the file assigns it."""
+    """Whether it is `os.environ`, or a name that the file only assigns from it."""
     made_of = [each is not None and "os.environ" in ast.unparse(each) for each in assigned_values(file, name)]
     return name.endswith("environ") or (bool(made_of) and all(made_of))
 
 
 def _global_variable(name: ast.expr) -> str:
-    """The variable that a literal names, if it holds a global rank; empty if not."""
+    """The variable named by a literal, if it holds a global rank; empty otherwise."""
     return str(name.value) if isinstance(name, ast.Constant) and name.value in _GLOBAL else ""
 
 
 def _numbers_tasks(job: RehearsedJob, process: Process) -> bool:
-    """Whether a variable with a number of all processes is that of a node: one process each, which starts the ranks."""
+    """Whether a global rank numbers nodes: if there is one process per node, which starts the node's ranks."""
     starts_ranks = process.family != "" or any(process.of("spawn"))
     return job.settings.processes_per_node == 1 and starts_ranks
 
 
 def _named_local(job: RehearsedJob) -> Iterator[Finding]:
-    """`local_rank = int(os.environ["SLURM_PROCID"])`, on a line that was seen to read that variable.
+    """`local_rank = int(os.environ["SLURM_PROCID"])`, on a line that read that variable.
 
-    What a script computes with the number, such as `local_rank * gpus + gpu`, it takes for something else, whatever
-    the name says.
+    A script that computes with the number, as in `local_rank * gpus + gpu`, does not use it as a local rank.
     """
     for process, event in job.each("variable"):
         site = event.site
@@ -76,7 +75,7 @@ def _named_local(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _resolve(file: str, value: ast.expr | None, source_of: Callable[[ast.expr | None], str], depth: int = 0) -> str:
-    """The source of an expression, or of all that is ever assigned to a name; empty if it has none."""
+    """The source of an expression, or, for a name, that of everything assigned to it; empty if there is none."""
     source = source_of(value)
     if not source and isinstance(value, ast.Name | ast.Attribute) and depth < _MAX_NAMES:
         sources = [_resolve(file, each, source_of, depth + 1) for each in assigned_values(file, ast.unparse(value))]
@@ -85,7 +84,7 @@ def _resolve(file: str, value: ast.expr | None, source_of: Callable[[ast.expr | 
 
 
 def _chosen_device(job: RehearsedJob) -> Iterator[Finding]:
-    """`torch.cuda.set_device` of what is a global rank wherever it is assigned."""
+    """`torch.cuda.set_device` with a value that is only ever assigned a global rank."""
     for process, event in job.each("device"):
         site = event.site
         if site is None:
@@ -104,7 +103,7 @@ def _local_from_global(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _count_source(value: ast.expr | None) -> str:
-    """`torch.cuda.device_count()`, whatever its module is called; empty for anything else."""
+    """The text of a call of `device_count()` of any module; empty for anything else."""
     if not isinstance(value, ast.Call):
         return ""
     name = ast.unparse(value.func)
@@ -114,9 +113,9 @@ def _count_source(value: ast.expr | None) -> str:
 
 
 def _counted_world(job: RehearsedJob) -> Iterator[Finding]:
-    """The number of a node's devices stands where that of ranks belongs.
+    """The number of a node's GPUs is used as the number of ranks.
 
-    That is so wherever ranks are more than a node's devices, and would be on two nodes where the launcher starts them.
+    That is wrong if there are more ranks than GPUs on a node, or if a launcher could start the script on two nodes.
     """
     for process in job.processes:
         is_more = process.joined and process.world_size > job.settings.devices
@@ -130,7 +129,7 @@ def _counted_world(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _world_sizes(process: Process) -> Iterator[tuple[Site, str, ast.expr | None]]:
-    """Lines that ran, what has the number of ranks there, and its expression."""
+    """For each line that ran and uses a world size: the line, what is given that number there, and its expression."""
     for event in process.of("count"):
         assert event.site is not None
         for name, value in assignments_at(event.site.file, event.site.line):
@@ -151,14 +150,14 @@ def _world_sizes(process: Process) -> Iterator[tuple[Site, str, ast.expr | None]
 def _world_argument(
     site: Site | None, function: str, name: str, position: int
 ) -> Iterator[tuple[Site, str, ast.expr | None]]:
-    """An argument of a call, unless it is a name that says so: then the line where that is assigned is found."""
+    """An argument of a call, unless it is a name such as `world_size`, which is found where it is assigned."""
     argument = None if site is None else argument_at(site.file, site.line, function, name, position)
     if site is not None and argument is not None and not _WORLD_NAME.search(ast.unparse(argument)):
         yield site, name, argument
 
 
 def _wrong_slurm_world(job: RehearsedJob) -> Iterator[Finding]:
-    """Each Slurm task starts several ranks, and the number of tasks is given for the number of ranks."""
+    """Each Slurm task starts several ranks, but the number of tasks is used as the world size."""
     tasks = {
         event.data["value"]
         for _, event in job.each("variable")
@@ -178,7 +177,7 @@ def _wrong_slurm_world(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _shared_gpus(job: RehearsedJob) -> Iterator[Finding]:
-    """Ranks of one node whose model lies on one GPU, in a job over nccl."""
+    """Ranks of one node whose models are on the same GPU, in a job that uses nccl."""
     users: dict[tuple[int, int], dict[int, tuple[Site, ...]]] = defaultdict(dict)
     for process, event in job.each("ddp"):
         if process.rank is not None and event.data["device"] is not None and event.data["backend"] == "nccl":

@@ -1,4 +1,4 @@
-"""Means over ranks that do not hold as many samples."""
+"""Means over ranks that hold different numbers of samples."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["KINDS"]
 
 
 def _unequal(moments: Sequence[Sequence[Any]]) -> str:
-    """Says which counts differ at one instance, given each rank's [batch, samples so far, has ended]."""
+    """Describe sample counts that differ at one call, given each rank's [batch, samples so far, has ended]."""
     batches, samples, ends = zip(*moments, strict=True)
     if min(batches) < 0 or len(set(ends)) != 1:
-        return ""  # Outside of a pass, or not at the same place in it.
+        return ""  # Outside a pass, or only some ranks at its end.
     counts = samples if ends[0] else batches
     if min(counts) < 1 or len(set(counts)) == 1:
-        return ""  # Nobody knows, or they agree.
+        return ""  # Unknown, or equal.
     return f"{', '.join(map(str, counts))} samples on ranks 0 to {len(counts) - 1}"
 
 
 def _by_call(means: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
-    """Number of the call -> the moment it was made in."""
+    """Number of the call -> [batch, samples so far, has ended] when it was made."""
     return {number: moment for number, *moment in means}
 
 

@@ -1,4 +1,4 @@
-"""Reductions that are made for nothing, or more often than needed."""
+"""Reductions whose result is unused, or that could be combined."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MIN_TIMES = 2
 
 
 def _thrown_away(job: RehearsedJob) -> Iterator[Finding]:
-    """Nothing on any rank that gets the result ever looks at it."""
+    """No rank that receives the result ever reads it."""
     for sites, seen in job.by_sites("reduced").items():
         received = [(process, event.data) for process, event in seen if event.data["root"] in (None, process.rank)]
         if not all(process.finished for process, _ in received):
-            continue  # who failed may have meant to look later
+            continue  # a rank that failed might have read it later
         getters = [data for _, data in received]
         instances = sum(data["instances"] for data in getters)
         if (
@@ -27,12 +27,12 @@ def _thrown_away(job: RehearsedJob) -> Iterator[Finding]:
         ):
             times = getters[0]["instances"]
             what = f"the value was reduced {times} times, and no rank used the result"
-            # Who called the function that reduces is who threw the result away.
+            # The callers matter: they dropped the result of the function that reduces.
             yield Finding("reduced-value-unused", sites, what)
 
 
 def _bursts(job: RehearsedJob) -> Iterator[Finding]:
-    """Several reductions of single numbers in a row, time and again."""
+    """Several reductions of single numbers in a row, repeatedly."""
     for sites, seen in job.by_sites("burst").items():
         data = max((event.data for _, event in seen), key=lambda one: one["times"])
         if data["times"] >= _MIN_TIMES:

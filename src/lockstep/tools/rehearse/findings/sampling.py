@@ -1,4 +1,4 @@
-"""Who gets which samples, and what is done to them."""
+"""Which samples each rank gets, and how they are augmented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _sites(event: TraceEvent, name: str) -> tuple[Site, ...]:
 
 
 def _forgotten_epochs(job: RehearsedJob) -> Iterator[Finding]:
-    """Two training passes in the same shuffled order, over a sampler that was never told of an epoch."""
+    """Training passes repeat the same shuffled order, because the sampler's `set_epoch` was never called."""
     for process in job.processes:
         trained: dict[object, list[TraceEvent]] = defaultdict(list)
         for event in process.of("pass"):
@@ -31,13 +31,13 @@ def _forgotten_epochs(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _is_evaluation(event: TraceEvent) -> bool:
-    """Whether it is a whole pass that trains nothing."""
+    """Whether it is a complete pass without backward passes or optimizer steps."""
     data = event.data
     return data["finished"] and not data["trained"] and not data["backwards"]
 
 
 def _padded_evaluation(job: RehearsedJob) -> Iterator[Finding]:
-    """A whole pass that trains nothing, over more samples than there are."""
+    """A complete pass without training reads more samples than the data set has."""
     for process, event in job.each("pass"):
         data = event.data
         if _is_evaluation(event) and data["padding"] > 0 and process.world_size > 1:
@@ -50,7 +50,7 @@ def _padded_evaluation(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _same_draws(job: RehearsedJob) -> Iterator[Finding]:
-    """All ranks make a batch of a training loader from random numbers that begin in the same state."""
+    """All ranks create a batch of a training loader from the same state of a random generator."""
     training = {
         _sites(event, "loader") for _, event in job.each("pass") if event.data["trained"] or event.data["backwards"]
     }
@@ -67,7 +67,7 @@ def _same_draws(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _whole_set_on_each(job: RehearsedJob) -> Iterator[Finding]:
-    """A whole pass that trains nothing, over the very same samples on every rank."""
+    """A complete pass without training reads the same samples on every rank."""
     passes: dict[tuple[tuple[Site, ...], tuple[Site, ...], int], dict[int, TraceEvent]] = defaultdict(dict)
     for process, event in job.each("pass"):
         if _is_evaluation(event) and event.data["content"] and process.rank is not None and process.joined:

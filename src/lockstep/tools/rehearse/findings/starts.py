@@ -1,4 +1,4 @@
-"""What a rehearsal did to start the script, and others who start it do not."""
+"""Scripts that work only as the rehearsal starts them, and not with other launchers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ATTRIBUTE = "local_rank"
 
 
 def _never_joined(job: RehearsedJob) -> Iterator[Finding]:
-    """Every process that was started trains, none is in a group, and none has asked which one it is."""
+    """Every process trains, none joined a group, and none read its rank."""
     if job.num_started < 2 or job.has_group:
         return
     knows = any(event.data["asks"] for _, event in job.each("variable")) or any(job.each("spawn"))
@@ -30,7 +30,7 @@ def _never_joined(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _reads_attribute(file: str) -> bool:
-    """Whether the text uses what a parser has put under the name of the option."""
+    """Whether the text reads an attribute `local_rank`, as argparse sets for the option."""
     tree = parse(file)
     return tree is not None and any(
         isinstance(node, ast.Attribute) and node.attr == _ATTRIBUTE and isinstance(node.ctx, ast.Load)
@@ -39,7 +39,7 @@ def _reads_attribute(file: str) -> bool:
 
 
 def _option_of_old_launchers(job: RehearsedJob) -> Iterator[Finding]:
-    """The script has its local rank from an option alone, which the rehearsal has passed."""
+    """The script takes its local rank only from an option, which the rehearsal passed."""
     if not job.settings.local_rank_option:
         return
     if any(event.data["asks"] and event.data["name"] in _LOCAL_VARIABLES for _, event in job.each("variable")):
@@ -52,7 +52,7 @@ def _option_of_old_launchers(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _older_torch(job: RehearsedJob) -> Iterator[Finding]:
-    """A call went well because Lockstep had changed torch for the script."""
+    """A call succeeded only because Lockstep changed torch for the script."""
     for _, event in job.each("older"):
         yield Finding("needs-older-torch", event.sites, event.data["error"])
 

@@ -1,4 +1,4 @@
-"""What one optimizer step is: its learning rate, its schedule, its clipping."""
+"""Learning rate, schedule and gradient clipping of an optimizer step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIN_GAPS = 2
 
 
 def _is_bare_option(file: str, value: ast.expr | None) -> bool:
-    """Whether an expression is an option of the command line as it came: `args.lr`, never assigned anew."""
+    """Whether an expression is an unchanged command line option, such as `args.lr`, never assigned anew."""
     if not (isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name)):
         return False
     if not any(word in value.value.id.lower() for word in ("arg", "opt", "flag", "cfg", "config")):
@@ -25,7 +25,7 @@ def _is_bare_option(file: str, value: ast.expr | None) -> bool:
 
 
 def _unscaled_lr(job: RehearsedJob) -> Iterator[Finding]:
-    """Both the rate and the batch of a rank are options as they came: the global batch alone grows with the ranks."""
+    """Learning rate and batch size per rank are unchanged options, so only the global batch grows with the ranks."""
     if job.world_size < 2:
         return
     for process, event in job.each("optimizer"):
@@ -53,7 +53,7 @@ def _unscaled_lr(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _repeated_schedule(job: RehearsedJob) -> Iterator[Finding]:
-    """A scheduler is stepped as often as there are ranks for each step of its optimizer."""
+    """A scheduler is stepped `world_size` times for each step of its optimizer."""
     for process, event in job.each("scheduler"):
         gaps = [*event.data["gaps"], *([event.data["rest"]] if event.data["rest"] else [])]
         if process.world_size > 1 and len(gaps) >= _MIN_GAPS and set(gaps) == {process.world_size}:

@@ -1,13 +1,13 @@
-"""What a rehearsal notices while a script runs. Each watcher says in its docstring which events it notes.
+"""Watches a script while it runs. Each watcher's docstring lists the events that it records.
 
 General layout:
 
-* `recorder`: collects events and writes them down before the process ends.
-* `environment`: which rank and device the process takes itself for; `children`: processes that it starts.
-* `passes`: passes over data; `contents`: a number for the samples of a pass; `randomness`: what data sets draw.
+* `recorder`: collects events and writes them to a file before the process ends.
+* `environment`: how the script determines rank and device; `children`: processes that it starts.
+* `passes`: passes over data; `contents`: a hash of a pass's samples; `randomness`: random draws of data sets.
 * `training`: optimizers, schedulers, scalers and clipping.
 * `collectives`: collectives and the use of their results; `horovod`: those of Horovod.
-* `files`: checkpoints; `older_torch`: calls that today's torch turns away.
+* `files`: checkpoints; `older_torch`: calls that current torch rejects.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["install"]
 
 
 def install(*, with_horovod: bool) -> None:
-    """Watch this process from now on, and leave its record in the job's private folder. Once.
+    """Watch this process from now on, and write its record to the job's private folder. Call it once.
 
     Args:
-        with_horovod: the script is one for Horovod.
+        with_horovod: whether the script uses Lockstep's shim for Horovod.
     """
     from lockstep.tools.rehearse.watch import (
         children,

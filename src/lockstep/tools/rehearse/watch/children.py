@@ -1,7 +1,7 @@
 """Processes that a script starts with multiprocessing, and how they end.
 
-Notes `child` for each that has failed while nobody asked how it ended: `name`, `function` that it ran, `code` (negative
-for a signal). One that the script has stopped by itself, by `terminate` or `kill`, has not failed.
+Records `child` for each that failed and whose exit code was not read: `name`, the `function` that it ran, and `code`
+(negative for a signal). A process that the script stopped with `terminate` or `kill` has not failed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lockstep.tools.rehearse.watch.recorder import recorder
 
 __all__ = ["install"]
 
-# With the process that started them: a forked one finds its parent's here.
+# Each with the pid that started it, as a forked process inherits its parent's entries.
 _started: list[tuple[int, BaseProcess, tuple[Site, ...], str]] = []
-# Those whose end is the script's own business: stopped by it, or asked for.
+# Those that the script stopped, or whose exit code it has read.
 _known: set[BaseProcess] = set()
 _exitcode: Any = BaseProcess.exitcode
 
@@ -53,7 +53,7 @@ def _ask(self: BaseProcess) -> int | None:
 
 
 def _wait() -> None:
-    """Wait for all that are not daemons, as multiprocessing does a moment later."""
+    """Join all children that are not daemons, as multiprocessing does later at exit."""
     for child in active_children():
         if not child.daemon:
             child.join()

@@ -1,15 +1,15 @@
-"""Collectives: which ones this rank came to, and what became of the values that it reduced.
+"""Collectives: which ones this rank called, and how the reduced values were used.
 
-Notes
-* `sequence`: per group (its name and `ranks`), `calls` is a list of [index into `texts`, index into `sites`], in order;
-* `reduced`: per line that reduces: `instances`, `reads` (of them, whose value anything has looked at), `root` (the rank
-  that gets it; None for all), and `means`, one for each call whose result was divided by the number of ranks:
+Records
+* `sequence`, per group (its name and `ranks`): `calls` is a list of [index into `texts`, index into `lines`], in order;
+* `reduced`, per line that reduces: `instances`; `reads`, how many of their results were read; `root`, the rank
+  that gets the result, None for all; `means`, for each call whose result was divided by the number of ranks:
   [number of the call, samples in this rank's batch, samples of the pass so far, whether the pass had ended]; and
-  `divided_at`, the lines that divided, by that or another number;
-* `burst`: several reductions of single numbers in a row, none of them looked at before the next: `reductions`,
+  `divided_at`, the lines that divided results by any number;
+* `burst`: several reductions of single numbers in a row, none of them read before the next: `reductions`,
   `barrier`, `times`.
 
-[Note: reads] A reduced value's storage carries a tag. Scaling it, in place or not, views and copies carry the tag on;
+[Note: reads] A reduced value's storage carries a tag. Scaling (in place or not), views and copies pass the tag on;
 every other operator, `.item()`, `.tolist()`, NumPy and pickling are reads.
 """
 
@@ -40,8 +40,8 @@ _FAMILY = "lockstep-rehearsal-family"
 _MAX_CALLS = 20_000
 _MAX_INSTANCES = 500
 _MAX_DIVISIONS = 50
-_MAX_SCALARS = 4  # a loss, a sum and a count: what one thinks of as numbers rather than data
-_MAX_METRICS = 16  # more than that may be data, whose use lies outside of the run: parameters, a benchmark's load
+_MAX_SCALARS = 4  # such as a loss, a sum and a count
+_MAX_METRICS = 16  # more may be data that the run need not read, such as parameters or a benchmark's payload
 
 _SCALINGS = frozenset({"aten::mul", "aten::mul_", "aten::div", "aten::div_", "aten::neg", "aten::neg_"})
 _COPIES = frozenset(
@@ -57,10 +57,10 @@ class Reduced:
         sites: the line, and the lines that called it.
         root: the rank that gets the result; None for all.
         calls: number of calls from this line.
-        instances: of them, those whose value should matter to somebody.
-        reads: how many of the results anything has looked at.
-        means: of those divided by the number of ranks; see `reduced` in the module's docstring.
-        divided_at: the lines that divided them by anything.
+        instances: number of calls whose result a script is expected to read.
+        reads: how many of these results were read.
+        means: results divided by the number of ranks; see `reduced` in the module's docstring.
+        divided_at: the lines that divided results by any number.
     """
 
     def __init__(self, sites: tuple[Site, ...], root: int | None) -> None:
@@ -72,7 +72,7 @@ class Reduced:
 
 
 class _Tag:
-    """One result, wherever it goes."""
+    """Tag of one result, shared by its copies and views."""
 
     def __init__(self, line: Reduced, world_size: int, is_trivial: bool) -> None:
         self.line = line
@@ -101,7 +101,7 @@ class _Tag:
 
 
 _lines: dict[tuple[tuple[Site, ...], int | None], Reduced] = {}
-# Texts and lines of the sequences, each once.
+# The sequences, and their distinct texts and lines, which they refer to by index.
 _sequences: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
 _texts: dict[str, int] = {}
 _sites: dict[tuple[str, int, str], int] = {}
@@ -116,14 +116,14 @@ def _moment() -> list[Any]:
 def saw_reduction(
     tensor: torch.Tensor, world_size: int, root: int | None, *, is_mean: bool, is_trivial: bool = False
 ) -> None:
-    """A result has come: from now on it is known who looks at it. Local.
+    """Track from now on whether the result of a reduction is read. Local.
 
     Args:
         tensor: the result of the collective.
-        world_size: ranks of the group.
+        world_size: number of ranks in the group.
         root: the rank that gets it; None for all.
-        is_mean: it is a mean over ranks already.
-        is_trivial: nobody need look at it.
+        is_mean: whether it is already a mean over ranks.
+        is_trivial: whether it is fine not to read it.
     """
     sites = chain()
     is_trivial = is_trivial or tensor.numel() > _MAX_METRICS
@@ -143,7 +143,7 @@ def _number(value: Any) -> float | None:
 
 
 def _observe(func: Any, args: Sequence[Any], result: Any) -> None:
-    """After every operator. See [Note: reads]."""
+    """Called after every operator. See [Note: reads]."""
     if not _lines:
         return
     name = func._schema.name
@@ -158,7 +158,7 @@ def _observe(func: Any, args: Sequence[Any], result: Any) -> None:
 
 
 def _carry_on(tag: _Tag, name: str, position: int, args: Sequence[Any], result: Any) -> bool:
-    """Whether the operator only scales or copies; then its result carries the tag."""
+    """Pass the tag on to the result if the operator only scales or copies; return whether it does."""
     if position != 0 or not isinstance(result, torch.Tensor):
         return False
     if name in _SCALINGS:
@@ -176,7 +176,7 @@ def _carry_on(tag: _Tag, name: str, position: int, args: Sequence[Any], result: 
 
 
 def _reads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What looks at a tensor without an operator."""
+    """Wraps a method that reads a tensor without an operator."""
 
     def look(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         tag: _Tag | None = getattr(storage_of(self), _TAG, None)
@@ -188,7 +188,7 @@ def _reads(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Bursts:
-    """Reductions of single numbers, one after the other, that nobody looks at in between."""
+    """Counts runs of consecutive reductions of single numbers, none of which is read before the next."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[tuple[Site, ...], int, bool], int] = {}
@@ -222,7 +222,7 @@ _bursts = _Bursts()
 
 
 def _looks_like_barrier(tensor: torch.Tensor) -> bool:
-    """A single 0 or 1 is reduced to wait for each other, and its value is nobody's concern."""
+    """Whether a reduction only synchronizes: of a single 0 or 1, whose sum nobody needs to read."""
     return tensor.numel() == 1 and tensor.detach().to(torch.float64).item() in (0.0, 1.0)
 
 
@@ -260,13 +260,13 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_line(line: tuple[str, int, str]) -> tuple[str, int, str]:
-    """The user's line that led to a line of a library; itself where that is the user's."""
+    """The line itself if it is the user's, else the user's line that led to it."""
     own = None if is_own_file(line[0]) else site()
     return line if own is None else (own.file, own.line, own.function)
 
 
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Every collective of every shim comes by here before it waits for anybody."""
+    """Wraps the method that every collective, of every shim, calls before it waits."""
 
     def enter(self: Any, key: Any, describe: Callable[[], str], line: Any, *rest: Any) -> Any:
         calls = _sequences.setdefault((self.group_name, self.global_ranks), [])
@@ -294,9 +294,9 @@ def _join(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agree_on_family() -> None:
-    """Ranks that several processes have spawned for one group, one on each node, are one family: that of rank 0."""
+    """Give ranks that several processes, one per node, spawned for one group the family name of rank 0."""
     store = distributed_c10d._get_default_store()
-    if store is not None and recorder.rank == 0:  # MPI's groups have none.
+    if store is not None and recorder.rank == 0:  # MPI groups have no store.
         store.set(_FAMILY, recorder.family)
     elif store is not None and recorder.family:
         recorder.family = store.get(_FAMILY).decode() or recorder.family

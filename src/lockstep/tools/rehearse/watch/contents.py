@@ -1,7 +1,7 @@
-"""Which samples a pass over data had, as a number that is the same for the same samples in any order.
+"""A hash of the samples of a pass over data, which does not depend on their order.
 
-The sum over samples of a hash of some of each one's bytes. It costs little, and says nothing where samples cannot be
-told apart: all alike, too many, or not made of tensors.
+It is the sum over samples of a hash of some of each sample's bytes. This costs little. It is unknown if samples are
+all alike, too many, or not made of tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.tree import tensors_in
 __all__ = ["Contents"]
 
 _MAX_SAMPLES = 20_000  # about a second
-_MAX_BYTES = 256  # of each tensor of a sample, spread over it
+_MAX_BYTES = 256  # per tensor of a sample, evenly spaced
 _MODULUS = 2**64
 
 
@@ -31,7 +31,7 @@ class Contents:
         self._is_known = True
 
     def add(self, batch: Any, size: int) -> None:
-        """Another batch of `size` samples, each a row of every tensor that has as many."""
+        """Add a batch of `size` samples, which are the rows of every tensor whose first size that is."""
         if not self._is_known or self._count + size > _MAX_SAMPLES:
             self._is_known = False
             return
@@ -49,17 +49,17 @@ class Contents:
         self._count += 1
 
     def text(self) -> str:
-        """The number; empty where nothing can be told."""
+        """The hash in hexadecimal; empty if unknown."""
         return f"{self._sum:x}" if self._is_known and self._is_varied else ""
 
 
 def _bytes_of(tensor: torch.Tensor, size: int) -> list[bytes] | None:
-    """Some bytes of each row; None for what is not plain memory of the host."""
+    """Some bytes of each row; None if the tensor is not a plain one in host memory."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or mark_of(tensor) is not None:
         return None
     try:
         table = tensor.detach().contiguous().view(torch.uint8).reshape(size, -1).numpy()
-    except RuntimeError:  # quantized, no tensor of numbers at all, or a torch without NumPy
+    except RuntimeError:  # a quantized tensor, one without numbers, or a torch without NumPy
         return None
     step = -(-table.shape[1] // _MAX_BYTES) or 1
     return [row.tobytes() for row in table[:, ::step]]

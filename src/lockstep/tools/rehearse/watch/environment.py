@@ -1,9 +1,9 @@
-"""Who a process takes itself for: which variables it reads, which device it chooses, how many ranks it starts.
+"""How a process determines its rank: the variables it reads, the device it chooses, how many ranks it starts.
 
-Notes `variable` (`name`, `value`; `asks`: the script or a library asked for it, rather than torch or Lockstep),
-`device` (the script chose one), `count` (the user asked for the number of devices), `option` (`name`: the script
-declares an option for its local rank), `spawn` (`nprocs`) and `peers` (`modules`: libraries by which copies of a script
-may know of each other).
+Records `variable` (`name`, `value`; `asks`: read by the script or a library, rather than by torch or Lockstep),
+`device` (the script chose one), `count` (the user's code called `device_count`), `option` (`name`: the script
+declares an option for its local rank), `spawn` (`nprocs`) and `peers` (`modules`: imported libraries through which
+copies of a script may communicate).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = frozenset(
     {"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NPROCS", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"}
     | {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"}
 )
-# Without torch.distributed.
+# Libraries for communication without torch.distributed.
 _PEERS = ("mpi4py", "ray")
 _OPTIONS = frozenset({"--local_rank", "--local-rank"})
 _ENVIRONMENT_FILES = ("<frozen ", "/os.py", "/_collections_abc.py")
@@ -39,7 +39,7 @@ _seen: set[Any] = set()
 
 
 def _asks(frame: FrameType | None) -> bool:
-    """Whether who looks a variable up, by whatever way of `os`, is neither torch nor Lockstep."""
+    """Whether the code that reads a variable, through any function of `os`, is neither torch's nor Lockstep's."""
     while frame is not None and any(part in frame.f_code.co_filename for part in _ENVIRONMENT_FILES):
         frame = frame.f_back
     return frame is not None and is_users(frame.f_code)
@@ -113,7 +113,7 @@ def install() -> None:
         wrap(torch.accelerator, name, _set_device)
     for module in (torch.cuda, torch.accelerator):
         wrap(module, "device_count", _count)
-    # Groups of arguments have it from the same class as parsers.
+    # The class from which parsers and argument groups inherit it.
     owner = next(kind for kind in argparse.ArgumentParser.__mro__ if "add_argument" in vars(kind))
     wrap(owner, "add_argument", _declare)
     for name in ("spawn", "start_processes"):

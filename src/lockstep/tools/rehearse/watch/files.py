@@ -1,8 +1,8 @@
-"""Checkpoints: who writes which file, what is in it, and onto which device it comes back.
+"""Checkpoints: which file is written, what is in it, and onto which device it is loaded.
 
-Notes `save` (`path`, or None for what is no file; `is_local`: each node may have a file of that name to itself;
-`prefixed`: names that begin with `module.`, of `names`) and, of the user's own calls, `load` (`has_map_location`,
-`has_weights_only`, `foreign`: devices other than its own onto which this rank loaded).
+Records `save` (`path`, None if it is not a file; `is_local`: whether each node may have its own file of that name;
+`prefixed`: number of names in state dicts where all begin with `module.`; `example`: one of them) and, for the user's
+own calls, `load` (`has_map_location`, `has_weights_only`, `own`: this rank's device, `foreign`: others loaded onto).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["install"]
 
 _PREFIX = "module."
 _MAX_DEPTH = 3
-# Where nodes have disks of their own, or may have.
+# Paths that are, or may be, on a node-local disk.
 _LOCAL_FOLDER = re.compile(r"/(tmp|var/tmp|dev|run|local\w*|scratch\w*|ssd\w*|nvme\w*)/")
 
 _restored: list[int] = []
@@ -42,9 +42,9 @@ def _path_of(target: Any) -> str | None:
 
 
 def _is_local(path: str | None) -> bool:
-    """Whether each node may have its own: on a disk of its own, or by a name with the host's in it.
+    """Whether each node may have its own file: the path may be on a local disk, or contains the host's name.
 
-    The folder that the job runs in is where all nodes find the script.
+    The current folder is taken to be shared, as all nodes find the script there.
     """
     if path is None:
         return False
@@ -55,7 +55,7 @@ def _is_local(path: str | None) -> bool:
 
 
 def _state_dicts(thing: Any, depth: int = 0) -> Iterator[list[str]]:
-    """Names of every dict of tensors in what is saved."""
+    """The names in each dict of tensors within a saved object."""
     if not isinstance(thing, dict) or depth > _MAX_DEPTH:
         return
     names = [name for name in thing if isinstance(name, str)]
@@ -68,7 +68,7 @@ def _state_dicts(thing: Any, depth: int = 0) -> Iterator[list[str]]:
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if is_users(sys._getframe(1).f_code):
-            # A library that saves its own wrapper's state loads it into the wrapper again.
+            # A library that saves the state of its own wrapper also loads it into that wrapper.
             dicts = list(_state_dicts(obj)) if is_own(sys._getframe(1)) else []
             path = _path_of(f)
             prefixed = [names for names in dicts if all(name.startswith(_PREFIX) for name in names)]

@@ -1,4 +1,4 @@
-"""Horovod's allreduce, which returns its result: whether anybody looks at it. And its optimizer: which model it trains.
+"""Horovod's allreduce, whose returned result is tracked, and its optimizer, which marks the model as trained together.
 
 Adds to the events of `collectives` and `passes`.
 """
@@ -42,7 +42,7 @@ def _trains(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Watch the shim."""
+    """Watch Lockstep's shim for Horovod."""
     import lockstep.compat.horovod.torch as hvd
 
     wrap(hvd, "DistributedOptimizer", _trains)

@@ -1,6 +1,6 @@
-"""Calls that Lockstep's shims for old scripts let through, and that torch by itself would turn away.
+"""Calls that succeed only because of Lockstep's shims for old scripts.
 
-Notes `older`: `error`, what torch would have said or lacked.
+Records `older` (`error`: what plain torch lacks or rejects).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _note(change: str, name: str = "") -> None:
 
 
 class _Module(ModuleType):
-    """A module that torch lacks. Who takes a name from it is noted, and who only imports it is not."""
+    """A module that torch lacks. Taking a name from it is recorded, importing it alone is not."""
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__"):
@@ -57,7 +57,7 @@ class _Module(ModuleType):
 
 
 def _watch_members(name: str) -> None:
-    """Note who takes a member of `torch.distributed.name`, where torch lacks that."""
+    """Record uses of members of `torch.distributed.name` if torch itself lacks it."""
 
     class WatchedNames(SimpleNamespace):
         def __getattribute__(self, member: str) -> Any:
@@ -99,7 +99,7 @@ def _remember_layout(original: Callable[..., Any]) -> Callable[..., Any]:
     def eq(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if is_own(sys._getframe(1)) and type(result) is torch.Tensor and result.dim() == 2:
-            plain = torch.eq(self, *args, **kwargs).stride()  # What is not changed says what torch would give.
+            plain = torch.eq(self, *args, **kwargs).stride()  # The shim leaves `torch.eq` unchanged.
             if plain != result.stride():
                 note_on(storage_of(result), _LAYOUT, (result.stride(), plain))
         return result
@@ -110,7 +110,7 @@ def _remember_layout(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check_view(original: Callable[..., Any]) -> Callable[..., Any]:
     def view(self: torch.Tensor, *shape: Any, **kwargs: Any) -> Any:
         layout = getattr(storage_of(self), _LAYOUT, None)
-        if layout is not None and self.stride() == layout[0]:  # All of it, or some rows or columns.
+        if layout is not None and self.stride() == layout[0]:  # The whole result, or some rows or columns.
             plain = torch.empty_strided(self.size(), layout[1], dtype=self.dtype, device="meta")
             try:
                 original(plain, *shape, **kwargs)
@@ -129,6 +129,6 @@ def _watch(changes: list[str]) -> None:
 
 
 def install() -> None:
-    """Watch what Lockstep changes for an old script in this process; in a spawned one it will do so only later."""
+    """Watch the changes for old scripts, which in a spawned process are only made later."""
     patches.listeners.append(_note)
     patches.on_install(_watch)

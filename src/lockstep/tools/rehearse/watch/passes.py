@@ -1,10 +1,10 @@
-"""Passes over data: which loader the script reads from, how much it has had, and whether it trains meanwhile.
+"""Passes over data: which loader the script reads from, how many samples, and whether it trains meanwhile.
 
-Notes `pass` for every pass over a `torch.utils.data.DataLoader`: `number` (of the loader's passes), `epoch`,
-`shuffles`, `was_told` (the sampler's `set_epoch` was ever called), `padding` (samples that the sampler adds), `length`
-(of the data set), `samples` (0 where nobody knows), `trained` (optimizer steps meanwhile), `finished`,
-`content` (see `contents`; only of passes that evaluate a model which all ranks train together); and where loader and
-sampler were made.
+Records `pass` for every pass over a `torch.utils.data.DataLoader`: `number` (among the loader's passes), `epoch`,
+`shuffles`, `was_told` (whether the sampler's `set_epoch` was ever called), `padding` (samples that the sampler adds),
+`length` (of the data set), `samples` (0 if unknown), `backwards` and `trained` (backward passes and optimizer steps
+meanwhile), `finished`, `content` (see `contents`; only for passes that evaluate a model which all ranks train
+together); and where loader and sampler were created.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Pass:
     Attributes:
         loader: the loader that it reads from.
         sites: the lines at which the pass began.
-        number: 0 for the loader's first.
-        samples: number of samples read so far; 0 where nobody knows.
-        last_size: samples in the last batch; 0 where nobody knows.
+        number: 0 for the loader's first pass.
+        samples: number of samples read so far; 0 if unknown.
+        last_size: samples in the last batch; 0 if unknown.
         backwards: backward passes meanwhile.
         steps: optimizer steps meanwhile.
-        is_finished: the loader has nothing more.
-        contents: which samples; None after a batch that may not have been for evaluation.
+        is_finished: whether the loader is exhausted.
+        contents: hash of the samples; None after a batch that may have been for training.
     """
 
     def __init__(self, loader: Any, sites: tuple[Site, ...], number: int) -> None:
@@ -58,7 +58,7 @@ class Pass:
         self.epoch = None if self.sampler is None else self.sampler.epoch
 
     def take(self, batch: Any, size: int) -> None:
-        """Another batch, of `size` samples; 0 where nobody knows."""
+        """Count a batch of `size` samples; 0 if unknown."""
         self.last_size = size
         self.samples += size
         if self.contents is not None:
@@ -68,13 +68,13 @@ class Pass:
                 self.contents = None
 
 
-_current: Pass | None = None  # that gave the last batch
+_current: Pass | None = None  # the pass that yielded the last batch
 _listeners: list[Callable[[], None]] = []
 _passes: list[Pass] = []
 _is_trained = False  # whether there is a model that all ranks train together
-_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # those of these that are known
+_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # such models, as far as known
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-# Id of a data set -> where the loader over it was made, for its workers, which see no loader.
+# Id of a data set -> where its loader was created, for workers, which have no loader.
 loader_of_data: dict[int, tuple[Site, ...]] = {}
 
 
@@ -84,7 +84,7 @@ def current() -> Pass | None:
 
 
 def add_model(model: torch.nn.Module | None) -> None:
-    """Say that all ranks train this model together, each on samples of its own; None for one that is not known."""
+    """Register a model that all ranks train together on different samples; None if it is unknown which."""
     global _is_trained
     _is_trained = True
     if model is not None:
@@ -92,13 +92,13 @@ def add_model(model: torch.nn.Module | None) -> None:
 
 
 def _evaluates() -> bool:
-    """Whether what the script does with its next batch is no training: it asks for no gradients, or says so."""
+    """Whether the script evaluates its next batch: gradients are disabled, or a model is in evaluation mode."""
     is_said = any(not model.training for model in _models)
     return _is_trained and (is_said or not torch.is_grad_enabled())
 
 
 def made_at(thing: Any) -> tuple[Site, ...]:
-    """Where a loader or sampler was made."""
+    """The lines that created a loader or sampler, innermost first."""
     return getattr(thing, _MADE, ())
 
 
@@ -126,14 +126,14 @@ def _begin(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _next_index(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Notes how many samples the loader asks its data set for: what a batch looks like is the script's affair.
+    """Counts the samples that the loader requests from its data set, as the form of a batch is up to the script.
 
-    A loader with workers asks ahead of the batches that it hands out.
+    A loader with workers requests them ahead of the batches that it yields, so the sizes are queued.
     """
 
     def take_index(self: Any) -> Any:
         index = original(self)
-        # An iterable data set stops when it likes, and one index by itself may be that of a batch.
+        # An iterable data set may end at any time, and a single index may stand for a whole batch.
         is_known = isinstance(index, Sequence) and self._dataset_kind == _DatasetKind.Map
         vars(self).setdefault(_SIZES, deque()).append(len(index) if is_known else 0)
         return index
@@ -142,7 +142,7 @@ def _next_index(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Persistent workers begin another pass with the same iterator."""
+    """Wraps `_reset`: with persistent workers, the next pass uses the same iterator."""
 
     def reset(self: Any, *args: Any, **kwargs: Any) -> None:
         vars(self).pop(_SIZES, None)
@@ -178,7 +178,7 @@ def _next(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_batch(listener: Callable[[], None]) -> None:
-    """Call `listener` whenever the script gets another batch."""
+    """Call `listener` whenever a loader yields a batch."""
     _listeners.append(listener)
 
 

@@ -1,7 +1,8 @@
-"""Random numbers that data sets draw for augmentation: whether ranks draw the same ones.
+"""Random numbers that data sets draw for augmentation, to see whether ranks draw the same ones.
 
-Notes `draw`, for the first batches of each pass: `library` whose global generator a batch was made with, `state` (a
-hash of it before), `worker`, `number` of the batch; under `loader` where the loader was made.
+Records `draw` for a data set's first batches in each process: `library` whose global generator was used, `state` (hash
+of its state before the batch), `worker` (-1 for none), `number` of the batch; the sites are those that created the
+loader.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from lockstep.tools.rehearse.watch.recorder import recorder
 
 __all__ = ["install"]
 
-# Enough to tell, at three hashes a batch.
+# Each costs six hashes; so many are enough.
 _MAX_BATCHES = 3
 
 _counts: dict[int, int] = {}
 
 
 def _states() -> dict[str, str]:
-    """Library -> hash of the state of its global generator."""
+    """Library -> hash of its global generator's state."""
     states: dict[str, bytes] = {
         "torch": torch.default_generator.get_state().numpy().tobytes(),
         "random": repr(random.getstate()).encode(),
@@ -61,12 +62,12 @@ def _fetch(original: Callable[..., Any]) -> Callable[..., Any]:
                     number=number,
                 )
         if worker is not None:
-            recorder.write_now()  # Workers end without a word.
+            recorder.write_now()  # Workers end without running exit handlers.
         return batch
 
     return fetch_batch
 
 
 def install() -> None:
-    """Watch how batches are made."""
+    """Watch how batches are created."""
     wrap(fetch._MapDatasetFetcher, "fetch", _fetch)

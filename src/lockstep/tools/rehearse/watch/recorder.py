@@ -1,4 +1,4 @@
-"""Collects what one process saw, and writes it down before the process is gone."""
+"""Collects the events of one process, and writes them to a file before it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.tools.rehearse.line import Site
 
 __all__ = ["Recorder", "recorder"]
 
-# A script that runs for long sees the same things again and again.
+# A long run only repeats the same events.
 _MAX_EVENTS = 20_000
 
 
@@ -27,13 +27,13 @@ class Recorder:
     """The record of this process.
 
     Attributes:
-        rank: in the group that it joined, or None.
-        world_size: of that group.
-        joined: whether it has joined one.
-        finished: whether the script has come to its end, here.
-        family: processes that were started together; see [Note: families] in `spawning.py`.
-        starter: pid of the process that spawned this one; 0 if the rehearsal itself has started it.
-        finishers: called before the record is written, to note what was counted.
+        rank: rank in the group that it joined, or None.
+        world_size: size of that group.
+        joined: whether it has joined a group.
+        finished: whether the script has run to its end in this process.
+        family: name of the processes that were started together; see [Note: families] in `spawning.py`.
+        starter: pid of the process that spawned this one; 0 if the rehearsal itself started it.
+        finishers: called before the record is written, to add events for what was counted.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class Recorder:
         self._is_written = False
 
     def note(self, kind: str, sites: Sequence[Site], **data: Any) -> None:
-        """Add an event; `data` must be what JSON can say."""
+        """Add an event; `data` must be serializable as JSON."""
         with self._lock:
             if len(self._events) < _MAX_EVENTS:
                 self._events.append({"kind": kind, "sites": [site.dump() for site in sites], "data": data})
 
     @contextlib.contextmanager
     def watching_the_end(self) -> Iterator[None]:
-        """Around the script: whether it comes to its end, or fails."""
+        """Context manager around the script: sets `finished` unless it fails."""
         try:
             yield
         except SystemExit as leaving:
@@ -66,7 +66,7 @@ class Recorder:
         self.finished = True
 
     def write(self) -> None:
-        """Leave the record in the job's private folder; what was written before is replaced."""
+        """Write the record to the job's private folder, once."""
         folder = env.LOCKSTEP_RENDEZVOUS.get()
         if folder is None or self._is_written:
             return
@@ -86,25 +86,25 @@ class Recorder:
         }
         path = Path(folder) / f"rehearsal-{os.getpid()}-{next(self._numbers)}.json"
         draft = path.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # The folder went with the job.
+        with contextlib.suppress(OSError):  # The folder is removed when the job ends.
             draft.write_text(json.dumps(content), encoding="utf-8")
             os.replace(draft, path)
 
     def write_now(self) -> None:
-        """Write what there is, and begin anew: for processes that end without a word."""
+        """Write the events so far and start a new record, for processes that skip exit handlers."""
         self.write()
         self._events.clear()
         self._is_written = False
 
     def _begin_in_child(self) -> None:
-        """After a fork: what the parent saw is the parent's to tell."""
+        """After a fork: drop the parent's events, which the parent will write."""
         self._lock = threading.RLock()
         self._events.clear()
         self.finishers.clear()
         self._is_written = False
 
     def install(self) -> None:
-        """Write at exit, and when asked to end."""
+        """Write the record at exit and on SIGTERM."""
         atexit.register(self.write)
         os.register_at_fork(after_in_child=self._begin_in_child)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:

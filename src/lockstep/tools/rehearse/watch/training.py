@@ -1,9 +1,9 @@
-"""Optimizers, schedulers, loss scalers and clipping: in which order a step does what.
+"""Optimizers, schedulers, loss scalers and clipping, and their order within a step.
 
-Notes `optimizer` (`lr` as constructed, `first_lr` at its first step, `steps`),
+Records `optimizer` (`lr` as constructed, `first_lr` at its first step, `steps`),
 `steps` (`sizes`: samples in the batch of every step), `scheduler` (`gaps`: calls of its step between two steps of its
-optimizer), `clip` (`count`: gradients that were clipped while they were still multiplied by the loss scale) and `ddp`
-(`device`: of the node's GPUs, whichever of them the process sees).
+optimizer; `rest`: calls after the last), `clip` (`count`: steps whose gradients were clipped while still multiplied by
+the loss scale) and `ddp` (`device`: index among all GPUs of the node; `backend`: name that the script used).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _listeners: list[Callable[[], None]] = []
 
 
 class _Optimizer:
-    """What is known of an optimizer."""
+    """What was recorded about an optimizer."""
 
     def __init__(self, sites: tuple[Site, ...]) -> None:
         self.sites = sites
@@ -47,7 +47,7 @@ class _Optimizer:
 
 
 class _Scheduler:
-    """What is known of a scheduler."""
+    """What was recorded about a scheduler."""
 
     def __init__(self, optimizer: Any, sites: tuple[Site, ...]) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -60,7 +60,7 @@ _optimizers: dict[int, _Optimizer] = {}
 _schedulers: dict[int, _Scheduler] = {}
 _sizes: list[int] = []
 _step_sites: list[tuple[Site, ...]] = []
-# Parameters clipped since the last step: id -> where.
+# Parameters clipped since the last scaled step: id -> where.
 _clipped: dict[int, tuple[Site, ...]] = {}
 _scaled_clips: dict[tuple[Site, ...], int] = {}
 _torch_ddp: list[tuple[Site, ...]] = []
@@ -107,7 +107,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _scheduler_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A library that steps a schedule, such as Accelerate's once for each rank, has its own idea of one.
+        # Libraries may step a schedule differently on purpose; Accelerate does so once per rank.
         if is_own(sys._getframe(1)):
             known = _schedulers.get(id(self))
             if known is None:
@@ -193,7 +193,7 @@ def _finish() -> None:
 
 
 def install() -> None:
-    """Watch optimizers and what works on them."""
+    """Watch optimizers, schedulers, clipping, loss scalers and DistributedDataParallel."""
     wrap(Optimizer, "__init__", _remember_optimizer)
     register_optimizer_step_post_hook(_after_step)
     wrap(LRScheduler, "step", _scheduler_step)
