@@ -23,16 +23,16 @@ LOGGED = "logged: "
 """The beginning of a note on printed numbers."""
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
-# 12:59:07,123, whose parts may be the same twice in one process, and others on the ranks.
+# Times such as 12:59:07,123, whose parts may be equal in two runs of one process, but differ on the ranks.
 _CLOCK = re.compile(r"\d+(?::\d+)+(?:[.,]\d+)?")
 _CLOSE = 5e-4
-# Of a number that one process writes twice, which rounding moves: seconds come closer by chance, but not each time.
+# Largest effect of rounding on a number that one process prints in two runs; seconds rarely differ by so little.
 _REPEATED = 1e-5
 Facts = Mapping[str, Any]
 
 
 class _Line(NamedTuple):
-    """A printed line: whether after an evaluation, its numbers, its text, and the line of the script."""
+    """A printed line: whether it follows an evaluation, its numbers, its text, and the line of the script."""
 
     is_evaluation: bool
     numbers: list[str]
@@ -40,12 +40,12 @@ class _Line(NamedTuple):
     where: tuple[str, ...]
 
 
-# By the text of a line without numbers, and how often it was printed before.
+# (text of a line without its numbers, how often it was printed before) -> the line.
 _Lines = Mapping[tuple[str, int], _Line]
 
 
 def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
-    """Differences, and notes on things that are no difference in training."""
+    """Differences, and notes on what differs without affecting training."""
     ranks, one = [each["facts"] for each in runs.ranks], runs.one["facts"]
     again, moved = (None if each is None else each["facts"] for each in (runs.again, runs.moved))
     found = [
@@ -228,7 +228,7 @@ def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
 def _evaluated(
     ranks: Sequence[Facts], one: Facts, measured: str, lines: tuple[str, ...], evaluates_all: bool, is_own: bool
 ) -> Difference:
-    """Which number of an evaluation it is: of one process that evaluates what rank 0 does, it `is_own`."""
+    """The difference in an evaluation; `is_own` if one process prints the same when given only rank 0's samples."""
     own, *each = (_evaluation_keys(facts)[-1:] for facts in (one, *ranks))
     if own and all(each) and not is_own:
         counts = [keys.total() for (keys,) in each]

@@ -284,7 +284,7 @@ def _unlike(name: str, own: Tensor, drawn: list[Tensor], by_pass: bool = False) 
 
 
 def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[int, Tensor]:
-    """For each sample, its part of the draws with this name and position in the ranks' batches."""
+    """For each sample, its part of the draw with this name and position in a rank's batch."""
     found = dict[int, Tensor]()
     for rank in ranks:
         for keys, draw in zip(rank["keys"], rank["draws"][place::per_batch], strict=True):
@@ -478,7 +478,7 @@ def _watch_numpy_and_random(
                     depth[0] -= is_outer
                 if not is_outer:
                     return result
-                # A choice from something else, such as another number of rows, is another draw.
+                # A choice from other values, such as another number of rows, gets another name.
                 asked = [*args[owner is not np.random :][:1], kwargs.get("a"), kwargs.get("p")]
                 name = f"{place} {crc32(repr(asked).encode())}" if see is choose else place
                 # A shuffle works in place.

@@ -24,7 +24,7 @@ __all__ = ["read_gradients"]
 
 _CLOSE = 1e-3
 _MAY_BE_DRAWN = ("not-linear", "extreme", "kept-state", "function-of-mean", "threshold")
-# A cause, as `words.py` has it, and what its words leave open.
+# A key of the table in `words.py`, and values for its placeholders.
 _Cause = tuple[str, dict[str, Any]]
 
 
@@ -52,7 +52,7 @@ def _weights_and_shares(weights: Sequence[float], shares: Sequence[float]) -> di
 
 
 def _factor(value: float) -> str:
-    """Format with enough digits to differ from 1: clipping by norm may leave only the 1e-6 it adds of a factor."""
+    """Format with enough digits to differ from 1: after clipping by norm, a factor may only show in its 1e-6."""
     texts = [f"{value:.{digits}g}" for digits in (4, 8, 12)]
     return next((text for text in texts if text != "1"), "1")
 
@@ -64,7 +64,7 @@ def read_gradients(step: StepOfJob) -> Difference | None:
         return None
     stage = "gradients" if losses.are("weighted", step.tolerance) or losses.are("sum", step.tolerance) else "loss"
     measured = _measured(step)
-    # How much averaging makes each rank's loss count: by samples in Lockstep's engine, else one of N.
+    # Each rank's weight in the average: its share of the samples with Lockstep's engine, else 1/N.
     weighs = any(each["own"] for each in step.facts["engines"])
     given = losses.weights if weighs else [1 / len(step.ranks)] * len(losses.weights)
     needed, taken = _weights(gradients.needed, given, 1.0), _weights(gradients.taken, given, gradients.scale)
@@ -85,7 +85,7 @@ def read_gradients(step: StepOfJob) -> Difference | None:
 
 
 def _is_over_lengths(step: StepOfJob, needed: list[float] | None) -> bool:
-    """Whether a loss may be a mean over padded lengths: one process's on the rank with the longest, less elsewhere."""
+    """Whether a loss may be a mean over padded lengths: its weight is right where samples are longest, else lower."""
     pairs = zip(needed or (), step.losses.shares, strict=False)
     return needed is None or _close(max(each / share for each, share in pairs if share), 1.0, step.tolerance)
 
@@ -116,10 +116,10 @@ def _measured(step: StepOfJob) -> str:
 
 
 def _weights(fit: Fit, given: list[float], scale: float | None) -> list[float] | None:
-    """The weight of each rank's loss in a gradient; None if it is not a sum of the ranks'.
+    """The weight of each rank's loss in a gradient; None if the gradient is not a sum of the ranks'.
 
-    What reached their parameters, and `fit` is made of, was weighted by Lockstep's engine as averaging makes it count
-    (`given`); a process takes `scale` of what it computed.
+    The gradients in `fit` were recorded after Lockstep's engine had weighted the losses in proportion to `given`; an
+    optimizer uses `scale` times the gradient that was computed.
     """
     if not fit.is_good or not scale or len(given) != len(fit.factors):
         return None
@@ -168,7 +168,7 @@ def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | N
 
 
 def _without_weights(step: StepOfJob, given: list[float]) -> _Cause:
-    """The same, if one process's gradient is not a sum of the ranks' with any weights."""
+    """`_meaning`, if one process's gradient is not a weighted sum of the ranks'."""
     zeros = step.gradients.zeros
     if any(zeros):
         return "threshold", {"who": "one process" if zeros[-1] else "a rank"}
@@ -176,7 +176,7 @@ def _without_weights(step: StepOfJob, given: list[float]) -> _Cause:
 
 
 def _count_of_part(step: StepOfJob, given: list[float]) -> _Cause | None:
-    """The count that one of several terms is divided by, as parameters tell that no other term reaches."""
+    """The cause if one of several terms is divided by a count, as shown by parameters that no other term reaches."""
     shares, found = step.losses.shares, dict[str, list[float]]()
     for name, fit in step.gradients.needed_by.items():
         weights = _weights(fit, given, 1.0)
@@ -189,7 +189,7 @@ def _count_of_part(step: StepOfJob, given: list[float]) -> _Cause | None:
 
 
 def _common_factor(step: StepOfJob, needed: list[float], taken: list[float] | None) -> float | None:
-    """How often each rank's part of the passes at fault counts as much as in one process; None where that differs."""
+    """How many times its correct weight each rank has, in the passes that are wrong; None if that differs."""
     counted = taken if taken is not None else [1 / len(step.ranks)] * len(needed)
     tolerance = max(min(_CLOSE, step.gradients.needed.unsure), step.rounding)
     pairs, passes = list(zip(needed, counted, strict=True)), len(needed) // len(step.ranks)
@@ -200,7 +200,7 @@ def _common_factor(step: StepOfJob, needed: list[float], taken: list[float] | No
 
 
 def _have_one_loss(step: StepOfJob) -> bool | None:
-    """Whether the loss that all ranks have, in each step, and one process in this, is a constant; None for others."""
+    """Whether losses that are equal on all ranks, and in this step in one process, are constant; None if unequal."""
     first, *others = (
         [loss for each in ranks["steps"] for one in each["backwards"] for loss in one["losses"]]
         for ranks in step.runs.ranks
@@ -218,13 +218,13 @@ def _are_one(a: Sequence[float | None], b: Sequence[float | None], rounding: flo
 
 
 def _is_kept(step: StepOfJob) -> bool:
-    """Whether all steps before were one process's and none after: what is kept, once apart, does not come together."""
+    """Whether all earlier steps match one process, but no later one: kept state that differs remains different."""
     after = itertools.islice(each_step(step.runs), step.number, None)
     return _comes_later(step) and all(each.gradients.used.names for each in after)
 
 
 def _comes_later(step: StepOfJob) -> bool:
-    """Whether a step before, which was one process's as all were, was divided among the ranks as this one is."""
+    """Whether an earlier step, all of which matched one process, had batches of the same sizes on the ranks."""
     *before, now = (
         [batch["rows"] for ranks in step.runs.ranks for batch in ranks["steps"][number]["batches"]]
         for number in range(step.number)
@@ -255,14 +255,14 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
 
 
 def _times_a_mean(step: StepOfJob, weights: list[float]) -> int:
-    """By which number ranks multiply a loss whose weighted mean one process has: 1, how many they are; 0 for none."""
+    """The factor in the ranks' losses, if one process's loss is else a weighted mean: 1 or their number; 0 if not."""
     passes = sum(step.losses.shares)
     times = next((each for each in (1, len(step.ranks)) if _close(sum(weights) * each, passes, step.tolerance)), 0)
     return times if all(each >= -1e-6 for each in weights) else 0
 
 
 def _is_weighted(losses: Losses, weights: list[float], tolerance: float) -> bool:
-    """Whether one process's loss is the mean of the ranks' with these weights, too; that of a logarithm is not."""
+    """Whether one process's loss, too, is the ranks' mean with these weights, unlike a logarithm of a mean."""
     if len(losses.values) != len(weights) or None in (*losses.values, *losses.one):
         return True
     theirs, one = [value or 0.0 for value in losses.values], sum(filter(None, losses.one))

@@ -1,18 +1,17 @@
-"""Records the samples of every batch of loaders, and gives the one process the batches of all ranks.
+"""Records the samples of every batch, and gives the one process the batches of all ranks.
 
-[Note: given streams] A stream (an IterableDataset), or a loader without a batch size, has no order that one process
-could be given, nor a size. So each rank saves the batches that it trains on, unless they are too large or cannot be
-saved, and one process is given these: one of each rank at a time, joined, or if it makes the passes of all ranks, one
-after the other.
+[Note: given streams] A stream (an IterableDataset), or a loader without a batch size, has no order or batch size that
+could be set in one process. So each rank saves the batches that it trains on, unless they are too large or cannot be
+saved, and one process is given these: joined, one of each rank at a time, or one after the other if it runs the
+passes of all ranks.
 
-Writes `batches` of a step (`loader` and `pass`: their numbers, `keys`, `rows`: how many samples, `time_first`, None
-where nobody knows, `joins`: has rows that are parts of samples, such as nodes of graphs, `filler`, `weight`: how much
-of the step its loader takes it for, or None; `indices` of the dataset or None), the facts `asked` and `made` (batch
-sizes of torch's loaders, in the order in which they were made: what the script said, and what they have), `loaders`
-(see `_describe`), `ends` (see `_endings`) and `passes` (`loader`, `anew`: it is the first one over this object, `line`,
-`keys`, `trains`, `optimizer`: that has stepped last by it, `finished`, `asked`: the indices of each batch, None where
-they are no numbers, `endless`: has no length, `stream` and `kept`: see [Note: given streams], `epoch`: that its sampler
-was told).
+Writes `batches` of a step (`loader` and `pass`: their numbers; `keys`; `rows`: number of samples; `time_first`: None if
+unknown; `joins`: whether rows are parts of samples, such as nodes of graphs; `filler`; `weight`: its fraction of the
+global batch, or None; `indices` of the dataset, or None), the facts `asked` and `made` (batch sizes of torch's loaders
+in order of creation, as the script set them and as they are), `loaders` (see `_describe`), `ends` (see `_endings`) and
+`passes` (`loader`; `anew`: whether it is the first over this object; `line`; `keys`; `trains`; `optimizer`: the last
+that stepped with its batches; `finished`; `asked`: the indices of each batch, None if they are not integers; `endless`:
+whether it has no length; `stream` and `kept`: see [Note: given streams]; `epoch`: that of its sampler).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ __all__ = ["LoaderWatch"]
 _PASS, _MADE = "_lockstep_pass", "_lockstep_made"
 # Number of batches fetched without training on them to reach the last one of an epoch.
 _MOST_SKIPPED = 500
-# Of batches of streams that are saved for the one process.
+# Total size of the batches of streams that a rank saves for the one process.
 _MOST_BYTES_KEPT = 1 << 30
 
 
@@ -110,7 +109,7 @@ class LoaderWatch:
     """Watches the loaders of this process.
 
     Args:
-        recorder: of this process.
+        recorder: recorder of this process.
     """
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -119,7 +118,7 @@ class LoaderWatch:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trains: set[int] = set()
         self._iterators: dict[int, weakref.ref[Any]] = {}  # by number of the pass
-        self._ended: set[int] = set()  # passes that were walked to their ends
+        self._ended: set[int] = set()  # passes that were iterated to the end
         self._depth = self._bytes_kept = 0
         orders = recorder.settings.file("orders")
         is_given = recorder.settings.is_reference and orders.exists()
@@ -141,7 +140,7 @@ class LoaderWatch:
         numbers = {batch["loader"] for batch in self._recorder.step["batches"]}
         self._trains |= numbers
         for number in numbers:
-            # The latest, which may have ended before the step; none that was only looked into before.
+            # The latest pass, which may have ended before the step; earlier ones may only have shown a batch.
             latest = [one for one in self._passes if one["loader"] == number][-1]
             if latest["endless"] and not latest["trains"]:
                 self._recorder.end_whole_epoch()
@@ -188,7 +187,7 @@ class LoaderWatch:
 
     @contextlib.contextmanager
     def _part_of_rank_0(self, loader: Any) -> Iterator[None]:
-        """A context in which a new pass yields only rank 0's part, if requested."""
+        """Context manager within which a new pass yields only rank 0's part, if requested."""
         (numbers,) = self._orders.get(OF_RANK_0, [[]])
         if len(self._passes) not in numbers or not isinstance(loader, lockstep.DataLoader):
             yield
@@ -225,7 +224,7 @@ class LoaderWatch:
         self._passes.append(one.facts)
 
     def _number_of(self, loader: Any) -> int:
-        """A loader's number; one that is like a freed one gets its number, as scripts recreate them for each epoch."""
+        """A loader's number; scripts may recreate it for each epoch, so it gets that of an equal one that was freed."""
         if loader not in self._numbers:
             loaders, described = self._recorder.facts["loaders"], _describe(loader)
             gc.collect()
@@ -244,7 +243,7 @@ class LoaderWatch:
             if given is None:
                 index = original(iterator)
             elif len(one.asked) < len(given):
-                with contextlib.suppress(StopIteration):  # at a last batch that only ranks have filled up
+                with contextlib.suppress(StopIteration):  # for a last batch that is only padded on ranks
                     original(iterator)
                 index = given[len(one.asked)]
             else:
@@ -278,7 +277,7 @@ class LoaderWatch:
             self._depth -= 1
 
     def _batch_of_ranks(self, one: _Pass) -> Any:
-        """The next batch that one process is given of the ranks' streams; see [Note: given streams]."""
+        """The next batch from the ranks' streams for the one process; see [Note: given streams]."""
         settings = self._recorder.settings
         number, rank = divmod(one.given, settings.world_size) if settings.streams == IN_TURN else (one.given, None)
         ranks = range(settings.world_size) if rank is None else [rank]
@@ -286,7 +285,7 @@ class LoaderWatch:
         if not all(file.exists() for file in files):
             raise StopIteration
         one.given += 1
-        # Written by the same script.
+        # Trusted, as ranks of the same script wrote them.
         batches = [torch.load(file, weights_only=False) for file in files]
         return batches[0] if rank is not None else _joined(batches, 1 if settings.time_first else 0)
 
@@ -331,7 +330,7 @@ class LoaderWatch:
         recorder, taken = self._recorder, len(one.facts["keys"])
         recorder.is_last_batch = True
         if length is None:
-            # How long a stream is: on each rank as it is, for ranks may have unlike numbers of batches.
+            # Fetch ahead to find the stream's length, on each rank, as ranks may have different numbers of batches.
             ahead = deque([batch])
             with contextlib.suppress(StopIteration):
                 while taken + len(ahead) <= FEW_BATCHES:
@@ -342,14 +341,14 @@ class LoaderWatch:
         if recorder.train_whole_epochs(length):
             return batch
         recorder.until += 1
-        # Whole windows of accumulation, so that as many batches are left over as there really are.
+        # Skip whole accumulation windows, so that as many batches remain as without skipping.
         last = recorder.steps[-1]["batches"] if recorder.steps else []
         window = max(1, sum(each["loader"] == one.facts["loader"] for each in last))
         with contextlib.suppress(StopIteration):
             for _ in range((length - taken - 1) // window * window):
                 batch = fetch()
                 if one.fetching:
-                    one.fetching.popleft()  # of the batch before
+                    one.fetching.popleft()  # the indices of the previous batch
         return batch
 
     # ---- a batch -------------------------------------------------------------------------------------
@@ -368,7 +367,7 @@ class LoaderWatch:
             facts["keys"].append(keys)
             facts["finished"] |= len(facts["keys"]) == recorder.facts["loaders"][facts["loader"]]["batches"]
         recorder.note_progress(one.number)
-        if recorder.is_cut or not torch.is_grad_enabled():  # then it is evaluated
+        if recorder.is_cut or not torch.is_grad_enabled():  # without gradients, the batch is for evaluation
             return
         recorder.has_last_batch = _may_come_to_last(iterator)
         recorder.begin_work()
@@ -419,7 +418,7 @@ class LoaderWatch:
 
 
 def _endings(batch: Any) -> Iterator[tuple[int, int, int]]:
-    """Place and width of tables of whole numbers, and what rows of theirs end with twice, as those that are padded."""
+    """(position, width, last number) for rows of int64 tables whose last two numbers are equal, as if padded."""
     for place, table in enumerate(tensors_in(batch)):
         if table.dtype is torch.int64 and not table.is_nested and table.layout is torch.strided and table.ndim == 2:
             ends = table[table[:, -1:].eq(table[:, -2:]).all(1), -1:].flatten().tolist()
@@ -427,7 +426,7 @@ def _endings(batch: Any) -> Iterator[tuple[int, int, int]]:
 
 
 def _numbers(indices: Sequence[Any] | None) -> list[int] | None:
-    """Indices of a dataset; None if they are something else."""
+    """Indices of a dataset if they are integers, else None."""
     return indices if indices and all(type(index) is int for index in indices) else None  # type: ignore[return-value]
 
 
@@ -439,7 +438,7 @@ def _length_of(thing: Any) -> int | None:
 
 
 def _joined(batches: Sequence[Any], dim: int) -> Any:
-    """One batch of the rows of several, which have the same structure; ValueError if nobody knows how."""
+    """Concatenate batches of one structure; raises ValueError if they hold other than tensors and equal values."""
     flat, specs = zip(*map(tree_flatten, batches), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise ValueError("lockstep verify: the ranks' batches have different structures")

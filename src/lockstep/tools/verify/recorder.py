@@ -31,9 +31,9 @@ from lockstep.tools.verify.state import dump_state, load_state, others_than, wri
 
 __all__ = ["FEW_BATCHES", "StepRecorder", "is_of_library", "line_of_script"]
 
-# How long a process waits in the end for the others, which may wait for it elsewhere, and how long it may evaluate.
+# How long a process waits at its end for the others, which may be waiting for it, and how long it runs after the steps.
 _END_S, _AFTERWARDS_S = 5.0, 120.0
-# For how long new epochs may be begun, and how many.
+# Time within which further epochs may begin, and the largest number of epochs.
 _EPOCHS_S, _MOST_EPOCHS = 10.0, 8
 # Limits for an epoch that is trained whole, and for the amount of data written.
 FEW_BATCHES, _MOST_BYTES = 40, 1 << 31
@@ -93,18 +93,18 @@ class StepRecorder:
             "loaders": [],
             "made": [],
             "asked": [],
-            "several": False,  # draws with several rows for each sample were given, see `across` of the settings
+            "several": False,  # whether draws with several rows per sample were replaced, see `across` of the settings
             "passes": [],
-            "ends": [],  # what rows of batches end with, which may be padding
+            "ends": [],  # the last numbers of rows of batches, which may be padding
             "engines": [],
             "saves": [],
             "texts": [],
-            "refused": "",  # why nothing can be told
+            "refused": "",  # why there can be no verdict
             "starts": None,  # see `starts.py`
             "scales": False,
             "goes_on": False,
-            "untrained": {},  # of other models, called or saved: two numbers of each tensor, and the line
-            "begun": [],  # parameters that one process had otherwise before the first step
+            "untrained": {},  # for other models, called or saved: two numbers per tensor, and the line
+            "begun": [],  # parameters that differed in one process before the first step
             "returned": False,
             "end": "",
         }
@@ -119,7 +119,7 @@ class StepRecorder:
         self._is_written = False
         self._began_at = self._cut_at = self._first_cut_at = 0.0
         self._epochs = 1
-        self._progress = (0, 0, 0)  # pass, steps and lines, when a batch was last handed out
+        self._progress = (0, 0, 0)  # pass, steps and lines, when a batch was last yielded
 
     @property
     def is_evaluating(self) -> bool:
@@ -134,20 +134,20 @@ class StepRecorder:
 
     @property
     def is_before_steps(self) -> bool:
-        """Whether no batch and no forward pass of a step has come yet."""
+        """Whether neither a batch nor a forward pass of a step has been seen yet."""
         return not self._is_active and self.busy == 0
 
     @property
     def is_computing(self) -> bool:
-        """Whether that is for samples, and not before them, as what makes the data of a further training."""
+        """`is_recording`, from the step's first batch or forward pass on; what comes before may create data."""
         return self.is_recording and bool(self.step["batches"] or self.step["calls"])
 
     def begin_work(self) -> None:
-        """At a batch, or the first forward pass: draws from now on belong to a step."""
+        """Called at a batch or the first forward pass: draws from now on belong to a step."""
         self._is_active = True
 
     def begin_training(self, root: nn.Module) -> None:
-        """Before a forward pass that trains `root`: the first of all begins with the ranks' state."""
+        """Called before a forward pass that trains `root`; before the first of all, exchanges the initial state."""
         if not any(root is one for one in self.roots):
             self.roots.append(root)
         if not self._has_begun:
@@ -166,7 +166,7 @@ class StepRecorder:
                 dump_state(path if self.rank == 0 else None, self.roots, self.optimizers)
 
     def end_step(self) -> None:
-        """After a step of an optimizer."""
+        """Called after a step of an optimizer."""
         self.steps.append(self.step)
         if self.settings.role == RANKS:
             keys = [[] if each["filler"] else [key for _, key in each["keys"]] for each in self.step["batches"]]
@@ -177,7 +177,7 @@ class StepRecorder:
         self._exchange_state(len(self.steps))
         over = len(self.steps) - self.until
         is_round = self.steps[-1]["optimizer"] == len(self.optimizers) - 1
-        # A step of several optimizers may have been the last to record before the last batch was thought of.
+        # With several optimizers, the last step to record may end before the last batch is requested.
         waits = self.has_last_batch and not self.is_last_batch and over < _LONGEST_WAIT
         if over >= 0 and (is_round or over >= _LONGEST_ROUND) and not waits:
             self.is_cut, self._cut_at = True, time.monotonic()
@@ -208,7 +208,7 @@ class StepRecorder:
             self.until = len(self.steps) + 1
 
     def _goes_on(self, since: float) -> bool | None:
-        """Whether a further epoch is trained on, which is not so long after."""
+        """Whether another epoch is recorded; not if there were many, or much time has passed `since`."""
         self._epochs += 1
         has_time = self._epochs <= _MOST_EPOCHS and time.monotonic() - since < _EPOCHS_S
         return self._of_rank_0(self._epochs, has_time)
@@ -235,7 +235,7 @@ class StepRecorder:
             lines.append(line)
 
     def note_progress(self, number: int) -> None:
-        """A pass hands out a batch, or ends: what was written since its last one, with no step, is no result of it."""
+        """Called when a pass yields a batch, or ends: lines since its last one, without a step, evaluate nothing."""
         before, steps, lines = self._progress
         texts = self.facts["texts"]
         for line in texts[lines:] if (before, steps) == (number, len(self.steps)) else ():
@@ -243,11 +243,11 @@ class StepRecorder:
         self._progress = number, len(self.steps), len(texts)
 
     def note_untrained(self, name: str, weights: Callable[[], list[Tensor]]) -> None:
-        """What no optimizer steps, such as a mean of the weights, once for each number of steps; not of 16 bits.
+        """Record weights that no optimizer updates, such as averages, once per step count; not with 16-bit numbers.
 
         Args:
-            name: of the model, or of the file that it is saved in.
-            weights: gives its tensors.
+            name: name of the model, or of the file that it is saved in.
+            weights: returns its tensors.
         """
         key = f"{name} after {len(self.steps)} steps"
         if not self.steps or key in self.facts["untrained"] or any(each["rounded"] for each in self.steps):
@@ -259,7 +259,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Any:
-        """A context for work that is not the script's."""
+        """Context manager for work that is not the script's."""
         self.busy += 1
         try:
             yield
@@ -278,7 +278,7 @@ class StepRecorder:
             write_at_once(path, {"steps": self.steps, "facts": self.facts})
 
     def end(self, why: str = "") -> None:
-        """Write, wait for the other ranks to come as far, and end the process with exit code 0.
+        """Write the record, wait for the other ranks' records, and end the process with exit code 0.
 
         Args:
             why: the reason, for the report.

@@ -21,7 +21,7 @@ from lockstep.tree import tensors_in
 
 __all__ = ["brief", "is_time_first", "joins", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
 
-# Numbers kept of a row, and of a tensor: evenly spread over it.
+# Numbers kept per row, and per tensor, evenly spaced.
 _ROW_VALUES = 13
 _MOST_VALUES = 2048
 # Values converted to float64 at once: copies of whole tensors would take most of a verification's time.
@@ -43,13 +43,13 @@ def _digest(parts: Iterable[bytes]) -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A whole tensor, detached. Collective if each rank holds a part of it."""
+    """The full tensor, detached. Collective if each rank holds a part of it."""
     tensor = tensor.whole() if isinstance(tensor, ShardedGradient) else tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _array(tensor: Tensor) -> Array:
-    """Its values as a numpy array, without operators that would be recorded."""
+    """A tensor's values as a numpy array, without operators that would be recorded."""
     tensor = whole(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         tensor = tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor.to_dense()
@@ -64,7 +64,7 @@ def _bytes_of(row: Array) -> bytes:
 
 
 def _unpadded(row: Array, padding: Sequence[int]) -> bytes:
-    """Without padding at the ends of its dimensions, and without its shape; a mask of padding alone is one number."""
+    """A row's bytes without its shape, and without padding at the ends of dimensions; a constant mask is one number."""
     if not 1 < row.size <= _LONGEST_PADDED:
         return _bytes_of(row.reshape(-1))
     counts = row != row.flat[-1] if row.dtype == bool else ~np.isin(row, (*_PADDING, *padding))
@@ -82,9 +82,9 @@ def _length(value: Any) -> int | None:
 
 
 def _columns(value: Any, count: int, in_lists: bool = False) -> list[Any]:
-    """The parts of a batch that hold something for each of `count` samples: tensors, and lists of whatever there is.
+    """The parts of a batch with an entry for each of `count` samples: tensors, and lists of anything.
 
-    Images as long as there are samples may be those or their parts: samples, if others beside them are `in_lists`.
+    A list of `count` tensors of length `count` is ambiguous: its items are samples if other parts are `in_lists`.
     """
     if isinstance(value, Tensor):
         return [_array(value)] if _length(value) == count else []
@@ -97,7 +97,7 @@ def _columns(value: Any, count: int, in_lists: bool = False) -> list[Any]:
 
 
 def joins(value: Any, count: int, in_lists: bool = False) -> bool:
-    """Whether rows of a batch are parts of samples, such as nodes of graphs, outside lists with something for each."""
+    """Whether rows of a batch are parts of samples, such as nodes of graphs, outside lists with an entry per sample."""
     if not isinstance(value, Mapping | list | tuple):
         return any((_length(tensor) or 0) > count for tensor in tensors_in(value))
     if _is_list_of(value, count) and (in_lists or _says_so(value, count)):
@@ -107,13 +107,13 @@ def joins(value: Any, count: int, in_lists: bool = False) -> bool:
 
 
 def _parts(value: Any, count: int) -> tuple[list[Any], bool]:
-    """The parts of a batch, and whether one of them is a list with something for each sample."""
+    """The parts of a batch, and whether one of them is certainly a list with an entry per sample."""
     parts = list(value.values() if isinstance(value, Mapping) else value)
     return parts, any(_is_list_of(part, count) and _says_so(part, count) for part in parts)
 
 
 def _is_list_of(value: Any, count: int) -> bool:
-    """Whether it may hold so many samples: these are of one sort; parts of a batch (nodes, edges, labels) are not."""
+    """Whether a list may hold `count` samples: these have one type, unlike parts of a batch (nodes, edges, labels)."""
     if not isinstance(value, list | tuple) or len(value) != count:
         return False
     return len({(type(one), one.dtype, one.ndim) if isinstance(one, Tensor) else type(one) for one in value}) == 1
@@ -145,7 +145,7 @@ def sample_keys(batch: Any, count: int | None = None, padding: Sequence[int] = (
     Args:
         batch: a batch from a loader, or the input of a module. If its samples cannot be separated, it gets one pair.
         count: number of its samples if known; else the length of its first tensor.
-        padding: what they may be padded with, besides zeros and -100.
+        padding: numbers that samples may be padded with, besides 0 and -100.
     """
     first = next((tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim), None)
     for number in (count, first):
@@ -169,10 +169,10 @@ def _key_of(parts: Sequence[Any], padding: Sequence[int]) -> tuple[int, int]:
 
 
 def row_sketch(tensor: Tensor, count: int, across: bool = False) -> Tensor | None:
-    """Some numbers of each of `count` rows, float64: values at fixed places, then mean, root mean square and maximum.
+    """Some numbers of each of `count` samples, float64: values at fixed places, then mean, root mean square, maximum.
 
-    None where the tensor is not made of that many rows. With several rows for each, those of one are next to each
-    other, or `across`, as those of joined views, so many apart.
+    None if the tensor's rows are not a multiple of `count`. Several rows of a sample are next to each other, or
+    `count` apart if `across`, as in joined views.
     """
     if not tensor.ndim or not count or not tensor.numel() or tensor.size(0) % count:
         return None
@@ -197,7 +197,7 @@ def _sketch(rows: Array) -> Tensor:
 def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
     """Some numbers of a parameter, gradient or state, float64: values at fixed places, then the norm.
 
-    They are sorted first (`in_order`) of what ranks fill in another order than one process, such as a queue.
+    With `in_order` they are sorted first, for buffers such as queues, which ranks fill in another order.
     """
     flat = _real(_array(tensor).reshape(-1))
     flat = np.sort(flat) if in_order else flat
@@ -208,13 +208,13 @@ def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
 
 
 def brief(tensors: Iterable[Tensor]) -> Tensor:
-    """Two numbers of each tensor."""
+    """Two numbers per tensor, float64: the sum of its `value_sample`, and its norm; shape (2 * tensors,)."""
     samples = map(value_sample, tensors)
     return torch.stack([number for each in samples for number in (each.sum(), each[-1])])
 
 
 def _real(array: Array) -> Array:
-    """In float64; complex numbers as two."""
+    """As float64; a complex number becomes two."""
     if np.iscomplexobj(array):
         array = np.stack([array.real, array.imag], -1).reshape(*array.shape[:-1], -1)
     return array.astype(np.float64)

@@ -112,7 +112,7 @@ def _are_the_same_by_index(ranks: Sequence[Record], one: Record) -> bool:
 
 
 def indices_of(*steps: Record) -> Counter[tuple[int, int]]:
-    """How often loaders fetched each index of their datasets, which come by number, in steps."""
+    """How often each (number of a loader, index of its dataset) was fetched in these steps."""
     return Counter((batch["loader"], index) for batch in batches_of(*steps) for index in batch["indices"] or ())
 
 
@@ -229,14 +229,14 @@ def _match(one: Record, ranks: Sequence[Record]) -> tuple[list[_Pair], list[_Pai
 
 
 def _count_foreign(one: Record, ranks: Sequence[Record]) -> int:
-    """Number of ranks' rows of which one process has neither the content nor the sample."""
+    """Number of ranks' rows whose content and sample one process does not have."""
     known = {*one["keys"], *one["samples"]}
     pairs = (pair for call in ranks for pair in zip(call["keys"], call["samples"], strict=True))
     return sum(map(known.isdisjoint, pairs))
 
 
 def _near(one: Record, ranks: Sequence[Record], rows: Sequence[int], limit: float) -> list[_Pair]:
-    """Rows that a rank has up to rounding, as results of products over a batch of another size."""
+    """Rows that a rank has up to rounding, such as products computed in a batch of another size."""
     found: dict[int, _Pair] = {}
     for rank, call in enumerate(ranks):
         own, theirs = one["inputs"], call["inputs"]

@@ -75,7 +75,7 @@ class Keeper:
 
 @contextlib.contextmanager
 def kept_apart(folders: Sequence[str], memory: Path) -> Iterator[Keeper]:
-    """A context in which processes can `enter` the keeper's namespace. See [Note: files kept apart].
+    """Context manager within which processes can `enter` the keeper's namespace. See [Note: files kept apart].
 
     Args:
         folders: real paths, none inside another.
@@ -106,7 +106,7 @@ def kept_apart(folders: Sequence[str], memory: Path) -> Iterator[Keeper]:
 
 
 def _keep(folders: Sequence[str], memory: Path, to_parent: int, from_parent: int) -> NoReturn:
-    """The keeper."""
+    """The keeper process: covers the folders, waits for the run to end, and lists the files written."""
     try:
         with os.fdopen(to_parent, "w", encoding="utf-8") as lines:
             with contextlib.suppress(OSError):
@@ -178,6 +178,6 @@ def enter(pid: int) -> None:
             finally:
                 os.close(descriptor)
     os.chdir(here)
-    # A change of namespace resets both: that ranks may read each other's memory, and that they die with the launcher.
+    # A change of namespace resets both permission for ranks to read each other's memory, and their death signal.
     libc.call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)
     libc.die_with_parent()

@@ -58,7 +58,7 @@ def _are_columns(records: Sequence[Record], world_size: int) -> bool:
 
 
 def _padding_of(records: Sequence[Record]) -> tuple[int, ...]:
-    """What most rows end with twice, in tables that come in several widths."""
+    """The most frequent endings of rows whose last two values are equal, in tables of varying width."""
     ends = [end for each in records for end in each["facts"]["ends"]]
     places = Counter(place for place, _ in {(place, width) for place, width, _ in ends})
     each = (Counter(end for at, _, end in ends if at == place) for place, count in places.items() if count > 1)
@@ -73,7 +73,7 @@ def _local_rank_option(what: Verification) -> str:
 
 @contextlib.contextmanager
 def _quiet(folder: Path) -> Iterator[None]:
-    """A context that discards the launcher's output, as the report includes what matters.
+    """Context manager that discards the launcher's output, as the report includes what matters.
 
     Args:
         folder: parent of the launcher's own folder, which unlike the folder for temporary files is also seen by ranks.
@@ -240,7 +240,7 @@ class Script:
         return True
 
     def learns_layout(self, records: Sequence[Record]) -> bool:
-        """Note if samples are columns, and what they may be padded with; returns whether this decides about others."""
+        """Note if samples are columns, and what pads them; returns whether other batches must be read differently."""
         batches = (batch for each in records for step in each["steps"] for batch in step["batches"])
         layouts = {batch["time_first"] for batch in batches}
         is_new = self._time_first is None and _are_columns(records, self.world_size)

@@ -13,8 +13,8 @@ __all__ = ["HALVES", "IN_TURN", "JOINED", "OF_RANK_0", "ONE", "RANKS", "Orders",
 
 # The three roles that a run of the script may have.
 RANKS, ONE, HALVES = "ranks", "one", "halves"
-# By number of a pass over a loader, the indices of each batch; or instead, the passes in which Lockstep's loaders yield
-# rank 0's part.
+# Number of a pass over a loader -> the indices of each of its batches. Under OF_RANK_0, the numbers of passes in which
+# Lockstep's loaders yield rank 0's part.
 Orders = dict[int, list[list[int]]]
 OF_RANK_0 = -1
 # How one process is given the batches of the ranks' streams: one batch of each rank at a time, or one after the other.
@@ -62,10 +62,10 @@ class VerifySettings:
         keeper: pid of the process whose view of files the script gets, or 0; see `scratch.py`.
         time_first: whether samples are columns in batches that are as long as wide, and without a loader; None if
             unknown.
-        padding: numbers that texts may be padded with, besides the usual, as rows of theirs end with them.
+        padding: numbers that rows may be padded with besides 0 and -100, because many rows end with them.
         batch_sizes: batch sizes of the torch loaders created in one process, in order; None for the script's own.
         by_sample: whether the draws of a sample from torch's loaders depend only on its index.
-        replaces: in one process, the number of ranks whose first occurrence in the arguments of ranks becomes 1; 0 for
+        replaces: in one process, the number whose first occurrence in the arguments of ranks is replaced by 1; 0 for
             none.
         local_rank_option: option with the local rank, put before the script's own arguments; empty for none.
         across: draws with several rows per sample have the first row of all samples, then the second, as for joined
@@ -95,15 +95,14 @@ class VerifySettings:
         return self.role != RANKS
 
     def file(self, *name: str | int) -> Path:
-        """Path of a file that processes of all runs exchange.
+        """Path of a file through which processes of all runs exchange data.
 
         Args:
             name: "record", a role and a rank: what a process recorded; "state" and a step from 0: parameters, buffers,
-                optimizers and random state of rank 0 at its beginning; "draws", a step and a rank: the random numbers
-                that it drew, and its samples; "stream", a pass, a number and a rank: a batch of a stream;
-                "orders": the indices that loaders of the one process hand out, where not
-                their own; "target": the function of processes that a script starts as ranks; "epoch", a number and a
-                word: that rank 0 has begun it, and "goes" on to record or "stops".
+                optimizers and random state of rank 0 at its beginning; "draws", a step and a rank: the rank's random
+                numbers and samples; "stream", a pass, a number and a rank: a batch of a stream; "orders": the indices
+                that loaders of the one process yield instead of their own; "target": the function of processes that a
+                script starts as ranks; "epoch", a number and "goes" or "stops": whether rank 0 records that epoch.
         """
         return Path(self.folder, "-".join(map(str, name)))
 

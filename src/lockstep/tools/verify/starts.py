@@ -1,4 +1,4 @@
-"""Runs ranks that a script starts itself in place: in the processes that the verification has started for them.
+"""Runs ranks that a script starts itself in place, in the processes that the verification started for them.
 
 [Note: ranks in place] A script may start its ranks with `torch.multiprocessing.spawn`, `lockstep.spawn`, or as
 processes of multiprocessing. It is nevertheless started N times, and each of these processes runs one of the ranks that
@@ -43,7 +43,7 @@ _PATIENCE = timedelta(minutes=5)
 
 
 class StartWatch:
-    """Watches this process for starts of others. See [Note: ranks in place].
+    """Intercepts this process's starts of other processes. See [Note: ranks in place].
 
     Args:
         recorder: recorder of this process.

@@ -64,7 +64,7 @@ def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequen
     Args:
         path: the file; None on ranks that do not write.
         roots: models, in the order in which they were first called.
-        optimizers: in the order of their first steps.
+        optimizers: optimizers, in the order of their first steps.
     """
     content = {
         "roots": [_whole(_tensors_of(root)) for root in roots],

@@ -72,9 +72,9 @@ class Losses:
     """What backward() was called on.
 
     Attributes:
-        one: those of one process, a number per backward pass; None if it is not a number.
-        ranks: those of each rank.
-        values: the same, rank by rank.
+        one: losses of one process, one per backward pass; None for a loss that is not a single number.
+        ranks: losses of each rank.
+        values: the ranks' losses in one list, rank by rank.
         rows: number of samples of each rank, per backward pass.
         shares: their fraction of all ranks' samples in the same pass; rank by rank.
         weights: weight of each rank's backward passes in a correct average; rank by rank.
@@ -137,7 +137,7 @@ class Gradients:
         used: distance of the gradients that rank 0's optimizer used from one process's.
         factor: ratio of rank 0's to one process's; None if there is no common factor.
         were_alike: whether rank 0's were equal to one process's when backward() returned.
-        are_made_up: whether they were a multiple then, and are equal now, as when clipping hides a factor.
+        are_made_up: whether rank 0's were then a multiple, but the optimizers used equal ones: clipping hides a factor.
         needed: fit of one process's gradient to the ranks'; see [Note: as a sum of the ranks'] in linear.py.
         needed_by: the same for each parameter that has several elements per backward pass.
         taken: fit of the gradient that rank 0's optimizer used to the same.
@@ -303,7 +303,7 @@ class StepOfJob:
 
     @property
     def padded(self) -> int:
-        """Number of samples that differ only in padding: in its batches, or in earlier ones."""
+        """Number of samples that differ only in padding, in the step's batches, else in its models' inputs."""
         return self.samples.padded or self.calls.padded
 
     @functools.cached_property
@@ -359,9 +359,10 @@ def each_step(runs: Runs) -> Iterator[StepOfJob]:
 
 
 def with_means(ranks: Sequence[Record], others: Sequence[Record] = ()) -> tuple[list[Record], list[Record]]:
-    """Steps of ranks and of others, with the ranks' mean as used gradients where an optimizer averages within its step.
+    """Steps of ranks and of others; if an optimizer averages within its step, `used` becomes the ranks' mean.
 
-    It leaves each rank its own gradients, but moves all parameters alike. Norms, which have no mean, are set to 0.
+    Such an optimizer leaves each rank its own gradients, but moves all parameters alike. Norms cannot be averaged and
+    are set to 0.
     """
 
     def flat(step: Record, when: str) -> Tensor:

@@ -1,20 +1,20 @@
 """Records a process's computation: forward passes sample by sample, losses, gradients, and optimizer steps.
 
-Writes `calls` of a step, the forward passes that train: `name` (class of the outermost module), `resting` (modules in
-eval mode), `keys` and `unpadded` (of its inputs), `count` of rows, `lengths` (of its first input), `inputs` and
-`outputs` (sketches of each row, or None; also `across`, if the rows of a sample are `count` apart, as those of views
-are that are joined), `widths` (numbers in a row of each output), `parameters` (two numbers of each), `after` (how many
-backward passes), `inner` (name, class and sketches of what the modules inside take and return first, in order),
-`filler` and `samples` (keys of the batch that it was computed from, if the last one has as many rows; else its own,
-`unpadded`). Besides, `rounded`: the eps of the coarsest numbers of 16 bits that modules return.
+Writes `calls` of a step, the forward passes that train: `name` (class of the outermost module), `resting` (number of
+modules in eval mode), `keys` and `unpadded` (of its input rows), `count` of rows, `lengths` (first two sizes of its
+first input), `inputs` and `outputs` (sketches of each row, or None; also with `across`, if the rows of a sample are
+`count` apart, as in joined views), `widths` (numbers per row of each output), `parameters` (two numbers of each),
+`after` (number of backward passes before), `inner` (name, class and sketches of the first input and output of modules
+inside, in order), `filler` and `samples` (keys of the last batch if it has as many rows, else `unpadded`). Also
+`rounded`: the eps of the coarsest 16-bit numbers that modules return.
 
-Writes `backwards` (`losses`: the numbers that backward() was called on, None for what is no number; `local`: what
-reached each parameter in this process, before anybody averaged it; `batch`: the place of the last batch; `weighed`: by
-lockstep.mean), and of the optimizer's step: `optimizer` (its number), `kind`, `precision` (of its parameters),
-`closure` (how many backward passes it made itself), `names` (of its parameters), `held` (the engine of each, or None),
-`settings` (of its groups), `after` (`.grad` when the last backward pass had returned), `used` (the gradients that it
-took), `begin`, `end` (the parameters before and after it), and `buffers`. All values are `rows.value_sample`s, and
-parameters are known by their places in the optimizer.
+Writes `backwards` (`losses`: the numbers that backward() was called on, None for other tensors; `local`: what reached
+each parameter in this process, before averaging; `batch`: index of the last batch; `weighed`: whether by lockstep.mean)
+and, for the optimizer's step, `optimizer` (its number), `kind`, `precision` (eps of its parameters), `closure` (number
+of backward passes within the step), `names` (of its parameters), `held` (the engine of each, or None), `settings` (of
+its groups), `after` (`.grad` when the last backward pass returned), `used` (the gradients that it used), `begin` and
+`end` (the parameters before and after), and `buffers`. All values are `rows.value_sample`s, and parameters are
+identified by their positions in the optimizer.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class TrainingWatch:
             sample = value_sample(gradient)
             self._local[key] = self._local[key] + sample if key in self._local else sample
 
-    # ---- what the script makes -----------------------------------------------------------------------
+    # ---- loss scalers and engines --------------------------------------------------------------------
 
     def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Give GradScaler a constant scale: a dynamic one skips steps by the size of a loss, which differs on ranks."""
@@ -210,7 +210,7 @@ class TrainingWatch:
         self._recorder.step["rounded"] = max([self._recorder.step["rounded"], *rounded])
         with self._recorder.aside(), torch.no_grad():
             name = self._name_of(module) if self._stack else ""
-            # Again, since FSDP2 has put in whole ones.
+            # Again, because FSDP2 has replaced them by whole parameters.
             self._see_all(name, module.named_parameters(recurse=False))
             inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
             if self._stack:
