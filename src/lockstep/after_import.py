@@ -1,4 +1,4 @@
-"""Calls back as soon as somebody else has imported a module."""
+"""Calls a function as soon as another part of the program has imported a module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from importlib.abc import MetaPathFinder as _Finder
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-else:  # without the modules that importlib.abc brings, because the launcher comes here before anything else
+else:  # the launcher imports this first of all, so without importlib.abc and what that imports
 
     class _Finder: ...
 
@@ -23,7 +23,7 @@ __all__ = ["call_after_import"]
 
 
 class _AfterImport(_Finder, _Loader):
-    """Finds one module as usual, and calls back when it has been executed. Serves once."""
+    """Import hook for one module, used once: imports it as usual, and then calls back."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name = name
@@ -50,7 +50,7 @@ class _AfterImport(_Finder, _Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert self._loader is not None
-        # The module must not see that anybody else was asked.
+        # The module must see its real loader.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -59,11 +59,11 @@ class _AfterImport(_Finder, _Loader):
 
 
 def call_after_import(name: str, callback: Callable[[], None]) -> None:
-    """Call back as soon as a module is there: now, or when it has been imported. Local.
+    """Call back once a module has been imported; at once if it already is. Local.
 
     Args:
-        name: of the module.
-        callback: called once, also where it is given again before the module has come.
+        name: name of the module.
+        callback: called once, even if registered several times before the import.
     """
     if name in sys.modules:
         callback()

@@ -1,7 +1,7 @@
 """The `lockstep` command: finds the module of a command and runs it.
 
-Plain argparse and no torch, so that the ranks start at once. What is imported up here is little, because Ctrl-C
-meanwhile shows Python's traceback; everything else is imported under `ends_by_ctrl_c`.
+Plain argparse and no torch, so that ranks start quickly. Little is imported at the top, because Ctrl-C during these
+imports shows Python's traceback; everything else is imported under `ends_by_ctrl_c`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 class _Command(NamedTuple):
-    """A command: the module whose `main` it is, how the overview presents it, and whether it starts processes."""
+    """A command: the module with its `main`, its line in the overview, and whether it starts processes."""
 
     module: str
     summary: str
@@ -130,10 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The `lockstep` command.
 
     Args:
-        arguments: without the program's name; None for those of this process.
+        arguments: arguments without the program's name; None for those of this process.
 
     Returns:
-        The exit code: that of the job, or 2 for what cannot be started, after one line on stderr.
+        The exit code: that of the job, or 2 if it cannot be started, after one line on stderr.
     """
     fill_closed()
     with ends_by_ctrl_c():

@@ -1,4 +1,4 @@
-"""Which device a rank computes on: its own GPU where the group takes tensors on GPUs, else the CPU."""
+"""Chooses the device that a rank computes on: its own GPU if the group takes GPU tensors, else the CPU."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ def takes_default_gpu(backend: str, device: str | torch.device | None) -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """What tells the GPUs that this process sees from all others; empty where torch does not say."""
+    """UUIDs of the GPUs that this process sees; empty if torch does not provide them."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [str(one.uuid) for one in properties if hasattr(one, "uuid")]
 
 
 def default_gpu(topology: Topology, count: int) -> tuple[int, torch.device]:
-    """How many GPUs this rank, which sees `count`, must see for its host to have enough, and which is its own."""
+    """Number of GPUs that this rank, which sees `count`, must see for its host to have enough; and its own GPU."""
     of_host = env.SLURM_GPUS_ON_NODE.get() if topology.launcher == "slurm" else None
     if count > 0 and of_host is not None and count < topology.local_world_size <= of_host:
-        # Asked for --gpus-per-task or --gpu-bind, Slurm shows each task its own alone, counted from 0.
+        # With --gpus-per-task or --gpu-bind, Slurm shows each task only its own GPUs, numbered from 0.
         return 1, torch.device("cuda", 0)
     if "local_world_size" in topology.unsaid and "local_rank" not in topology.unsaid:
-        # LOCAL_RANK alone was given, and counts: ranks of this host may see a part of its GPUs.
+        # Only LOCAL_RANK was given, and decides: ranks of this host may each see only some of its GPUs.
         return topology.local_rank + 1, torch.device("cuda", topology.local_rank)
-    # Judged by the number of ranks, so that all of them stop here, and none waits for those that did.
+    # By the number of ranks, so that all of them raise here, and none waits for others that did.
     return topology.local_world_size, torch.device("cuda", topology.local_rank)
 
 
 def _why_no_gpu() -> str:
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"torch {torch.__version__} is built without CUDA"
-    hidden = env.snapshot().get(env.CUDA_VISIBLE_DEVICES.name)  # empty, it hides all
+    hidden = env.snapshot().get(env.CUDA_VISIBLE_DEVICES.name)  # if empty, it hides all
     if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES is {hidden!r}"
     return "`nvidia-smi` says whether the machine has one, and which driver"
 
 
 def choose_device(backend: str, topology: Topology, device: str | torch.device | None) -> torch.device:
-    """Where this rank computes, made the current one if it is a GPU. Local.
+    """The device that this rank computes on; a GPU is made the current device. Local.
 
     Args:
-        backend: of the group to come.
-        topology: who this rank is.
-        device: as the script asks for it; None for a GPU with nccl, else the CPU.
+        backend: backend of the group that will be created.
+        topology: the position of this rank.
+        device: the device that the script requests; None for a GPU with nccl, else the CPU.
 
     Raises:
         InputError: torch does not know such a device.
-        SetupError: it is a GPU, and this host has too few of them.
+        SetupError: it is a GPU, and this host has too few.
     """
     default = "cuda" if "nccl" in backend else "cpu"
     chosen = as_device(device if device is not None else default)

@@ -1,8 +1,8 @@
-"""Every environment variable that Lockstep reads or sets, in one place and typed.
+"""Every environment variable that Lockstep reads or sets, typed and in one place.
 
 Nothing else in the package touches `os.environ`; a test enforces it. A variable
-reads from the process by default, or from any mapping handed in, so that the code
-above it stays a pure function. Explicit arguments always win over variables.
+is read from the process by default, or from any mapping passed in, so that callers
+can be pure functions. Explicit arguments always take precedence over variables.
 
     >>> WORLD_SIZE.get({"WORLD_SIZE": "4"})
     4
@@ -21,7 +21,7 @@ from lockstep.errors import SetupError
 T = TypeVar("T")
 
 _OWN = "LOCKSTEP_"
-# No job has more; a number with too many digits would be counted up to for ever.
+# More than any job has; loops over a number with too many digits would take forever.
 MOST_RANKS = 1 << 20
 
 __all__ = ["Variable", "check", "class_of_environment", "registry", "replace", "snapshot"]
@@ -36,7 +36,7 @@ class Variable(Generic[T]):
         name: its name in the environment.
         parse: turns its text into a value; raises ValueError if it cannot.
         doc: what it means and who sets it.
-        is_secret: whether errors keep its text to themselves.
+        is_secret: whether errors must not quote its text.
     """
 
     def __init__(self, name: str, parse: Callable[[str], T], doc: str, is_secret: bool = False) -> None:
@@ -50,7 +50,7 @@ class Variable(Generic[T]):
         """Its value, or None if unset or empty.
 
         Raises:
-            SetupError: the text is not of the expected form; quotes it, unless it is a secret.
+            SetupError: the text is malformed; the message quotes it, unless it is a secret.
         """
         text = (os.environ if env is None else env).get(self.name)
         if text is None or text == "":
@@ -62,31 +62,31 @@ class Variable(Generic[T]):
             raise SetupError(f"environment variable {self.name}{shown}: {error}. {self.doc}") from None
 
     def set(self, value: T, env: MutableMapping[str, str] | None = None) -> None:
-        """Write it, into the process or into `env`."""
+        """Set it in the process environment, or in `env`."""
         (os.environ if env is None else env)[self.name] = str(value)
 
     def set_in_python(self, value: T, *, in_c: str) -> None:
-        """Write it into `os.environ` alone: C libraries, and programs that this process starts, read `in_c`."""
+        """Set it in `os.environ` only; C libraries, and programs that this process starts, see `in_c`."""
         os.environ[self.name] = str(value)
         os.putenv(self.name, in_c)
 
     def unset(self, env: MutableMapping[str, str] | None = None) -> None:
-        """Remove it if it is there."""
+        """Remove it if it is set."""
         (os.environ if env is None else env).pop(self.name, None)
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the process environment, to change and hand to a child."""
+    """A copy of the process environment, to modify and pass to a child."""
     return dict(os.environ)
 
 
 def class_of_environment() -> type:
-    """The class of the process environment, for tools that watch what a script reads of it."""
+    """The class of `os.environ`, for tools that watch which variables a script reads."""
     return type(os.environ)
 
 
 def replace(variables: Mapping[str, str]) -> None:
-    """Make the process environment equal to `variables`, touching only what differs."""
+    """Make the process environment equal to `variables`, changing only what differs."""
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     for name, text in variables.items():
@@ -95,10 +95,10 @@ def replace(variables: Mapping[str, str]) -> None:
 
 
 def check(variables: Mapping[str, str] | None = None) -> None:
-    """Read all of Lockstep's own variables, and MASTER_PORT: some would be read later, or on an error only. Local.
+    """Check all of Lockstep's own variables, and MASTER_PORT: some are otherwise read late, or only on errors. Local.
 
     Raises:
-        SetupError: the text of one is not of the expected form; quotes it.
+        SetupError: one is malformed; the message quotes it, unless it is a secret.
     """
     for name, variable in registry.items():
         if name.startswith(_OWN) or name == MASTER_PORT.name:
@@ -137,7 +137,7 @@ def _rank_count(text: str) -> int:
 
 def _token(text: str) -> str:
     token = text.strip()
-    # What is no UTF-8 in the environment is surrogates here, which are not printable.
+    # Bytes that are not UTF-8 have become surrogates, which are not printable.
     if not token or not token.isprintable():
         raise ValueError("expected a line of text, such as `openssl rand -hex 32` prints")
     return token
@@ -159,7 +159,7 @@ def _level(text: str) -> str:
     return text.strip().upper()
 
 
-# What every launcher agrees on (torchrun's names; ours sets them all).
+# Common to all launchers, under torchrun's names; ours sets them all.
 RANK = Variable("RANK", _integer, "Global rank of this process, 0 … WORLD_SIZE-1.")
 WORLD_SIZE = Variable("WORLD_SIZE", _rank_count, "Number of ranks over all hosts.")
 LOCAL_RANK = Variable("LOCAL_RANK", _integer, "Rank among the processes of this host.")
@@ -204,7 +204,7 @@ PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding 
 PATH = Variable("PATH", str, "Folders in which programs are looked for.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
 
-# What Slurm sets: for a job, and inside of a step (what `srun` starts) for each task.
+# Set by Slurm, for a job and for each task of a step (what `srun` starts).
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", _integer, "Number of the job; set by Slurm.")
 SLURM_JOBID = Variable("SLURM_JOBID", _integer, "Older name of SLURM_JOB_ID; set by Slurm.")
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", _integer, "How often Slurm has started the job again.")
@@ -228,7 +228,7 @@ SLURM_STEP_NODELIST = Variable("SLURM_STEP_NODELIST", str, "Nodes of the step, s
 SLURM_NODELIST = Variable("SLURM_NODELIST", str, "Older name of SLURM_JOB_NODELIST; set by Slurm.")
 SLURM_JOB_NODELIST = Variable("SLURM_JOB_NODELIST", str, "Nodes of the job, such as n[1-3,7]; set by Slurm.")
 
-# What starts MPI programs sets: Open MPI's mpirun, then MPICH's and Intel's (PMI).
+# Set by MPI launchers: Open MPI's mpirun, then those of MPICH and Intel MPI (PMI).
 OMPI_COMM_WORLD_RANK = Variable("OMPI_COMM_WORLD_RANK", _integer, "Rank of this process; set by Open MPI's mpirun.")
 OMPI_COMM_WORLD_SIZE = Variable("OMPI_COMM_WORLD_SIZE", _integer, "Number of ranks; set by Open MPI's mpirun.")
 OMPI_COMM_WORLD_LOCAL_RANK = Variable(
@@ -256,7 +256,7 @@ MPI_LOCALNRANKS = Variable(
     "MPI_LOCALNRANKS", _integer, "Number of ranks on this host; set by the mpirun of MPICH and Intel MPI."
 )
 
-# What horovodrun tells its workers; `lockstep horovodrun` sets them, and so does `hvd.init()`.
+# Set by horovodrun for its workers, and here by `lockstep horovodrun` and `hvd.init()`.
 HOROVOD_RANK = Variable("HOROVOD_RANK", _integer, "Global rank of this process, in Horovod's words.")
 HOROVOD_SIZE = Variable("HOROVOD_SIZE", _integer, "Number of ranks.")
 HOROVOD_LOCAL_RANK = Variable("HOROVOD_LOCAL_RANK", _integer, "Rank among the processes of this host.")

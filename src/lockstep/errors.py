@@ -23,7 +23,7 @@ The tree::
     │   └── UnusedParameters        parameters took no part in the loss; names them
     ├── DataError (ValueError)      the loader was asked for the impossible
     ├── CheckpointError             a checkpoint cannot be read or does not fit
-    │   └── CheckpointNotWritten (OSError)   the folder cannot be created, or not written to
+    │   └── CheckpointNotWritten (OSError)   the folder cannot be created or written to
     └── WorkerFailed                spawn(): a rank failed; carries its rank and traceback
 
 Each message says which rank and operation, what was given, what was expected, and what to do. Ranks that caused an

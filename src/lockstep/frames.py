@@ -1,4 +1,4 @@
-"""Which frames of a stack are the user's, and which only Lockstep's or torch's."""
+"""Tells which frames of a stack are the user's, and which are Lockstep's or torch's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 ]
 
 _PACKAGE = str(Path(__file__).parent)
-# What in our own package only uses the rest, as a script would: its lines are the ones to name.
+# Our own code that uses the rest as a script would: errors name its lines as they would the user's.
 _USERS_INSIDE = (f"{_PACKAGE}/testing/conformance/", f"{_PACKAGE}/recipes/", f"{_PACKAGE}/train.py")
-# Stands around methods of torch's, and is in the way of those who read a traceback.
+# Wraps methods of torch, and only clutters a traceback.
 _RELAY = f"{_PACKAGE}/comm/torch_record.py"
-# Of torch, what only passes a call on to the one that matters.
+# Files of torch that only pass calls on.
 _TORCHS_RELAYS = tuple(
     f"{os.sep}torch{os.sep}{file}"
     for file in (
@@ -44,11 +44,11 @@ _TORCHS_RELAYS = tuple(
     )
 )
 _GENERATED = ("<frozen ", "<string>")
-# What wraps torch's functions and threads.
+# Modules that wrap torch's functions and threads.
 _WRAPPERS = ("/contextlib.py", "/functools.py", "/threading.py", "/typing_extensions.py", "/warnings.py")
-# The user's own site, and that of the system under a virtual environment, are named so, too.
+# Also in the user's site folder, and in the system's when in a virtual environment.
 _SITE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# Functions of ours that communicate, as users call them: what they do inside says nothing to who called them.
+# Functions of ours that communicate -> the name by which users call them; their internals mean nothing to a caller.
 _PUBLIC_CALLS = {
     (f"{_PACKAGE}/{file}", function): name
     for file, function, name in (
@@ -71,7 +71,7 @@ _PUBLIC_CALLS = {
         ("world.py", "should_stop", "world.should_stop"),
     )
 }
-# A frame of a traceback that is a text, with its line of source, unless it is the innermost.
+# A frame in the text of a traceback, with its source lines; not the innermost.
 _OUTER_FRAME = re.compile(
     r'^  File "(?P<file>[^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n)*(?=  File ")', re.MULTILINE
 )
@@ -79,12 +79,12 @@ _SITE_OF_PUBLIC_CALL = re.compile(r"(?P<site>.*) \((?P<call>[\w.]+)\)")
 
 
 def public_call(code: CodeType) -> str | None:
-    """How users call this function of ours, if it is one of those that communicate; else None."""
+    """The name by which users call this function, if it is one of ours that communicates; else None."""
     return _PUBLIC_CALLS.get((code.co_filename, code.co_name))
 
 
 def split_site(site: str) -> tuple[str, str]:
-    """A call site as text, and the function of ours that was called there, empty if none.
+    """Split a call site's text into the site and the function of ours that was called there; empty if none.
 
     >>> split_site("train.py:18 in main (checkpoint.save)")
     ('train.py:18 in main', 'checkpoint.save')
@@ -94,29 +94,29 @@ def split_site(site: str) -> tuple[str, str]:
 
 
 def is_internal_file(name: str) -> bool:
-    """Whether code of that file is not the user's: Lockstep itself, torch, and what wraps their functions."""
+    """Whether a file's code is not the user's: Lockstep's, torch's, and modules that wrap their functions."""
     if name.startswith(_GENERATED) or name.endswith(_WRAPPERS):
         return True
     return _is_own(name) or is_torch_file(name)
 
 
 def is_torch_file(name: str) -> bool:
-    """Whether code of that file is torch's, or stands around a method of torch's."""
+    """Whether a file's code is torch's, or wraps torch's methods."""
     if name == _RELAY:
         return True
-    # Not imported to find out: without it there are no frames of it.
+    # Not imported here: if it is not loaded, there are no frames of it.
     torch_file = getattr(sys.modules.get("torch"), "__file__", None)
     return torch_file is not None and name.startswith(f"{Path(torch_file).parent}/")
 
 
 def library_folders() -> tuple[str, ...]:
-    """Folders whose code is not the user's: this environment's, those that pip installed into elsewhere, torch's."""
+    """Folders whose code is not the user's: this environment's, others that pip installed into, and torch's."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = {sysconfig.get_paths()[name] for name in names}
     folders.add(_PACKAGE)
-    # The first entry is the script's own folder, whatever else lies there.
+    # The first entry is the script's own folder, even if packages are installed there.
     folders.update(entry for entry in sys.path[1:] if _has_installed_packages(entry))
-    # Not imported to find out: without it there are no frames of it.
+    # Not imported here: if it is not loaded, there are no frames of it.
     torch_file = getattr(sys.modules.get("torch"), "__file__", None)
     if torch_file is not None:
         folders.add(str(Path(torch_file).parent))
@@ -124,19 +124,19 @@ def library_folders() -> tuple[str, ...]:
 
 
 def _has_installed_packages(folder: str) -> bool:
-    """Whether pip installed something there, as into a folder on PYTHONPATH or of a .pth file."""
+    """Whether pip has installed something in a folder, such as one on PYTHONPATH or in a .pth file."""
     try:
         return any(name.endswith(".dist-info") for name in os.listdir(folder or os.curdir))
-    except OSError:  # an archive, or not there
+    except OSError:  # an archive, or missing
         return False
 
 
 def is_library_file(name: str, folders: tuple[str, ...]) -> bool:
-    """Whether code of that file belongs to an installed library, torch and Lockstep among them.
+    """Whether a file's code belongs to an installed library, including torch and Lockstep.
 
     Args:
-        name: of the file, as its code object has it.
-        folders: what `library_folders` returned.
+        name: name of the file, as in its code object.
+        folders: the result of `library_folders`.
     """
     return name.startswith((*folders, "<frozen ")) or any(site in name for site in _SITE_FOLDERS)
 
@@ -144,7 +144,7 @@ def is_library_file(name: str, folders: tuple[str, ...]) -> bool:
 def up_to_user(trace: TracebackType | None) -> TracebackType | None:
     """The traceback up to the innermost frame of the user's code; all of it if there is none.
 
-    For errors that say themselves what went wrong: the frames through which they came say nothing.
+    For errors whose message says what went wrong, so that the internal frames add nothing.
     """
     links = list(_links(trace))
     while links and is_internal_file(links[-1].tb_frame.f_code.co_filename):
@@ -153,11 +153,10 @@ def up_to_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def without_own(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without Lockstep's frames; if the innermost is one, only without those around torch's methods.
+    """The traceback without Lockstep's frames; if the innermost is one, only without those that wrap torch's methods.
 
-    Frames of torch that only pass a call on, as that of `Module.__call__`, go too, unless the error was raised there.
-
-    For errors of others that came through Lockstep, such as a signal's in a wait, or one of a user's hook.
+    Frames of torch that only pass a call on, such as `Module.__call__`, are removed, too, unless the error was raised
+    there. For other errors that pass through Lockstep, such as a signal during a wait, or an error in a user's hook.
     """
     links = list(_links(trace))
     others = [link for link in links if not _is_own(link.tb_frame.f_code.co_filename)]
@@ -169,7 +168,7 @@ def without_own(trace: TracebackType | None) -> TracebackType | None:
 
 
 def without_own_lines(text: str) -> str:
-    """A traceback as text without the frames that `without_own` leaves out, such as those of a loader's worker."""
+    """The text of a traceback, such as one from a loader's worker, without the frames that `without_own` removes."""
 
     def kept(frame: re.Match[str]) -> str:
         return "" if _is_own(frame["file"]) or frame["file"].endswith(_TORCHS_RELAYS) else frame[0]
@@ -188,7 +187,7 @@ def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _chain(links: Sequence[TracebackType]) -> TracebackType | None:
-    """A new traceback of these frames."""
+    """A new traceback with these frames."""
     chain: TracebackType | None = None
     for link in reversed(links):
         chain = TracebackType(chain, link.tb_frame, link.tb_lasti, link.tb_lineno)

@@ -1,6 +1,6 @@
-"""Reads dataclasses from JSON that other processes have written. Each value must have the type that its field says.
+"""Reads dataclasses from JSON that other processes have written. Each value must have the type of its field.
 
-So reading runs no code, and what follows need not ask what it has been given.
+So reading runs no code, and callers need not check types.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _hints: Any = functools.cache(get_type_hints)
 
 
 def read_record(kind: type[_Record], text: str) -> _Record:
-    """The record that a text of JSON holds; see `record_of`.
+    """The record in a JSON text; see `record_of`.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the text is not JSON, or not such a record.
     """
     try:
         found = json.loads(text)
@@ -32,11 +32,11 @@ def read_record(kind: type[_Record], text: str) -> _Record:
 
 
 def record_of(kind: type[_Record], found: object) -> _Record:
-    """The record that JSON was made of.
+    """The record for decoded JSON.
 
     Args:
         kind: a dataclass whose fields are plain values, unions of their types, tuples, or such dataclasses.
-        found: what a reader of JSON has returned. Keys that are no fields do not matter.
+        found: decoded JSON. Keys that are not fields are ignored.
 
     Raises:
         ValueError: a field is missing, or has a value of another type.
@@ -51,7 +51,7 @@ def record_of(kind: type[_Record], found: object) -> _Record:
 
 
 def _value(hint: Any, found: Any, name: str) -> Any:
-    """A value of that type: a tuple for a list, a record for a mapping."""
+    """A value of the type `hint`: lists become tuples, mappings become records."""
     if is_dataclass(hint):
         return record_of(hint, found)  # type: ignore[arg-type]
     parts, is_tuple = get_args(hint), get_origin(hint) is tuple

@@ -1,7 +1,7 @@
-"""The C library of this process: the calls of Linux that Python has no name for.
+"""Linux calls that Python does not provide, through the C library of this process.
 
-Importing it works on every system. A system that lacks a call raises `OSError` (ENOSYS) when it is called, like a
-sandbox whose filter refuses it, so that callers have one case and not two.
+This module can be imported on every system. A call that the system lacks raises `OSError` (ENOSYS), as in a sandbox
+that refuses it, so that callers have one case to handle and not two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FAILED = ctypes.c_void_p(-1).value
 def _load() -> Any:
     try:
         return ctypes.CDLL(None, use_errno=True)
-    except TypeError:  # Windows, where a process has no library of its own
+    except TypeError:  # on Windows
         return None
 
 
@@ -30,17 +30,17 @@ _library = _load()
 
 
 def foreign_system() -> str | None:
-    """The name of this system for people, such as "macOS"; None on Linux. Local."""
+    """The usual name of this system, such as "macOS"; None on Linux. Local."""
     return {"linux": None, "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
 
 
 def function(name: str) -> Any:
-    """The function of that name, or None where there is none. Local."""
+    """The C function of that name, or None if there is none. Local."""
     return getattr(_library, name, None)
 
 
 def call(name: str, *values: Any) -> int:
-    """Call a function that returns an int: what it returned, -1 included. Local.
+    """Call a C function that returns an int, and return its result, including -1. Local.
 
     Raises:
         OSError: there is no such function (ENOSYS).
@@ -52,7 +52,7 @@ def call(name: str, *values: Any) -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however that happens; look afterwards whether it lives.
+    """Have the kernel kill this process when its parent dies; check afterwards that the parent is still alive.
 
     Raises:
         OSError: the kernel refuses.
@@ -62,7 +62,7 @@ def die_with_parent() -> None:
 
 
 def map_memory(address: int | None, size_bytes: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
-    """mmap(2): the address at which the memory lies.
+    """mmap(2); returns the address of the memory.
 
     Raises:
         OSError: it cannot be mapped.
@@ -73,10 +73,10 @@ def map_memory(address: int | None, size_bytes: int, protection: int, flags: int
 
 
 def remap(address: int, size_bytes: int, new_size_bytes: int, flags: int, new_address: int | None = None) -> int:
-    """mremap(2): the address at which the memory lies now.
+    """mremap(2); returns the new address of the memory.
 
     Raises:
-        OSError: it cannot be mapped there.
+        OSError: it cannot be remapped.
     """
     if _mremap is None:
         raise OSError(errno.ENOSYS, "no mremap on this system")
@@ -91,7 +91,7 @@ def _checked(address: Any) -> int:
 
 
 def own(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """A mapping as an object. Tensors and memoryviews keep it alive; the last of them takes the mapping along."""
+    """A mapping as an object, kept alive by tensors and memoryviews of it; unmapped when the last of them is freed."""
     memory = (ctypes.c_char * size_bytes).from_address(address)
     weakref.finalize(memory, unmap, address, size_bytes).atexit = False
     return memory
@@ -103,7 +103,7 @@ def unmap(address: int, size_bytes: int) -> None:
 
 
 def advise(address: int, size_bytes: int, advice: int) -> bool:
-    """madvise(2): whether the kernel did as it was asked."""
+    """madvise(2); returns whether it succeeded."""
     return _madvise is not None and int(_madvise(address, size_bytes, advice)) == 0
 
 

@@ -1,11 +1,11 @@
 """A logger for the package that prefixes the rank and never touches the root logger.
 
-Nothing is configured on import: `get_logger` returns a child of `lockstep`, which stays
-silent below WARNING until the application, or `LOCKSTEP_LOG_LEVEL`, asks for more.
+Nothing is configured on import: `get_logger` returns a child of `lockstep`, which is
+silent below WARNING unless the application, or `LOCKSTEP_LOG_LEVEL`, asks for more.
 
-[Note: disabled loggers] `logging.config.dictConfig` and `fileConfig` disable all loggers that are there and that they
-do not name, unless told otherwise; so does hydra with `hydra/job_logging: disabled`. Nobody means by that to train
-another answer unwarned. So loggers are enabled again whenever they are about to speak; levels are left alone.
+[Note: disabled loggers] `logging.config.dictConfig` and `fileConfig` disable all existing loggers that they do not
+name, unless told otherwise; so does hydra with `hydra/job_logging: disabled`. That is hardly meant to hide warnings
+of wrong training results. So loggers are enabled again before they are used; levels are left alone.
 """
 
 from __future__ import annotations

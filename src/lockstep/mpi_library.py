@@ -1,4 +1,4 @@
-"""mpi4py and the MPI library behind it: found, initialised and checked, or an error that says how to get them."""
+"""Finds, initialises and checks mpi4py and its MPI library, or raises an error that says how to install them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def is_installed() -> bool:
 
 
 def load() -> ModuleType:
-    """`mpi4py.MPI`, initialised. Local, but every process that mpirun started must get here at some time.
+    """`mpi4py.MPI`, initialised. Local, but every process that mpirun started must call it at some point.
 
     Raises:
-        BackendUnavailable: mpi4py or the MPI library is missing; says how to get it.
-        SetupError: the library cannot be used by several threads, or is another one than mpirun's.
+        BackendUnavailable: mpi4py or the MPI library is missing; says how to install it.
+        SetupError: the library was initialised without support for threads, or is not that of mpirun.
         NotInitialized: MPI was finalized.
     """
     global _mpi
@@ -49,7 +49,7 @@ def _initialise() -> ModuleType:
     topology = read_mpi(env.snapshot())
     is_crowded = topology is not None and topology.local_world_size > len(os.sched_getaffinity(0))
     if is_crowded and env.OMPI_MCA_mpi_yield_when_idle.get() is None:
-        # Open MPI spins inside of its own waits, such as initialisation; the ranks it waits for need the core.
+        # Open MPI busy-waits, during initialisation for example, on cores that the awaited ranks need.
         env.OMPI_MCA_mpi_yield_when_idle.set("1")
     try:
         from mpi4py import MPI

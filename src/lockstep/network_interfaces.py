@@ -1,13 +1,13 @@
-"""Through which network interface a host talks to the others: by route, tried before it is used.
+"""Chooses the network interface through which a host communicates with others, by route and by trying it.
 
-The store, the connections of the group and the engines underneath (Gloo, NCCL) listen on the address that is chosen
-here and on no other. `GLOO_SOCKET_IFNAME`, or else `NCCL_SOCKET_IFNAME`, decides for who has set it. Otherwise an
-interface comes first by which this host reaches the address where the ranks meet, then the one of the default route,
-then the others; a loopback interface only where there is nothing else. Which of them the other hosts can really reach
-is found out by connecting to it: each host has a `ProbeListener` on every candidate. It answers a challenge, so that
-some other machine with the same private address (a Docker bridge has 172.17.0.1 everywhere) is not taken for it.
+The store, the group's connections and the engines underneath (Gloo, NCCL) listen on the address that is chosen here and
+on no other. `GLOO_SOCKET_IFNAME`, or else `NCCL_SOCKET_IFNAME`, decides if set. Otherwise the first candidate is the
+interface by which this host reaches MASTER_ADDR, then that of the default route, then the others; loopback only if
+there is nothing else. Which of these the other hosts can really reach is determined by connecting to it: each host has
+a `ProbeListener` on every candidate. It answers a challenge, so that another machine with the same private address (a
+Docker bridge has 172.17.0.1 everywhere) is not mistaken for it.
 
-No torch. Local, all of it.
+Without torch. Everything here is local.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _IF_INET6 = Path("/proc/net/if_inet6")
 _GLOBAL_SCOPE = 0x00
-# A documentation address (RFC 5737): on the way to it lies the default route. Nothing is ever sent there.
+# An address for documentation (RFC 5737), which only the default route leads to. Nothing is ever sent there.
 _FAR_AWAY = "192.0.2.1"
 _ANY_PORT = 9
 _NONCE_BYTES = 16
@@ -61,9 +61,9 @@ class Interface:
     """An address of this host.
 
     Attributes:
-        name: of the interface, such as eth0.
-        address: IPv4 or IPv6, as text.
-        is_loopback: whether only this host reaches it.
+        name: name of the interface, such as eth0.
+        address: IPv4 or IPv6 address, as text.
+        is_loopback: whether only this host can reach it.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """The addresses of the interfaces that are up; link-local ones are left out."""
+    """The addresses of the interfaces that are up, without link-local IPv6 addresses."""
     import fcntl  # not on Windows, where this package can be imported
 
     found: list[Interface] = []
@@ -94,7 +94,7 @@ def interfaces() -> list[Interface]:
 
 
 def source_towards(address: str) -> str | None:
-    """The address of this host from which the kernel would send to `address`; None if it knows no way."""
+    """The address of this host from which the kernel would send to `address`; None without a route."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -105,14 +105,14 @@ def source_towards(address: str) -> str | None:
 
 
 def candidates(variables: Mapping[str, str], found: Sequence[Interface] | None = None) -> list[Interface]:
-    """Addresses on which this host may listen for others, the best first.
+    """Addresses on which this host may listen for others, best first.
 
     Args:
         variables: the environment.
-        found: instead of what `interfaces` finds.
+        found: the interfaces to choose from; by default those of `interfaces`.
 
     Raises:
-        RendezvousError: a variable names interfaces that are not here, or there are none at all.
+        RendezvousError: no interface that a variable names is up, or there are none at all.
     """
     present = list(interfaces() if found is None else found)
     for variable in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME):
@@ -143,7 +143,7 @@ def _position(address: str, sources: Sequence[str | None]) -> int:
 
 
 def _chosen_by_name(wanted: str, present: Sequence[Interface]) -> list[Interface]:
-    """What a variable in Gloo's or NCCL's form asks for: `eth0`, `eth0,eth1`, `eth` (a prefix), `=eth0`, `^docker`."""
+    """Interfaces selected by a value for Gloo or NCCL: `eth0`, `eth0,eth1`, `eth` (a prefix), `=eth0`, `^docker`."""
     excludes = wanted.startswith("^")
     exact = wanted.lstrip("^").startswith("=")
     names = [name.strip() for name in wanted.lstrip("^").lstrip("=").split(",") if name.strip()]
@@ -158,11 +158,11 @@ def _chosen_by_name(wanted: str, present: Sequence[Interface]) -> list[Interface
 
 
 def name_for_engines(address: str) -> str | None:
-    """The interface of this host by which it reaches `address`, for the variables of Gloo and NCCL; None if unknown.
+    """The interface by which this host reaches `address`, for the variables of Gloo and NCCL; None if unknown.
 
-    On rank 0's host `address` is its own, and where its name leads to itself (127.0.1.1, as some systems call
-    themselves) the way there is the loopback interface, where no other host comes. Then it is the interface of the
-    default route, as in `candidates`; a loopback interface only where there is nothing else.
+    On rank 0's host `address` is its own. If the name resolves to 127.0.1.1, as some systems map their own name, the
+    route is the loopback interface, which no other host can reach. Then it is the interface of the default route, as
+    in `candidates`; loopback only if there is nothing else.
     """
     present = interfaces()
     outward = [one for one in present if not one.is_loopback] or present
@@ -171,17 +171,17 @@ def name_for_engines(address: str) -> str | None:
 
 
 class ProbeListener:
-    """Listens on candidate addresses, and answers whoever gives it a challenge, until closed.
+    """Listens on candidate addresses, and answers challenges, until closed.
 
     The answer is an HMAC of the challenge, with a key derived from the job's secret and the nonce. All clients are
-    heard at the same time, each for a moment.
+    served concurrently, each for a few seconds at most.
 
     Args:
-        addresses: of this host.
+        addresses: the interfaces of this host to listen on.
 
     Attributes:
-        nonce: hex digits that tell this listener from any other.
-        endpoints: (interface name, address, port) of each.
+        nonce: hex digits that distinguish this listener from any other.
+        endpoints: (interface name, address, port) of each listening socket.
     """
 
     def __init__(self, addresses: Sequence[Interface]) -> None:
@@ -189,10 +189,10 @@ class ProbeListener:
         self.endpoints: list[tuple[str, str, int]] = []
         self._key = _key_of_probe(self.nonce)
         self._listeners: dict[int, socket.socket] = {}
-        self._clients: dict[int, tuple[socket.socket, bytes, float]] = {}  # what each has received, and how long it may
+        self._clients: dict[int, tuple[socket.socket, bytes, float]] = {}  # with bytes received so far, and deadline
         self._poll = select.poll()
         for one in addresses:
-            with contextlib.suppress(OSError):  # gone since it was listed
+            with contextlib.suppress(OSError):  # the address was removed since it was listed
                 listener = listen_on(one.address)
                 listener.setblocking(False)
                 self._listeners[listener.fileno()] = listener
@@ -270,7 +270,7 @@ def listen_on(address: str) -> socket.socket:
 
 
 class _Try:
-    """One address that is tried: a connection that is made, sends a challenge and hears the answer, without waiting."""
+    """An attempt to reach one address: connects, sends a challenge and reads the answer, without blocking."""
 
     def __init__(self, host: int, index: int, nonce: str, address: str, port: int) -> None:
         self.host, self.index = host, index
@@ -282,13 +282,13 @@ class _Try:
         self.client = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         try:
             self.client.setblocking(False)
-            self.client.connect_ex((address, port))  # what comes of it shows in the socket's error
-        except OSError:  # no address
+            self.client.connect_ex((address, port))  # the result is in SO_ERROR later
+        except OSError:  # not a valid address
             self.client.close()
             raise
 
     def go_on(self) -> bool | None:
-        """Whether that listener is what listens there, once that is known. Call it when the socket is ready."""
+        """Continue; call it when the socket is ready. Whether the expected listener answered; None if not yet known."""
         try:
             if not self._is_challenged:
                 if self.client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -308,20 +308,19 @@ class _Try:
 
     @property
     def awaited(self) -> int:
-        """What poll is to wait for."""
+        """The events that poll must wait for."""
         return select.POLLIN if self._is_challenged else select.POLLOUT
 
 
 def reachable(listeners: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) -> dict[int, list[int]]:
-    """Which addresses of other hosts can be reached from here. Takes up to 3 s per 256 of them where some cannot.
+    """Which addresses of other hosts can be reached from here. Takes up to 3 s per 256 addresses if some cannot.
 
     Args:
         listeners: for each host its listener's nonce, and (address, port) of each endpoint.
 
     Returns:
-        For each host the indices of the endpoints that answered, in order. They are tried at once, the first ones of
-        all hosts before the second ones; one that has not answered shortly after each host has one that did does not
-        count.
+        For each host, the sorted indices of the endpoints that answered. They are tried concurrently, the first ones
+        of all hosts before the second ones. Once each host has one that answered, the others get a moment more.
     """
     found: dict[int, list[int]] = {host: [] for host in listeners}
     untried = deque(
@@ -349,7 +348,7 @@ def reachable(listeners: Mapping[int, tuple[str, Sequence[tuple[str, int]]]]) ->
 
 
 def _go_on(tries: dict[int, _Try], found: dict[int, list[int]], longest_s: float) -> bool:
-    """Wait until some of the tries can continue, and note and remove those that are over; whether any could."""
+    """Wait until some attempts can continue; record and remove those that ended. Returns whether any could continue."""
     poll = select.poll()
     for descriptor, one in tries.items():
         poll.register(descriptor, one.awaited)

@@ -1,8 +1,8 @@
-"""Which ranks share a host, where no launcher says so: the ranks tell each other where they are. Collective.
+"""Finds which ranks share a host if no launcher says so, by exchanging descriptions of their hosts.
 
-`RANK` and `WORLD_SIZE` alone, set by hand or by what starts one container for each rank, leave open how many ranks are
-on a host, and so which GPU is whose. Two ranks are on one host if they run on the same kernel and see each other's
-process ids, or the same GPUs. Containers of one machine that share neither are two hosts, each with GPUs of its own.
+With `RANK` and `WORLD_SIZE` alone, set by hand or by whatever starts a container per rank, it is unknown how many ranks
+are on a host, and so which GPU belongs to which rank. Two ranks are on one host if they run on the same kernel and see
+each other's process ids, or the same GPUs. Containers of one machine that share neither count as two hosts.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ __all__ = ["describe_own_host", "place", "place_by_exchange"]
 
 
 def place_by_exchange(topology: Topology, store: Store, timeout: timedelta, gpus: Sequence[str] = ()) -> Topology:
-    """The topology of this rank, with what nobody had said of it. Collective.
+    """The topology of this rank, with unknown values filled in. Collective.
 
     Args:
-        topology: as the environment has it.
-        store: that the ranks share.
-        timeout: until a rank that does not tell where it is is an error.
+        topology: the topology according to the environment.
+        store: a store shared by the ranks.
+        timeout: how long to wait for the other ranks' descriptions.
         gpus: see `describe_own_host`.
 
     Raises:
-        RendezvousError: a rank did not tell.
+        RendezvousError: not all ranks described their hosts in time, or the store failed.
     """
     exchange = BootstrapStore(PrefixStore("placement", store), "placement")
     own = describe_own_host(gpus)
     try:
-        if not topology.unsaid:  # others may have been told less
+        if not topology.unsaid:  # other ranks may know less
             exchange.set(f"rank{topology.rank}", own)
             return topology
         told = exchange.share("rank", topology.rank, topology.world_size, own, timeout.total_seconds())
         why = "" if told is not None else f" within {timeout.total_seconds():g} s"
     except RendezvousError:
         raise
-    except RuntimeError as error:  # the store is gone
+    except RuntimeError as error:  # the store failed
         told, why = None, f": {str(error).splitlines()[0]}"
     if told is None:
         raise RendezvousError(
@@ -57,10 +57,10 @@ def place_by_exchange(topology: Topology, store: Store, timeout: timedelta, gpus
 
 
 def describe_own_host(gpus: Sequence[str] = ()) -> str:
-    """What this rank tells the others of where it is. Local.
+    """This rank's description of its host, for the other ranks. Local.
 
     Args:
-        gpus: what tells the GPUs that this process sees from all others.
+        gpus: unique identifiers of the GPUs that this process sees.
     """
     try:
         host = [boot_id(), str(pid_namespace())]
@@ -70,11 +70,11 @@ def describe_own_host(gpus: Sequence[str] = ()) -> str:
 
 
 def place(topology: Topology, descriptions: Sequence[str]) -> Topology:
-    """The topology with what nobody had said, from what each rank tells of its host; what was said stays.
+    """The topology with unknown values filled in from the descriptions of all hosts; known values are kept.
 
     Args:
-        topology: of this rank.
-        descriptions: what `describe_own_host` gave each rank, in order.
+        topology: the topology of this rank.
+        descriptions: what `describe_own_host` returned on each rank, in order of ranks.
     """
     hosts: list[list[int]] = []
     told = [json.loads(text) for text in descriptions]
@@ -93,7 +93,7 @@ def place(topology: Topology, descriptions: Sequence[str]) -> Topology:
     values: dict[str, Any] = {
         name: found[name] if name in topology.unsaid else getattr(topology, name) for name in found
     }
-    # What was said of the one may leave no room for what was found of the other.
+    # A known value may contradict one that was found.
     values["local_world_size"] = max(values["local_world_size"], values["local_rank"] + 1)
     values["num_nodes"] = max(values["num_nodes"], values["node_rank"] + 1)
     return dataclasses.replace(topology, **values)

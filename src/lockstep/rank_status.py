@@ -1,14 +1,14 @@
-"""The status file: where this rank is, in a file that is still there when the rank is not.
+"""The status file: where a rank is, in a file that outlives the rank.
 
-The flight record lies in memory that ranks share, and goes with them. So that a launcher, which is none of them and
-never imports torch, can say where each rank was, every rank also maps a small file of the launcher's: one *section*
-for each process group, with what that rank entered last, from which line, and whether it came out. What was written
-stays, however the process ends. The file is memory that the launcher holds, under a name in its private folder
-(`make_status_files`). Without a launcher there is no file, and the same words go to memory of this process.
+The flight record is in memory that the ranks share, and is lost with them. So that a launcher, which is not a rank and
+never imports torch, can report where each rank was, every rank also maps a small file from the launcher: one *section*
+per process group, with the collective that the rank entered last, its call site, and whether it has returned. The
+contents remain however the process ends. The file is memory held by the launcher, linked in its private folder
+(`make_status_files`). Without a launcher there is no file, and the same words are written to private memory.
 
-Layout of the file, all integers 64 bit in the order of the machine::
+Layout of the file, all integers 64 bit in native byte order::
 
-    0        magic, pid, who ever joined a group (see the note),   64
+    0        magic, pid, who joined a group (see the note),        64
              whether this rank has raised in a world, meetings (see the note)
     64       text: which group this rank waits for others to make  512, up to HEADER_BYTES
     4096     section 0, section 1, …                               SECTION_BYTES each
@@ -22,21 +22,20 @@ Layout of the file, all integers 64 bit in the order of the machine::
     4096     texts: ring of calls, RING entries of TEXT_BYTES
     …        texts: ring of call sites, RING entries of TEXT_BYTES
 
-A text is a 16-bit length and UTF-8 bytes, cut to its field. `start` is a double: seconds on the monotonic clock, which
-all processes of a host share.
+A text is a 16-bit length and UTF-8 bytes, truncated to its field. `start` is a double: seconds on the monotonic clock,
+which all processes of a host share.
 
-[Note: who joined] Three words, each set by a process that joins: the rank itself; a child that it has started to be it,
-with its rank among as many; a child with another rank, which belongs to a job of the script's own. A script that spawns
-such ranks runs whole in every rank of the launcher.
+[Note: who joined] Three words, each set by a process when it joins a group: the rank itself; a child in its place, with
+the same rank and world size; a child with another rank, which belongs to a job that the script starts itself. A script
+that starts such a job does so in every rank of the launcher.
 
-[Note: meetings] To make the default group, and any other by `new_group`, all ranks meet. A rank counts the meetings of
-all ranks of the launcher that it has come to, and says in which of them it waits. One that has ended and has come to
-fewer will never come, whatever it ended with.
+[Note: meetings] All ranks meet to create the default group, and any other with `new_group`. A rank counts the meetings
+of all ranks of the launcher that it has reached, and says in which of them it waits. A rank that has ended after fewer
+meetings will never reach that one, whatever its exit code.
 
-[Note: what it costs] Texts are written once and then named by an index, so a collective stores seven words at most, and
-three where it repeats the last but one.
-The bytes after them are allocated before they are mapped: where memory is full there is no status file, instead of a
-SIGBUS at the first write.
+[Note: what it costs] Texts are written once and then referred to by index, so a collective writes at most seven words,
+and three if it repeats the last but one. Space is allocated before it is mapped: if memory is full, there is no status
+file, rather than a SIGBUS at the first write.
 """
 
 from __future__ import annotations
@@ -124,33 +123,33 @@ _READ_TRIES = 10
 
 
 def call_field(index: int) -> tuple[int, int]:
-    """Start and bytes of a text in the ring of calls; the control blocks of shared memory have theirs there, too."""
+    """Start and size in bytes of a text in the ring of calls; the same in the control blocks of shared memory."""
     return _RINGS_START + index * TEXT_BYTES, TEXT_BYTES
 
 
 def site_field(index: int) -> tuple[int, int]:
-    """Start and bytes of a text in the ring of call sites."""
+    """Start and size in bytes of a text in the ring of call sites."""
     return _RINGS_START + (RING + index) * TEXT_BYTES, TEXT_BYTES
 
 
 def write_text(memory: memoryview, start: int, capacity: int, text: str) -> None:
-    """Write a text into a field of `capacity` bytes, cut to it; its length comes last."""
+    """Write a text, truncated if necessary, into a field of `capacity` bytes; the length is written last."""
     data = text.encode(errors="replace")[: capacity - 2]
     memory[start + 2 : start + 2 + len(data)] = data
     memory[start : start + 2] = len(data).to_bytes(2, "little")
 
 
 def read_text(memory: memoryview | bytes, start: int, capacity: int) -> str:
-    """The text in a field of `capacity` bytes, whatever stands there."""
+    """The text in a field of `capacity` bytes; accepts any contents."""
     length = min(int.from_bytes(memory[start : start + 2], "little"), capacity - 2)
     return bytes(memory[start + 2 : start + 2 + length]).decode(errors="ignore")
 
 
 class Section:
-    """Where this rank is in one group. Written by this rank alone.
+    """Where this rank is in one group. Only this rank writes it.
 
     Args:
-        memory: SECTION_BYTES that a launcher reads, or None for memory that nobody reads.
+        memory: SECTION_BYTES that a launcher reads, or None for private memory.
 
     Attributes:
         words: indexed by NUMBER, FINISHED, CALL and SITE; written by the thread that enters a collective.
@@ -165,15 +164,15 @@ class Section:
         self._slot: tuple[_StatusFile, int] | None = None
 
     def write_call(self, index: int, text: str) -> None:
-        """Put a description of a call into the ring of calls."""
+        """Write the description of a call into the ring of calls."""
         self._write(*call_field(index), text)
 
     def write_site(self, index: int, text: str) -> None:
-        """Put a call site into the ring of call sites."""
+        """Write a call site into the ring of call sites."""
         self._write(*site_field(index), text)
 
     def publish_waiting(self, text: str) -> None:
-        """Say which send or receive this rank waits in; empty when it does not any more."""
+        """Set the send or receive that this rank waits in; empty when it no longer waits."""
         self._write(*_WAITING, text)
 
     def _write(self, offset: int, capacity: int, text: str) -> None:
@@ -181,7 +180,7 @@ class Section:
             write_text(self._memory, offset, capacity, text)
 
     def close(self) -> None:
-        """The group is no more. What it did last stays readable until another group needs the section."""
+        """Mark the group as shut down. The contents stay readable until another group reuses the section."""
         if self._slot is not None:
             status_file, index = self._slot
             self._slot = None
@@ -190,9 +189,9 @@ class Section:
 
 
 def _map(fd: int, offset: int) -> memoryview:
-    """A section of a file as bytes, mapped for as long as a view of them is alive.
+    """A section of a file as bytes, mapped as long as a view of them is alive.
 
-    Not by Python's `mmap`, which keeps a descriptor of its own open.
+    Not with Python's `mmap`, which would keep a duplicate of the descriptor open.
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = libc.map_memory(None, SECTION_BYTES, protection, mmap.MAP_SHARED, fd, offset)
@@ -200,14 +199,14 @@ def _map(fd: int, offset: int) -> memoryview:
 
 
 class _StatusFile:
-    """The file of this process.
+    """The status file of this process.
 
     Args:
         folder: the launcher's private folder.
         rank: global rank of this process.
 
     Raises:
-        OSError: no file can be made, or another process of this rank has one.
+        OSError: the file cannot be created, or another process of this rank uses it.
     """
 
     def __init__(self, folder: str, rank: int) -> None:
@@ -228,7 +227,7 @@ class _StatusFile:
     def open(self, name: str) -> Section:
         index = self._free.pop(0) if self._free else self._num_sections
         start = HEADER_BYTES + index * SECTION_BYTES
-        # Opened anew for each, so that a rank without groups holds no descriptor.
+        # Opened for each section, so that no descriptor stays open.
         with open(self._path, "r+b", buffering=0) as file:
             os.posix_fallocate(file.fileno(), start, SECTION_BYTES)
             memory = _map(file.fileno(), start)
@@ -261,16 +260,16 @@ class _StatusFile:
 
 
 def make_status_files(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Room for the status files of these ranks in memory: the launcher's part. Local.
+    """Create the status files of these ranks in memory. Local; called by the launcher.
 
-    Without it a rank makes a file, and stores into a file may have to wait for a disk that is busy.
+    Without this, a rank creates a file on disk, where writes may have to wait if the disk is busy.
 
     Args:
-        folder: private folder of the attempt, where each rank will find its own.
+        folder: private folder of the attempt, where each rank finds its file.
         ranks: global ranks on this host.
 
     Returns:
-        Descriptors to keep open for as long as somebody may read or write there, and to close then.
+        Descriptors to close when the files are no longer read or written.
     """
     fds: list[int] = []
     with contextlib.suppress(OSError):
@@ -289,10 +288,10 @@ def open_section(name: str) -> Section:
     """A section for a group of this rank. Local.
 
     Args:
-        name: how messages call the group.
+        name: name of the group in messages.
 
     Returns:
-        One that the launcher reads, or, where there is none or its folder is full, one that nobody reads.
+        A section that the launcher reads; one in private memory if there is no launcher, or its folder is full.
     """
     with _lock:
         status_file = _file_of_process()
@@ -306,24 +305,24 @@ def open_section(name: str) -> Section:
 
 
 def note_torch() -> None:
-    """Let the launcher know that this rank has imported torch. Local."""
+    """Tell the launcher that this rank has imported torch. Local."""
     with _lock:
         _file_of_process()
 
 
 def note_joined(rank: int, world_size: int) -> None:
-    """Let the launcher know that this rank has joined a process group, or a child that it has started. Local.
+    """Tell the launcher that this rank, or a child that it started, has joined a process group. Local.
 
     Args:
-        rank: of this process in the group.
-        world_size: of the group.
+        rank: rank of this process in the group.
+        world_size: size of the group.
     """
     with _lock, contextlib.suppress(OSError, struct.error):
         owner = _owner()
         if owner is None:
             return
         _file_of_process()
-        with open(_path(Path(owner[0]), owner[1]), "r+b", buffering=0) as file:  # of another process, maybe
+        with open(_path(Path(owner[0]), owner[1]), "r+b", buffering=0) as file:  # may be another process's
             magic, pid, *_ = _HEADER.unpack(file.read(_HEADER.size))
             is_it = (rank, world_size) == (owner[1], env.WORLD_SIZE.get())
             word = _BY_ITSELF if pid == os.getpid() else _BY_CHILD if is_it else _BY_OTHERS
@@ -332,7 +331,7 @@ def note_joined(rank: int, world_size: int) -> None:
 
 
 def note_raised() -> None:
-    """Let the launcher know that the others are told of an error that this rank has raised. Local."""
+    """Tell the launcher that this rank has raised an error of which the other ranks are told. Local."""
     with _lock, contextlib.suppress(OSError):
         status_file = _file_of_process()
         if status_file is not None:
@@ -341,11 +340,11 @@ def note_raised() -> None:
 
 @contextlib.contextmanager
 def noting_meeting(text: str, of_all: bool = False) -> Iterator[None]:
-    """A context in which the launcher can tell that this rank waits for others, to make a group with them. Local.
+    """Context manager within which the launcher sees that this rank waits for others to create a group. Local.
 
     Args:
-        text: what it called, and from where, such as `new_group([0, 1]) at train.py:81 in main`.
-        of_all: whether all ranks of the launcher have to come. See [Note: meetings].
+        text: the call and its site, such as `new_group([0, 1]) at train.py:81 in main`.
+        of_all: whether all ranks of the launcher must take part. See [Note: meetings].
     """
     _note_meeting(text, int(of_all))
     num_more = -int(of_all)
@@ -364,7 +363,7 @@ def _note_meeting(text: str, num_more: int) -> None:
 
 
 def note_stopping() -> None:
-    """Let the launcher know that a signal ends this rank not at once, but after a step and a save. Local."""
+    """Tell the launcher that a signal does not end this rank at once, but after a step and a save. Local."""
     owner = _owner()
     if owner is not None:
         with contextlib.suppress(OSError):
@@ -372,7 +371,7 @@ def note_stopping() -> None:
 
 
 def has_stopping_ranks(folder: Path) -> bool:
-    """Whether a rank of an attempt has called `note_stopping`. Local; the launcher's part.
+    """Whether a rank of an attempt has called `note_stopping`. Local; called by the launcher.
 
     Args:
         folder: private folder of the attempt.
@@ -381,7 +380,7 @@ def has_stopping_ranks(folder: Path) -> bool:
 
 
 def _file_of_process() -> _StatusFile | None:
-    """The status file of this rank, made on first use; None without a launcher, or where it cannot be made."""
+    """The status file of this rank, created on first use; None without a launcher, or if it cannot be created."""
     global _status_file
     owner = _owner()
     if owner is None or _refused == owner:
@@ -407,19 +406,19 @@ def _refuse() -> None:
 
 @dataclass(frozen=True)
 class Position:
-    """What one rank said last about one group.
+    """The last known position of one rank in one group.
 
     Attributes:
         rank: global rank.
-        pid: of its process.
-        group: how messages call the group.
-        number: of the collective in that group, counted from 1; 0 before the first.
-        call: what it called, such as `all_reduce(float32[10], SUM)`.
-        site: from where, such as `/home/me/train.py:81 in main`.
-        inside: it has not come out of that collective.
+        pid: its process id.
+        group: name of the group in messages.
+        number: number of the collective in that group, counted from 1; 0 before the first.
+        call: the call, such as `all_reduce(float32[10], SUM)`.
+        site: its call site, such as `/home/me/train.py:81 in main`.
+        inside: whether it has not returned from that collective.
         waiting: the send or receive that it waits in; empty for none.
-        since_s: when it entered, in seconds of the monotonic clock.
-        is_open: the group had not been shut down.
+        since_s: when it entered, in seconds on the monotonic clock.
+        is_open: whether the group has not been shut down.
     """
 
     rank: int
@@ -435,7 +434,7 @@ class Position:
 
     @property
     def operation(self) -> str:
-        """The name of the call, without what it was given."""
+        """The name of the call, without arguments."""
         return self.call.partition("(")[0]
 
     @property
@@ -445,22 +444,22 @@ class Position:
 
 
 def read_positions(folder: Path, ranks: Iterable[int]) -> dict[int, list[Position]]:
-    """What the ranks of an attempt said last, those that are gone included.
+    """The last known positions of the ranks of an attempt, including ranks that have ended.
 
     Args:
         folder: private folder of the attempt.
         ranks: global ranks to look for.
 
     Returns:
-        rank -> its positions, one for each group in which it has called something, the latest first. A rank
-        that never made a group has none.
+        rank -> its positions, one for each group in which it has called something, those that it is still in first,
+        then the latest. Ranks without a position are left out.
     """
     found = {rank: _read_file(folder, rank) for rank in ranks}
     return {rank: positions for rank, positions in found.items() if positions}
 
 
 def find_unjoined(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Ranks of an attempt that imported torch and never joined a process group. Local; the launcher's part.
+    """Ranks of an attempt that imported torch and never joined a process group. Local; called by the launcher.
 
     Args:
         folder: private folder of the attempt.
@@ -470,7 +469,7 @@ def find_unjoined(folder: Path, ranks: Iterable[int]) -> list[int]:
 
 
 def find_joined(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Ranks of an attempt that joined a process group, however they ended. Local; the launcher's part.
+    """Ranks of an attempt that joined a process group, however they ended. Local; called by the launcher.
 
     Args:
         folder: private folder of the attempt.
@@ -480,14 +479,14 @@ def find_joined(folder: Path, ranks: Iterable[int]) -> list[int]:
 
 
 def find_missed(folder: Path, ended: Iterable[int], others: Iterable[int]) -> list[int]:
-    """Ranks that ended before they came to the meeting in which another waits for all. Local; the launcher's part.
+    """Ranks that ended before reaching the meeting in which another waits for all. Local; called by the launcher.
 
-    See [Note: meetings]. A rank whose child has joined in its place is none of them.
+    See [Note: meetings]. Ranks with a child that joined a group are left out.
 
     Args:
         folder: private folder of the attempt.
         ended: ranks that have exited.
-        others: those that have not.
+        others: ranks that have not.
     """
     awaited = max((_words_of(folder, rank).awaited_meeting for rank in others), default=0)
     words = {rank: _words_of(folder, rank) for rank in ended}
@@ -499,13 +498,13 @@ def find_missed(folder: Path, ended: Iterable[int], others: Iterable[int]) -> li
 
 
 def check_nobody_waits(rank: int) -> None:
-    """Raise if another rank of this host is in a later collective of the default group than this one ever was. Local.
+    """Raise if another rank of this host has entered a later collective of the default group than this one. Local.
 
     Args:
         rank: global rank of this process.
 
     Raises:
-        RuntimeError: one is. Nothing where there is no launcher to ask.
+        RuntimeError: there is such a rank. Never raised without a launcher.
     """
     owner = _owner()
     found = {} if owner is None else read_positions(Path(owner[0]), range(env.WORLD_SIZE.get() or 0))
@@ -515,7 +514,7 @@ def check_nobody_waits(rank: int) -> None:
 
 
 def _has_joined(folder: Path, rank: int) -> bool | None:
-    """See [Note: who joined]. None for a rank that has not imported torch, so that nobody can tell what it is for."""
+    """See [Note: who joined]. None for a rank that has not imported torch, whose purpose is therefore unknown."""
     words = _words_of(folder, rank)
     if not words.is_there:
         return None
@@ -523,12 +522,12 @@ def _has_joined(folder: Path, rank: int) -> bool | None:
 
 
 def has_raised(folder: Path, rank: int) -> bool:
-    """Whether a rank of an attempt has called `note_raised`. Local; the launcher's part."""
+    """Whether a rank of an attempt has called `note_raised`. Local; called by the launcher."""
     return bool(_words_of(folder, rank).has_raised)
 
 
 class _Words(NamedTuple):
-    """The words of a status file's header; of a rank that has not imported torch zeros."""
+    """The words of a status file's header; zeros for a rank that has not imported torch."""
 
     is_there: bool = False
     joined_by_itself: int = 0
@@ -567,13 +566,13 @@ def _read_file(folder: Path, rank: int) -> list[Position]:
     meeting = read_text(header[_MEETING[0] :], 0, _MEETING[1])
     if meeting:
         said.append(Position(rank, pid, DEFAULT_GROUP, 0, "", "", False, meeting, math.inf, True))
-    # Of two that are equally late, the one that it is still in.
+    # First those that it is still in, then the latest.
     return sorted(said, key=lambda one: (one.inside or bool(one.waiting), one.since_s), reverse=True)
 
 
 def _read_section(fd: int, start: int, rank: int, pid: int) -> Position | None:
     data = b""
-    # The rank may be writing: what is read twice the same is whole.
+    # The rank may be writing: two equal reads are consistent.
     for _ in range(_READ_TRIES):
         before, data = data, os.pread(fd, SECTION_BYTES, start)
         if data == before:

@@ -201,18 +201,18 @@ def remarks_on(token: str | None, place: str = "LOCKSTEP_TOKEN") -> list[str]:
 
 
 def read_token_file(path: str) -> tuple[str, list[str]]:
-    """The token in a file, which is made, for this user alone, if there is none yet. Local.
+    """The token in a file, which is created, readable only by this user, if it does not exist. Local.
 
-    Hosts that share a folder so have one token by naming a file in it; elsewhere the file is copied to every host.
+    Hosts with a shared folder get one token by naming a file in it; otherwise, copy the file to every host.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Returns:
-        The token, and what is to be said about the file.
+        The token, and messages about the file to show to the user.
 
     Raises:
-        SetupError: it cannot be read or made, or holds no token.
+        SetupError: the file cannot be read or created, or does not contain a token.
     """
     path = os.path.expanduser(path)
     remarks: list[str] = []
@@ -238,7 +238,7 @@ def read_token_file(path: str) -> tuple[str, list[str]]:
 
 
 def _make_token_file(path: str) -> bool:
-    """Make it with a new token unless there is one; it appears whole, whoever makes it at the same time."""
+    """Create the file with a new token unless it exists, atomically; returns whether it was created here."""
     if os.path.lexists(path):
         return False
     draft = f"{path}.{secrets.token_hex(8)}"

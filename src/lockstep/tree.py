@@ -1,4 +1,4 @@
-"""Tensors inside whatever a loader yields, and a model takes and returns."""
+"""Finds, replaces and moves the tensors inside whatever a loader yields, or a model takes or returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor that `map_tensors` finds in `value`, each once, in its order."""
+    """Every tensor in `value`, once each, in the order of `map_tensors`."""
     if isinstance(value, torch.Tensor):
         return [value]
     if type(value) in (tuple, list) and all(type(item) is torch.Tensor for item in value):
@@ -39,10 +39,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def map_tensors(function: _TensorFunction, value: Any) -> Any:
     """`value` with `function` applied to every tensor in it, once to one that occurs several times.
 
-    Looks into lists, tuples, dicts and subclasses of them, dataclasses, whatever else torch's pytree
-    knows, and the attributes of any other object but modules and functions. A container is copied only if a tensor in
-    it was replaced by another, so that `value` itself comes back where `function` only looks. Where parts of an object
-    know it (a parent, held by a weak reference or not), those of the copy know the copy.
+    Looks into lists, tuples, dicts and their subclasses, dataclasses, whatever else torch's pytree knows, and the
+    attributes of any other object except modules and functions. A container is copied only if a tensor in it was
+    replaced, so `value` itself is returned if `function` replaces none. If parts of an object refer back to it (to a
+    parent, also by weak reference), those of the copy refer to the copy.
     """
     return function(value) if isinstance(value, torch.Tensor) else _Mapping(function).result(value)
 
@@ -56,7 +56,7 @@ def move_tensors(value: Any, device: torch.device, non_blocking: bool = False) -
     return move(value) if isinstance(value, torch.Tensor) else _Mapping(move, but_lengths=True).result(value)
 
 
-# Objects of other types may be called too, and hold tensors: the graphs of PyTorch Geometric are such.
+# Types without tensors inside; other callable objects may hold some, such as the graphs of PyTorch Geometric.
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, weakref.ref)
 
 
@@ -65,17 +65,17 @@ class _Mapping:
 
     Args:
         function: applied to tensors.
-        but_lengths: not to `batch_sizes` of packed sequences.
+        but_lengths: whether to leave out `batch_sizes` of packed sequences.
 
     Attributes:
-        owners: by `id` of an object of which an attribute was replaced: the object and its copy.
+        owners: `id` of an object with replaced attributes -> (the object, its copy).
     """
 
     def __init__(self, function: _TensorFunction, but_lengths: bool = False) -> None:
         self._but_lengths = but_lengths
         self.owners: dict[int, tuple[Any, Any]] = {}
         self._function = function
-        self._memo: dict[int, Any] = {}  # the results so far by `id`, and for what is under way the value itself
+        self._memo: dict[int, Any] = {}  # results by `id`; the value itself while it is being mapped
         self._copies: list[Any] = []
 
     def result(self, value: Any) -> Any:
@@ -117,7 +117,7 @@ class _Mapping:
         return _tuple_like(value, [changes.get(i, item) for i, item in enumerate(value)]) if changes else value
 
     def _changes(self, items: dict[Any, Any]) -> dict[Any, Any]:
-        """Those of `items` that are replaced, with what replaces them."""
+        """Those of `items` that are replaced, with their replacements."""
         mapped = ((key, item, self.map(item)) for key, item in list(items.items()))
         return {key: new for key, item, new in mapped if new is not item}
 
@@ -139,7 +139,7 @@ class _Mapping:
         return copied
 
     def _rebind(self) -> None:
-        """Let the parts of copied objects know the copies."""
+        """Make parts of copied objects refer to the copies."""
         copies = {id(each) for each in self._copies}
         for holder in self._copies:
             for key, item in _entries_of(holder):
@@ -156,7 +156,7 @@ class _Mapping:
                     object.__setattr__(holder, key, owner)
 
     def _copy_of(self, value: Any) -> Any:
-        """The copy of an object of which attributes were replaced, or a weak reference to it; None of anything else."""
+        """The copy of an object with replaced attributes, or of a weak reference to one; None for anything else."""
         if type(value) is weakref.ref:
             owner = self._copy_of(value())
             return None if owner is None else weakref.ref(owner)
@@ -176,7 +176,7 @@ def _attributes_of(value: Any) -> list[tuple[str, Any]]:
 def _copy_with(value: Any, attributes: dict[str, Any]) -> Any:
     copied = copy.copy(value)
     for name, item in attributes.items():
-        object.__setattr__(copied, name, item)  # also where the class is frozen
+        object.__setattr__(copied, name, item)  # works for frozen classes, too
     return copied
 
 
