@@ -51,7 +51,7 @@ __all__ = ["available", "check_folder", "gather_rng", "load", "restore_rng", "sa
 State = dict[str, Any]
 
 _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<checksum>[0-9a-f]{16})\.pt")
-_ZIP_MAGIC = b"PK\x03\x04"  # without it, torch.load takes the file for one of torch before 1.6
+_ZIP_MAGIC = b"PK\x03\x04"  # without it, torch.load expects the format from before torch 1.6
 _TEMPORARY = ".writing-"
 _ABANDONED = "abandoned-"
 # Types that `torch.load(weights_only=True)` reads back, besides tensors; exact types, since a subclass would need an

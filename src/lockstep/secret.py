@@ -2,7 +2,7 @@
 
 [Note: token] A launcher creates a token, or is given one, and passes it to its ranks in their environment
 (LOCKSTEP_TOKEN). It is never in a store, on a command line or in a file that others may read. Keys for each purpose are
-derived from it, so a proof for one purpose is none for another. Without a token, the keys are derived from nothing:
+derived from it, so a proof for one purpose is invalid for another. Without a token, they are derived from nothing:
 they distinguish what Lockstep wrote from what another program wrote, but anyone who knows Lockstep can make them.
 
 [Note: seals] A value in a store travels with a MAC (HMAC) over the job, its key, its writer, its number among that

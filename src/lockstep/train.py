@@ -144,7 +144,7 @@ class EarlyStopping:
         return {"best": self.best, "best_epoch": self.best_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.best, self.best_epoch = state["best"], state["best_epoch"]
 
 
@@ -210,7 +210,7 @@ class Update:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 class _Ledger:

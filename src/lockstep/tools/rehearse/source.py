@@ -128,7 +128,7 @@ def assignments_at(file: str, line: int) -> list[tuple[str, ast.expr]]:
 
 
 def divisors_at(file: str, line: int) -> list[ast.expr]:
-    """The divisors of all divisions on that line."""
+    """The divisors of all divisions on that line: of `/`, `/=`, `.div()` and the like."""
     found: list[ast.expr] = []
     for node in _nodes(file):
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div) and _covers(node, line):

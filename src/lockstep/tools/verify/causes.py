@@ -59,7 +59,7 @@ def _names(step: StepOfJob, names: Iterable[str | int], most: int = 3) -> str:
 def read_samples(step: StepOfJob) -> Difference | None:
     """Samples that differ from those of one process."""
     samples = step.samples
-    # What only one side fetched, and no model got, was fetched ahead.
+    # Samples that only one side fetched, and that no model received, were prefetched.
     is_ahead = samples.differ and 0 in (samples.missing, samples.extra) and step.has_same_rows
     if is_ahead or not samples.differ:
         return _all_walked(step) or _filled_late(step)
@@ -124,7 +124,7 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
         return "set-epoch", f"; the ranks' samplers had epochs {_joined(apart)}"
     if any(each["own"] for each in loaders):
         return "collate", ""
-    fetched = indices_of(*step.ranks).keys()  # of which a padded batch has some more often
+    fetched = indices_of(*step.ranks).keys()  # not the counts: a padded batch repeats some
     if not fetched or fetched != indices_of(step.one).keys():
         return "order", ""
     key = "split" if any(_are_elsewhere(contents(rank), contents(one)) for rank in ranks) else "drawn samples"
@@ -132,7 +132,7 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
 
 
 def _are_elsewhere(found: Mapping[tuple[int, int], int], own: Mapping[tuple[int, int], int]) -> bool:
-    """Whether a rank found at an index a sample that one process has only at others."""
+    """Whether a rank has a sample at an index where one process has another, which it has elsewhere."""
     return any(key in own.values() and own.get(index, key) != key for index, key in found.items())
 
 
@@ -196,7 +196,7 @@ def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
 
 
 def unlike_draws(step: StepOfJob) -> tuple[Sequence[Record], Sequence[Record]]:
-    """Numbers that one process has drawn differently; and permutations of a rank's rows, with any seed."""
+    """Draws of one process that differ from the ranks'; and permutations of a rank's rows, which always differ."""
     unlike = [*_unlike_draws(step), *_of_own_generators(step)]
     permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS)]
     return [each for each in unlike if each not in permuted], permuted
@@ -217,7 +217,7 @@ def _of_own_generators(step: StepOfJob) -> list[Record]:
 
 
 def describe_draws(drawn: Sequence[Record]) -> str:
-    """A description of the first of some draws, on one process and on the ranks."""
+    """Describe the first of these draws, on one process and on the ranks."""
     first = drawn[0]
     ranks = " and ".join(str(each or "one number") for each in first["ranks"][:3]) or "nothing of the kind"
     name = first["name"].partition(" ")[0]
@@ -227,7 +227,8 @@ def describe_draws(drawn: Sequence[Record]) -> str:
 def read_outputs(step: StepOfJob) -> Difference | None:
     """Outputs that differ although the inputs do not."""
     calls = step.calls
-    # The output for a part of a sample may depend on its other parts; if other rows moved it, ranks made no gradient.
+    # The output for a part of a sample may depend on its other parts. If it depended on other samples, one process's
+    # gradient would not be a sum of the ranks'.
     if not step.is_far(calls.outputs) or (_joins(step) and step.gradients.needed.is_good):
         return None
     name, kind = calls.culprit
@@ -270,7 +271,7 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
     if not step.facts["engines"]:
         return step.found("gradients", "unwrapped", measured)
     outside = [name for name in between.names if first["held"][name] is None]
-    if outside:  # and others, if an engine waits for a module that the script has replaced
+    if outside:  # perhaps among others, if an engine waits for a module that the script has replaced
         return step.found("gradients", "unwrapped part", measured, names=_names(step, outside))
     if _called_engines(step).isdisjoint(first["held"][name] for name in between.names):
         return step.found("gradients", "inner-model", measured)
@@ -362,7 +363,7 @@ def read_settings(step: StepOfJob) -> Difference | None:
 def _is_set_apart(step: StepOfJob, a: Any, b: Any) -> bool:
     if not isinstance(a, int | float) or not isinstance(b, int | float):
         return bool(a != b)
-    return step.is_far(abs(a - b) / max(abs(a), abs(b), 1e-30))  # may include the rounding of a loss
+    return step.is_far(abs(a - b) / max(abs(a), abs(b), 1e-30))  # a setting may be computed from a loss, with rounding
 
 
 def read_parameters(step: StepOfJob) -> Difference | None:

@@ -1,7 +1,7 @@
 """Random numbers and sums, operator by operator: records the draws of N ranks, and replays them in the one process.
 
 [Note: draws by sample] Dropout masks, and noise that a model draws, have one or several rows per sample, along the
-dimension that is longer on one process. N ranks draw different numbers from one process, which is not to count as a
+dimension that is longer on one process. N ranks draw different numbers from one process, which must not count as a
 difference. So the one process gets the ranks' rows, in the positions of their samples. If draws cannot be combined in
 this way (one process permutes ten samples, two ranks five each), the one process keeps its own, which is reported.
 
@@ -76,7 +76,7 @@ class DrawWatch:
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self._settings = recorder.settings
-        # By number of a step: what each rank recorded; and the samples of all ranks, batch by batch.
+        # Number of a step -> what each rank recorded; and -> the samples of all ranks, batch by batch.
         self._files: dict[int, list[Any]] = {}
         self._keys: dict[int, list[list[int]]] = {}
         self._of_passes = _DrawsOfPasses(self._of_ranks, recorder.settings.world_size)
@@ -87,7 +87,7 @@ class DrawWatch:
         _Operators(self._recorder, self._see).__enter__()  # type: ignore[no-untyped-call]
 
     def _note_own(self, name: str, value: int) -> None:
-        """Note a draw of a generator that the script created, for all ranks, for this one, or for a sample."""
+        """Record a draw from a generator that the script created, whether for all ranks, this one, or a sample."""
         if self._recorder.is_recording:
             self._recorder.step["generated"].append((name, value))
 
@@ -108,7 +108,7 @@ class DrawWatch:
                 step["unlike_draws"].append(_unlike(name, values, [values] * self._settings.world_size, by_pass=True))
                 step["given"] += not torch.equal(joined, values)
                 return joined
-            # Counted from the last batch: what only one rank drew before it, to show samples, shifts no others.
+            # Counted from the last batch, so that earlier draws on only one rank, such as to show samples, are ignored.
             place = step["own_draws"].count(after)
             step["own_draws"].append(after)
             every = [
@@ -164,7 +164,7 @@ class DrawWatch:
         joined = torch.cat(drawn, axis)
         if not order or joined.size(axis) % len(order):
             return joined
-        each_has = joined.size(axis) // len(order)  # of each sample
+        each_has = joined.size(axis) // len(order)  # rows per sample
         is_whole = size == joined.size(axis)
         self._recorder.facts["several"] |= each_has > 1 and is_whole
         if self._settings.across and is_whole:
@@ -176,7 +176,7 @@ class DrawWatch:
         return joined.index_select(axis, torch.tensor(places[piece * size : (piece + 1) * size], device="cpu"))
 
     def _of_other_batches(self, name: str, own: Tensor) -> Tensor | None:
-        """The same, per sample, if the ranks had the samples in other batches, each with a backward pass."""
+        """`_joined`, sample by sample, if the ranks had the samples in other batches, each with a backward pass."""
         step, ranks = self._recorder.step, self._of_ranks(len(self._recorder.steps))
         counts = {(each["passes"], len(each["keys"]), len(each["draws"])) for each in ranks}
         passes, batches, draws = counts.pop() if len(counts) == 1 else (0, 0, 0)

@@ -94,7 +94,7 @@ def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record],
 def run_one_by_option(
     script: Script, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]
 ) -> list[Record]:
-    """The same with the sizes set by the script's arguments, and so also everything else computed from them.
+    """`run_one` with the sizes set by the script's arguments, and so also everything else computed from them.
 
     The argument is found by trial: its value is the ranks' batch size, and changing it gives loaders the size that one
     process needs. Returns an empty list if there is none.
@@ -173,7 +173,7 @@ def why_not_given(runs: Runs) -> str:
 
 
 def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
-    """Whether samples came in other batches than the ranks', as when a step takes a whole epoch, and steps differ."""
+    """Whether steps differ, and one process had samples in other batches, as when a step takes a whole epoch."""
     for steps in zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False):
         for own, *ranks in zip(*(each["batches"] for each in steps), strict=False):
             if Samples([{"batches": [each]} for each in ranks], {"batches": [own]}).differ:
@@ -182,7 +182,7 @@ def _has_other_batches(runs: Runs, verdict: Verdict) -> bool:
 
 
 def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
-    """By number of each training pass, the indices of all ranks' batches; empty if one process already has them.
+    """Number of a training pass -> the indices of all ranks' batches; empty if one process already has them.
 
     Also empty if a sample comes twice in any pass: only one batch of a further epoch may have been seen.
     """
@@ -203,12 +203,12 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
 
 
 def _ends_early(runs: Runs, verdict: Verdict) -> bool:
-    """Whether one process takes fewer steps than all ranks do: it drops a last batch that is filled up for them."""
+    """Whether one process takes fewer steps than the ranks, because it drops a last batch that is padded for them."""
     return verdict.first == ("steps", "number-of-steps") and len({len(each["steps"]) for each in runs.ranks}) == 1
 
 
 def _in_sizes_of(own: Sequence[list[int] | None], joined: list[list[int]], is_short: bool) -> list[list[int]]:
-    """All ranks' batches, or parts of them for one process that accumulates over more; empty if it has them."""
+    """The ranks' joined batches, cut into parts if one process accumulates over more; empty if it already has them."""
     has_them = own and not is_short
     if not joined or (has_them and all(sorted(a) == sorted(b or ()) for a, b in zip(joined, own, strict=False))):
         return []
@@ -235,7 +235,7 @@ def _one_order(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] |
 
 
 def evaluation_of_first(runs: Runs) -> Orders:
-    """By number of each evaluation pass, the batches of rank 0, if one process has others."""
+    """Number of an evaluation pass -> the batches of rank 0, if one process has others."""
     facts = runs.ranks[0]["facts"]
     found, of_own_loaders = dict[int, list[list[int]]](), list[int]()
     for number, (first, own) in enumerate(zip(facts["passes"], runs.one["facts"]["passes"], strict=False)):

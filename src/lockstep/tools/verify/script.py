@@ -184,7 +184,7 @@ class Script:
         )
         with _quiet(self.folder):
             code = launch_job(config)
-        if code - 128 in _INTERRUPTS:  # which the launcher received in our place
+        if code - 128 in _INTERRUPTS:  # the launcher caught a signal that was meant for this process
             raise SystemExit(code)
         return code
 
@@ -265,7 +265,7 @@ class Script:
 
     def failure(self, role: str) -> str:
         """The error that ended a run, from the rank that failed first."""
-        last = "".join(self.output(role).splitlines()[-1:]).partition(": ")[2]  # after the name of the rank
+        last = "".join(self.output(role).splitlines()[-1:]).partition(": ")[2]  # without the name of the rank
         return self._failures.get((self.folder, role)) or last or "no word"
 
     def ended(self, role: str, code: int, where: str) -> Verdict:

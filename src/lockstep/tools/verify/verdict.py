@@ -111,7 +111,7 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
         others = _has_other_samples(step)
         chance = "" if others else _is_moved_by_rounding(step)
         why, apart = others or chance or _is_made_by_ranks(step), None
-        if chance:  # which does not change samples
+        if chance:  # rounding does not change samples
             apart = causes.read_samples(step)
             verdict.wants_double |= _is_single(step.one)
         elif why and not others:  # ranks whose parameters diverge are wrong, whatever one process's samples
@@ -174,7 +174,7 @@ def _is_moved_by_rounding(step: StepOfJob) -> str:
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:
-    """Why one process has only a part of the ranks' samples if each rank makes its own; empty if it has them all."""
+    """Why one process has only some of the ranks' samples, if each rank creates its own; empty if it has all."""
     without = [each for each in step.ranks if not each["batches"]]
     if len(without) < len(step.ranks) and any(each["calls"] for each in without):
         return (
@@ -195,7 +195,7 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
 
 
 def _has_own_data(runs: Runs) -> bool:
-    """Whether an index gives one process rank 0's sample, and another rank a sample that one process does not have."""
+    """Whether rank 0's samples are one process's, but other ranks have others at the same indices of a dataset."""
     records = (runs.one, *runs.ranks)
     one, *ranks = map(contents, records)
     sizes = {tuple(loader["samples"] for loader in each["facts"]["loaders"]) for each in records}

@@ -85,7 +85,7 @@ def _of(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Replace torch's functions by these, and add CUDA's list of operators to the CPU's."""
+    """Replace torch's functions by these, and cast tensors on stand-ins by CUDA's list of operators."""
     CudaCasts(everywhere=False)
     for function in (is_autocast_enabled, set_autocast_enabled, get_autocast_dtype, set_autocast_dtype):
         replace(torch, function.__name__, function)

@@ -1,4 +1,4 @@
-"""`torch.cuda` on stand-ins: devices and their properties, random numbers, and what torch asks of CUDA elsewhere."""
+"""`torch.cuda` on stand-ins: devices and their properties, random numbers, and functions that torch itself calls."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def install() -> None:
         replace(torch.cuda, name, type(name, (original,), {"__new__": _refuse(name), "__module__": "torch.cuda"}))
     for name, value in _accelerator().items():
         replace(torch.accelerator, name, value)
-    # Called by torch's own code: FSDP2 chooses the devices of its mesh by it.
+    # Called by torch's own code: FSDP2 uses it to choose the devices of its mesh.
     replace(torch._C, "_get_accelerator", lambda check=None: torch.device("cuda"))
     # Called by Lightning after training; a CPU build of torch lacks it.
     replace(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)

@@ -129,7 +129,7 @@ def _counted_world(job: RehearsedJob) -> Iterator[Finding]:
 
 
 def _world_sizes(process: Process) -> Iterator[tuple[Site, str, ast.expr | None]]:
-    """For each line that ran and uses a world size: the line, what is given that number there, and its expression."""
+    """For each line that ran and sets or uses a world size: the line, the name it goes by there, and its expression."""
     for event in process.of("count"):
         assert event.site is not None
         for name, value in assignments_at(event.site.file, event.site.line):

@@ -222,7 +222,7 @@ _bursts = _Bursts()
 
 
 def _looks_like_barrier(tensor: torch.Tensor) -> bool:
-    """Whether a reduction only synchronizes: of a single 0 or 1, whose sum nobody needs to read."""
+    """Whether a reduction is of a single 0 or 1, as used to synchronize ranks; its result need not be read."""
     return tensor.numel() == 1 and tensor.detach().to(torch.float64).item() in (0.0, 1.0)
 
 
@@ -266,7 +266,7 @@ def _own_line(line: tuple[str, int, str]) -> tuple[str, int, str]:
 
 
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method that every collective, of every shim, calls before it waits."""
+    """Wraps `FlightRecorder.enter`, which every collective calls before it waits, also those of the shims."""
 
     def enter(self: Any, key: Any, describe: Callable[[], str], line: Any, *rest: Any) -> Any:
         calls = _sequences.setdefault((self.group_name, self.global_ranks), [])
@@ -294,7 +294,7 @@ def _join(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agree_on_family() -> None:
-    """Give ranks that several processes, one per node, spawned for one group the family name of rank 0."""
+    """Adopt the family name of rank 0, for ranks of one group that were spawned by several processes, one per node."""
     store = distributed_c10d._get_default_store()
     if store is not None and recorder.rank == 0:  # MPI groups have no store.
         store.set(_FAMILY, recorder.family)

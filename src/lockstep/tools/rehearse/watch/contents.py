@@ -31,7 +31,7 @@ class Contents:
         self._is_known = True
 
     def add(self, batch: Any, size: int) -> None:
-        """Add a batch of `size` samples, which are the rows of every tensor whose first size that is."""
+        """Add a batch of `size` samples; a sample is one row of each tensor whose first dimension is `size`."""
         if not self._is_known or self._count + size > _MAX_SAMPLES:
             self._is_known = False
             return

@@ -1,4 +1,4 @@
-"""Horovod's allreduce, whose returned result is tracked, and its optimizer, which marks the model as trained together.
+"""Horovod's allreduce, whose result is tracked, and its optimizer, which shows that all ranks train one model together.
 
 Adds to the events of `collectives` and `passes`.
 """

@@ -126,7 +126,7 @@ def _begin(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _next_index(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Counts the samples that the loader requests from its data set, as the form of a batch is up to the script.
+    """Counts the samples that the loader requests from its data set; a batch itself may have any form.
 
     A loader with workers requests them ahead of the batches that it yields, so the sizes are queued.
     """
