@@ -153,7 +153,7 @@ def up_to_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def without_own(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without Lockstep's frames; if the innermost is one, only without those that wrap torch's methods.
+    """The traceback without Lockstep's frames; if the innermost is ours, only without wrappers of torch's methods.
 
     Frames of torch that only pass a call on, such as `Module.__call__`, are removed, too, unless the error was raised
     there. For other errors that pass through Lockstep, such as a signal during a wait, or an error in a user's hook.

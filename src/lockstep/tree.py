@@ -56,7 +56,7 @@ def move_tensors(value: Any, device: torch.device, non_blocking: bool = False) -
     return move(value) if isinstance(value, torch.Tensor) else _Mapping(move, but_lengths=True).result(value)
 
 
-# Types without tensors inside; other callable objects may hold some, such as the graphs of PyTorch Geometric.
+# Types that are not searched. Other callable objects may hold tensors, such as the graphs of PyTorch Geometric.
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, weakref.ref)
 
 

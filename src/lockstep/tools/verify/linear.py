@@ -52,7 +52,7 @@ def _weights_and_shares(weights: Sequence[float], shares: Sequence[float]) -> di
 
 
 def _factor(value: float) -> str:
-    """Format with enough digits to differ from 1: after clipping by norm, a factor may only show in its 1e-6."""
+    """Format with enough digits to differ from 1: after clipping by norm, only the 1e-6 that it adds shows a factor."""
     texts = [f"{value:.{digits}g}" for digits in (4, 8, 12)]
     return next((text for text in texts if text != "1"), "1")
 
@@ -255,7 +255,7 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
 
 
 def _times_a_mean(step: StepOfJob, weights: list[float]) -> int:
-    """The factor in the ranks' losses, if one process's loss is else a weighted mean: 1 or their number; 0 if not."""
+    """The factor in the ranks' losses, of which one process has a weighted mean: 1 or the number of ranks; else 0."""
     passes = sum(step.losses.shares)
     times = next((each for each in (1, len(step.ranks)) if _close(sum(weights) * each, passes, step.tolerance)), 0)
     return times if all(each >= -1e-6 for each in weights) else 0

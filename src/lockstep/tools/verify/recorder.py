@@ -235,7 +235,7 @@ class StepRecorder:
             lines.append(line)
 
     def note_progress(self, number: int) -> None:
-        """Called when a pass yields a batch, or ends: lines since its last one, without a step, evaluate nothing."""
+        """At a batch or the end of a pass: lines since its last batch, without a step, are not evaluation results."""
         before, steps, lines = self._progress
         texts = self.facts["texts"]
         for line in texts[lines:] if (before, steps) == (number, len(self.steps)) else ():

@@ -178,6 +178,6 @@ def enter(pid: int) -> None:
             finally:
                 os.close(descriptor)
     os.chdir(here)
-    # A change of namespace resets both permission for ranks to read each other's memory, and their death signal.
+    # A change of namespace resets both: that ranks may read each other's memory, and that they die with their parent.
     libc.call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)
     libc.die_with_parent()
