@@ -947,3 +947,14 @@ def jacobians_of_samples(site: Site) -> None:
 @exact
 def the_output_of_vjp(site: Site) -> None:
     transformed(site, lambda model, x: (torch.func.vjp(model, x)[0],))
+
+
+@exact
+def tangents_of_two_models_in_a_row(site: Site) -> None:
+    first, second = site.wrap(nn.Sequential(Net(2), nn.Linear(1, 3).double())), site.wrap(Net())
+    optimizer = sgd(first, second)
+    for x, y in site.loader(pairs(23), 6):
+        optimizer.zero_grad()
+        output, tangent = along_ones(lambda point: second(first(point)), x)
+        (loss_of(output, y) + tangent.square().mean()).backward()
+        optimizer.step()

@@ -47,8 +47,7 @@ __all__ = [
 ]
 
 _counter = itertools.count(1)
-# Most batches that a loop is assumed to fetch ahead; see [Note: values without a metric].
-_MOST_AHEAD = 4
+_MOST_AHEAD = 4  # batches that a loop is assumed to fetch ahead; see [Note: values without a metric]
 
 
 class Iteration:

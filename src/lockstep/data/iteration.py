@@ -20,7 +20,6 @@ from lockstep.errors import DataError
 
 __all__ = ["EpochIterator", "EpochProgress", "RankBatchSampler"]
 
-
 _count = itertools.count(1).__next__
 _FEW_TAGS = 16
 

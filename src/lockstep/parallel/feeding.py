@@ -49,7 +49,7 @@ from lockstep.batch.share import BatchShare
 from lockstep.batch.tags import Tag
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.rows import rows_in, show_inputs
-from lockstep.torch_private.autograd import innermost_transform, outside_transforms
+from lockstep.torch_private.autograd import outside_transforms
 from lockstep.tree import tensors_in
 
 __all__ = [
@@ -366,9 +366,7 @@ def _is_sure(share: BatchShare | None, trains: bool) -> bool:
 def _tags_of(inputs: Any) -> list[tuple[torch.Tensor, Tag]]:
     """The tagged tensors among the inputs, with their tags."""
     args, kwargs = inputs
-    tensors = tensors_in(inputs if kwargs else args)
-    if innermost_transform() is not None:
-        tensors = [outside_transforms(tensor) for tensor in tensors]
+    tensors = map(outside_transforms, tensors_in(inputs if kwargs else args))
     return [(tensor, tag) for tensor in tensors if (tag := batch.tags.find_tag(tensor)) is not None]
 
 

@@ -14,10 +14,10 @@ accumulates into parameters of the model is weighted: `torch.autograd.grad` give
 [Note: found by a loss] `lockstep.mean` and similar functions (`losses.py`) undo the weight for their part of a loss.
 They find the forward passes that a loss comes from by marks on the outputs' graph nodes (`lockstep/batch/graph.py`).
 
-These hooks do not see a gradient that reaches the parameters by another path, such as from a tensor that the model
-keeps as an attribute. It gets no weight, as outside a loader. Neither would a gradient through the graph of a gradient
-(`create_graph=True`), so that raises ModelError if the batch is not evenly divided: when the gradient is computed, or
-in evaluation mode, when a loss goes back through that graph to parameters.
+Gradients that reach parameters by another path, such as from a tensor that the model keeps as an attribute, get no
+weight, as outside a loader. Those through the graph of a gradient (`create_graph=True`) would get none either, so that
+raises ModelError if the batch is not evenly divided: when the gradient is computed, or in evaluation mode, when a loss
+goes back through that graph to parameters.
 """
 
 from __future__ import annotations
@@ -129,12 +129,18 @@ class ForwardPass:
         return map_tensors(self._enter_one, inputs)
 
     def _enter_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad or id(tensor) in self._own:  # a parameter gets the weight as in the model
+        if id(tensor) in self._own or not self._layers(tensor):  # a parameter gets the weight as in the model
             return tensor
         # Not a leaf, which would keep the hook, nor a view, which loses it when written to.
         entered = tensor.clone()
-        entered.register_hook(self._take_weight_off)  # type: ignore[no-untyped-call]
+        for each in self._layers(entered):
+            each.register_hook(self._take_weight_off)  # type: ignore[no-untyped-call]
         return entered
+
+    def _layers(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What gradients pass through on their way to a tensor: several, within transforms of `torch.func`."""
+        layers = [tensor] if self._is_functional else tensors_within(tensor)
+        return [each for each in layers if each.requires_grad]
 
     def _take_weight_off(self, gradient: torch.Tensor) -> torch.Tensor | None:
         # The inputs of a filler get zeros, which would be divided by zero.
@@ -143,14 +149,12 @@ class ForwardPass:
     def leave(self, output: Any) -> tuple[Any, dict[int, Node]]:
         """The output, with hooks on its tensors that require a gradient, and the graph nodes of these by number.
 
-        Within transforms of `torch.func`, these are all `tensors_within` the output. A leaf that is not a parameter of
-        the model is left unchanged: a script may differentiate with respect to it.
+        A leaf that is not a parameter of the model is left unchanged: a script may differentiate with respect to it.
         """
         roots: dict[int, Node] = {}
 
         def find(tensor: torch.Tensor) -> list[torch.Tensor]:
-            layers = [tensor] if self._is_functional else tensors_within(tensor)
-            return [each for each in layers if each.requires_grad and (not each.is_leaf or id(each) in self._own)]
+            return [each for each in self._layers(tensor) if not each.is_leaf or id(each) in self._own]
 
         separate = not self.is_plain and sum(len(find(tensor)) for tensor in tensors_in(output)) > 1
 
