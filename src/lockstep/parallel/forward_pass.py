@@ -159,13 +159,11 @@ class ForwardPass:
         separate = not self.is_plain and sum(len(find(tensor)) for tensor in tensors_in(output)) > 1
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if not find(tensor):
-                return tensor
-            if separate:
-                tensor = tensor.clone()
-            elif tensor.grad_fn is None:  # A leaf would keep the hook beyond this step.
-                tensor = tensor.view_as(tensor)
-            for each in find(tensor):
+            found = find(tensor)
+            if found and (separate or tensor.grad_fn is None):  # A leaf would keep the hook beyond this step.
+                tensor = tensor.clone() if separate else tensor.view_as(tensor)
+                found = find(tensor)
+            for each in found:
                 number = _next_number()
                 roots[number] = self._watch(each, number)
             return tensor

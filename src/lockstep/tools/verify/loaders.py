@@ -38,7 +38,7 @@ from lockstep.data.source import SampleSource, TensorSource
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
 from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder, line_of_script
-from lockstep.tools.verify.rows import is_time_first, joins, sample_keys, samples_first
+from lockstep.tools.verify.rows import PADDING, is_time_first, joins, sample_keys, samples_first
 from lockstep.tools.verify.settings import IN_TURN, OF_RANK_0, RANKS, Orders
 from lockstep.torch_private.trees import tree_flatten, tree_unflatten
 from lockstep.tree import tensors_in
@@ -422,7 +422,7 @@ def _endings(batch: Any) -> Iterator[tuple[int, int, int]]:
     for place, table in enumerate(tensors_in(batch)):
         if table.dtype is torch.int64 and not table.is_nested and table.layout is torch.strided and table.ndim == 2:
             ends = table[table[:, -1:].eq(table[:, -2:]).all(1), -1:].flatten().tolist()
-            yield from ((place, table.size(1), end) for end in ends if end not in (0, -100))
+            yield from ((place, table.size(1), end) for end in ends if end not in PADDING)
 
 
 def _numbers(indices: Sequence[Any] | None) -> list[int] | None:

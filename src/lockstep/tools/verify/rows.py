@@ -19,7 +19,17 @@ from torch.distributed.tensor import DTensor
 from lockstep.parallel.sharded.gradients import ShardedGradient
 from lockstep.tree import tensors_in
 
-__all__ = ["brief", "is_time_first", "joins", "row_sketch", "sample_keys", "samples_first", "value_sample", "whole"]
+__all__ = [
+    "PADDING",
+    "brief",
+    "is_time_first",
+    "joins",
+    "row_sketch",
+    "sample_keys",
+    "samples_first",
+    "value_sample",
+    "whole",
+]
 
 # Numbers kept per row, and per tensor, evenly spaced.
 _ROW_VALUES = 13
@@ -27,7 +37,7 @@ _MOST_VALUES = 2048
 # Values converted to float64 at once: copies of whole tensors would take most of a verification's time.
 _VALUES_AT_ONCE = 1 << 18
 # Zeros, and targets that losses ignore by default.
-_PADDING = (0, -100)
+PADDING = (0, -100)
 # Longer rows get no second key.
 _LONGEST_PADDED = 1 << 22
 
@@ -67,7 +77,7 @@ def _unpadded(row: Array, padding: Sequence[int]) -> bytes:
     """A row's bytes without its shape, and without padding at the ends of dimensions; a constant mask is one number."""
     if not 1 < row.size <= _LONGEST_PADDED:
         return _bytes_of(row.reshape(-1))
-    counts = row != row.flat[-1] if row.dtype == bool else ~np.isin(row, (*_PADDING, *padding))
+    counts = row != row.flat[-1] if row.dtype == bool else ~np.isin(row, (*PADDING, *padding))
     for axis in range(row.ndim):
         others = np.flatnonzero(counts.any(tuple({*range(row.ndim)} - {axis})))
         row = row.take(range(int(others[-1]) + 1 if len(others) else 1), axis)
