@@ -274,12 +274,14 @@ class StepOfJob:
         return facts
 
     @functools.cached_property
+    def moved(self) -> Calls:
+        """How far the inputs and outputs of the models are moved in one process's second run."""
+        return Calls() if self.again is None else measure_calls([self.again], self.one, limit_of(0.0, self.precision))
+
+    @property
     def noise(self) -> float:
         """The effect of rounding on outputs."""
-        rounded = noise_of_rounding(self.one)
-        if self.again is None:
-            return rounded
-        return max(rounded, min(measure_calls([self.again], self.one, limit_of(0.0, self.precision)).outputs, 1.0))
+        return max(noise_of_rounding(self.one), min(self.moved.outputs, 1.0))
 
     @property
     def precision(self) -> float:

@@ -28,8 +28,10 @@ _BEFORE = (
     read_gradients,
 )
 _AFTER = (causes.read_settings, causes.read_parameters, causes.read_buffers)
-# Effect of rounding above which a script counts as not determining its own steps.
+# Differences of two runs of one process above which a script counts as not determining its own steps: of gradients, to
+# which rounding alone may do much, and of inputs (without 16-bit numbers), which shows draws that happen to be alike.
 _MOST_NOISE = 1e-2
+_MOST_IN_INPUTS = 1e-4
 _BY_ITSELF = "two runs on one process already differ"
 _OF_ALL = "Create the samples of all ranks on each, and let each use its part"
 _PIECES = (
@@ -166,11 +168,15 @@ def _has_other_samples(step: StepOfJob) -> str:
 
 
 def _is_moved_by_rounding(step: StepOfJob) -> str:
-    """A text if one process has other gradients in its second run, else empty."""
-    distance = 0.0 if step.again is None else distance_of_gradients(step.one, step.again)
-    if distance <= _MOST_NOISE:
+    """A text if one process has other inputs or gradients in its second run, else empty."""
+    if step.again is None:
         return ""
-    return f"{_BY_ITSELF}, gradients by {distance:.1e}: chance or rounding decides what the script computes"
+    moved = {
+        "inputs": (step.moved.inputs, _MOST_NOISE if step.one["rounded"] else _MOST_IN_INPUTS),
+        "gradients": (distance_of_gradients(step.one, step.again), _MOST_NOISE),
+    }
+    far = [f"{part} by {distance:.1e}" for part, (distance, most) in moved.items() if distance > most]
+    return f"{_BY_ITSELF}, {far[0]}: chance or rounding decides what the script computes" if far else ""
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:
