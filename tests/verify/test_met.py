@@ -25,6 +25,7 @@ from met import COMMON, UNKNOWN
 from test_mistakes import is_documented
 
 RIGHT = met.RIGHT | met_projects.RIGHT
+SUM = ("gradients", "sum")
 WRONG = met_wrong.WRONG | met_projects.WRONG | met_small.WRONG
 
 SHARDS = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")
@@ -228,6 +229,33 @@ def test_what_is_computed_from_an_option_is_that_of_the_batch_of_all_ranks(
     )
     assert verdict.first == found, text
     assert "got the batches of all ranks through its arguments, which were --epochs" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(("reduction", "args", "found"), [("mean", ("5",), ("", "")), ("sum", ("--rows=5",), SUM)])
+def test_rows_picked_without_a_loader_are_those_of_all_ranks_with_the_option_for_their_number(
+    reduction: str, args: tuple[str, ...], found: tuple[str, str], tmp_path: Path
+) -> None:
+    program = f"""
+        import sys
+
+        size = int(sys.argv[1].removeprefix("--rows="))
+        x, y = data.tensors
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        order = torch.randperm(60, generator=draws)
+        for first in range(0, 60, size * world.world_size):
+            rows = order[first : first + size * world.world_size][world.rank :: world.world_size]
+            optimizer.zero_grad()
+            cross_entropy(model(x[rows]), y[rows], reduction="{reduction}").backward()
+            optimizer.step()
+    """
+    verdict, text = verdict_on(program, tmp_path, args=args)
+    assert (verdict.first, verdict.unknown) == (found, ""), text
+    assert "got the batches of all ranks through its arguments, which were" in " ".join(text.split())
+    verdict, text = verdict_on(program, tmp_path, args=(args[0].replace("5", "05"),))
+    assert verdict.code == 2, text
+    assert "Pass the argument that sets a rank's batch size" in " ".join(text.split())
 
 
 def test_pieces_of_a_batch_are_as_many_on_one_process_with_options_for_all_loaders(tmp_path: Path) -> None:

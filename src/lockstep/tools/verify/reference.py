@@ -13,7 +13,7 @@ import itertools
 import operator
 from collections.abc import Mapping, Sequence
 
-from lockstep.tools.verify.samples import Record, Samples, batches_of, passes_are_shared_out, rows_of
+from lockstep.tools.verify.samples import Record, Samples, batches_of, calls_of, entered, passes_are_shared_out, rows_of
 from lockstep.tools.verify.script import Script, said_number
 from lockstep.tools.verify.settings import IN_TURN, JOINED, OF_RANK_0, ONE, Orders
 from lockstep.tools.verify.step import Runs
@@ -97,16 +97,20 @@ def run_one_by_option(
     """`run_one` with the sizes set by the script's arguments, and so also everything else computed from them.
 
     The argument is found by trial: its value is the ranks' batch size, and changing it gives loaders the size that one
-    process needs. Returns an empty list if there is none.
+    process needs; or without loaders, the rows that enter models in the first step. Returns an empty list if there is
+    none.
     """
-    asked, args = ranks[0]["facts"]["made"], script.args
+    asked, args, first = ranks[0]["facts"]["made"], script.args, first_steps(ranks)
     if not one or one[0]["facts"]["asked"] != asked:
         return []
     needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
+    calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
+    needed |= {str(each["count"]): str(each["count"] * len(ranks)) for each in calls}
     for changed in _with_another(args, needed):
         script.args = changed
         code, found = script.run(ONE, (), {})
-        if found and not code and tuple(found[0]["facts"]["made"]) == sizes:
+        has_them = found and tuple(found[0]["facts"]["made"]) == sizes
+        if has_them and not code and not (calls and entered(*first_steps(found)) != entered(*first)):
             return found
     script.args = args
     return []

@@ -138,10 +138,11 @@ def _on_one(
         where = f"{len(ranks)} ranks and also on one process" if is_alike else "one process started as a rank"
         verdict = script.ended(ONE, code, where)
         code = 0 if is_alike else code
-    if verdict.unknown and not code:
+    lacks_rows = bool(verdict.unknown) and not code and not ranks[0]["facts"]["loaders"]
+    if verdict.unknown and not code and not lacks_rows:
         return verdict
     words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes)
-    by_option = run_one_by_option(script, ranks, one, sizes) if words else []
+    by_option = run_one_by_option(script, ranks, one, sizes) if words or lacks_rows else []
     if by_option:
         verdict = _judged(script, Runs(ranks, *by_option), ())
         words = [f"{_BY_OPTION} {' '.join(script.args)}"]

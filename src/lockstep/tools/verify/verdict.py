@@ -196,7 +196,8 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
         return ""
     return (
         f"there is no loader, and each rank creates its own samples: one process creates {rows}, and cannot get the "
-        f"ranks' {foreign} others. {_OF_ALL}"
+        f"ranks' {foreign} others. Pass the argument that sets a rank's batch size: one process then gets a multiple. "
+        f"Or {_OF_ALL[0].lower()}{_OF_ALL[1:]}"
     )
 
 
