@@ -5,7 +5,7 @@ Run them with `python -m benchmarks` (or `make bench`); `python -m benchmarks --
 What measures is `lockstep.bench`, which `lockstep bench` uses as well. Here lie:
 
 - `case_all_reduce`, `case_train_step`, `case_threads`, `case_sharded`, `case_horovod`, `case_startup`, `case_record`,
-  `case_hosts`, `case_contention`, `case_decode`, `case_epoch`, `case_listing`: what is measured.
+  `case_hosts`, `case_contention`, `case_decode`, `case_rows`, `case_epoch`, `case_listing`: what is measured.
 - `lab`: those cases that depend on the number of cores, and the GPU checks, in eight minutes (`make lab`).
 - `report`, `plots`: tables and pictures, generated from the JSON files and nothing else.
 - `startup_scripts/`: the two scripts that `case_startup` starts.
@@ -30,6 +30,7 @@ CASES = (
     "hosts",
     "contention",
     "decode",
+    "rows",
     "epoch",
     "listing",
 )

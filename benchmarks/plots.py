@@ -26,6 +26,7 @@ from benchmarks.report import (
     layouts_of,
     name_layout,
     name_sharded,
+    rows_cases,
     sharded_cases,
 )
 from lockstep.bench import stats
@@ -495,6 +496,20 @@ def _draw_decode(result: Result) -> Figure:
     return figure
 
 
+# ---------------------------------------------------------------- rows
+
+
+def _draw_rows(result: Result) -> Figure:
+    """Every sample as a dot over the bar of its median; two bars for each data set and batch size."""
+    cases = rows_cases(result)
+    figure = new_figure(8.6, 0.8 + 0.8 * len(cases), f"rows: an epoch of {result.settings['rows']:,}")
+    bars = []
+    for label, theirs, own in cases:
+        bars += [("torch", f"torch, {label}", theirs, theirs), ("lockstep", f"lockstep, {label}", own, theirs)]
+    _draw_times(figure, bars, "torch")
+    return figure
+
+
 # ---------------------------------------------------------------- epoch
 
 
@@ -536,6 +551,7 @@ _DRAWERS: dict[str, Callable[[Result], Figure]] = {
     "hosts": _draw_hosts,
     "contention": _draw_contention,
     "decode": _draw_decode,
+    "rows": _draw_rows,
     "epoch": _draw_epoch,
     "listing": _draw_listing,
 }

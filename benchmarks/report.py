@@ -34,6 +34,7 @@ __all__ = [
     "name_layout",
     "name_sharded",
     "render",
+    "rows_cases",
     "sections",
     "sharded_cases",
     "verdicts",
@@ -49,6 +50,7 @@ MODEL_NAMES = {
 HOROVOD_LIMIT = 1.1
 OVERHEAD_TARGETS = {"mlp_10m": 0.18, "cnn_5m": 0.02, "thin_100": 0.22}
 RECORD_LIMIT = 0.05
+ROWS_LIMIT = 1.2
 TITLES = {
     "all_reduce": "all_reduce on one host",
     "train_step": "A training step",
@@ -60,6 +62,7 @@ TITLES = {
     "hosts": "Several hosts",
     "contention": "Beside busy programs",
     "decode": "Loading JPEGs",
+    "rows": "Loading rows",
     "epoch": "An epoch on JPEGs",
     "listing": "Listing the files of ImageNet",
 }
@@ -757,6 +760,45 @@ def _decode_verdicts(result: Result) -> list[Verdict]:
     return found
 
 
+# ---------------------------------------------------------------- rows
+
+DATA_NAMES = {
+    "indexing": "Python class, `x[i], y[i]`",
+    "drawing": "the same with noise from `torch.randn`",
+    "tensors": "`TensorDataset`",
+}
+
+
+def rows_cases(result: Result) -> list[tuple[str, Sequence[float] | None, Sequence[float] | None]]:
+    """Each data set and batch size in words, with the samples of torch's loader and of Lockstep's."""
+    found = []
+    for data, label in DATA_NAMES.items():
+        for size in map(int, result.values("batch_size")):
+            theirs, own = (result.samples(name, data=data, batch_size=size) for name in _LOADERS)
+            found.append((f"{label}, batches of {size}", theirs, own))
+    return found
+
+
+def _rows_tables(result: Result) -> tuple[Section, Section]:
+    rows = [
+        [label, _time_with_spread(theirs), _time_with_spread(own), _speedup(own, theirs, interval=True)]
+        for label, theirs, own in rows_cases(result)
+    ]
+    names = [CONTESTANT_NAMES[name] for name in _LOADERS]
+    header = [f"an epoch of {result.settings['rows']:,} rows", *names, "lockstep / torch"]
+    return markdown_table(header, rows), ""
+
+
+def _rows_verdicts(result: Result) -> list[Verdict]:
+    found: list[Verdict] = []
+    for label, theirs, own in rows_cases(result):
+        if theirs and own:
+            ratio = stats.ratio(own, theirs)
+            target = f"{label}: at most {ROWS_LIMIT} times torch's time"
+            found.append(Verdict(target, _format_ratio(ratio), ratio.value <= ROWS_LIMIT))
+    return found
+
+
 # ---------------------------------------------------------------- epoch
 
 
@@ -819,6 +861,7 @@ _TABLES: dict[str, Callable[[Result], tuple[Section, Section]]] = {
     "hosts": _hosts_tables,
     "contention": _contention_tables,
     "decode": _decode_tables,
+    "rows": _rows_tables,
     "epoch": _epoch_tables,
     "listing": _listing_tables,
 }
@@ -833,6 +876,7 @@ _VERDICTS: dict[str, Callable[[Result], list[Verdict]]] = {
     "hosts": _hosts_verdicts,
     "contention": _contention_verdicts,
     "decode": _decode_verdicts,
+    "rows": _rows_verdicts,
     "epoch": _epoch_verdicts,
     "listing": _listing_verdicts,
 }

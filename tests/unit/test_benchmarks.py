@@ -269,6 +269,34 @@ def test_decode_notices_an_epoch_that_lacks_images() -> None:
         case_decode._load("torch", [(None, torch.tensor([0, 1, 1]))], 4)  # type: ignore[arg-type]
 
 
+def test_rows_end_to_end(tmp_path: Path, warm: WarmLauncher) -> None:
+    from benchmarks import case_rows
+
+    budget = Budget(seconds=0.05, sample_s=0.001, min_rounds=2, max_rounds=2, sweeps=1)
+    result = warm.call(case_rows.run, case_rows.Plan(24, (4, 8), budget), quick=True, folder=tmp_path)
+    assert [(one.contestant, one.parameters["data"]) for one in result.series] == [
+        (name, data) for data in ("indexing", "drawing", "tensors") for _ in range(2) for name in ("torch", "lockstep")
+    ]
+    loaded = Result.load(result.save(tmp_path))
+    assert "| `TensorDataset`, batches of 8 |" in report.render(loaded)
+    draw(loaded, tmp_path / "rows.png")
+
+
+def test_rows_are_held_against_torchs_loader() -> None:
+    series = _series({"data": "indexing", "batch_size": 8}, torch=1.0, lockstep=1.3)
+    series += _series({"data": "indexing", "batch_size": 64}, torch=1.0, lockstep=1.1)
+    judged = report.verdicts(Result("rows", False, ENVIRONMENT, {"rows": 8192}, series))
+    assert [verdict.met for verdict in judged] == [False, True]
+    assert judged[0].target == "Python class, `x[i], y[i]`, batches of 8: at most 1.2 times torch's time"
+
+
+def test_rows_notices_an_epoch_that_lacks_rows() -> None:
+    from benchmarks import case_rows
+
+    with pytest.raises(RuntimeError, match="an epoch of 4 rows gave 3, 2 of them different"):
+        case_rows._load("torch", [(None, torch.tensor([0, 1, 1]))], 4)  # type: ignore[arg-type]
+
+
 def test_epoch_end_to_end(tmp_path: Path, warm: WarmLauncher) -> None:
     from benchmarks import case_epoch
 
