@@ -111,8 +111,7 @@ def _find(name: str) -> Callable[[Sequence[str]], int]:
         LaunchError: there is no such command, or it cannot work on this system.
     """
     with ends_by_ctrl_c():
-        from lockstep.commands.parsing import suggest
-        from lockstep.errors import LaunchError
+        from lockstep.errors import LaunchError, suggest
         from lockstep.launch import support
 
     if name not in _COMMANDS:

@@ -168,53 +168,67 @@ GROUP_RANK = Variable("GROUP_RANK", _integer, "Number of this host (torchrun's n
 NODE_RANK = Variable("NODE_RANK", _integer, "Number of this host.")
 MASTER_ADDR = Variable("MASTER_ADDR", str, "Address of rank 0's store for torch's env:// rendezvous.")
 MASTER_PORT = Variable("MASTER_PORT", _port, "Port of rank 0's store for torch's env:// rendezvous.")
-TORCH_CPP_LOG_LEVEL = Variable("TORCH_CPP_LOG_LEVEL", str, "How much torch's C++ parts say; WARNING by default.")
+TORCH_CPP_LOG_LEVEL = Variable("TORCH_CPP_LOG_LEVEL", str, "Log level of torch's C++ code; WARNING by default.")
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", str, "Threads per process for torch's CPU operators.")
-GLIBC_TUNABLES = Variable("GLIBC_TUNABLES", str, "Settings of the C library, such as glibc.malloc.hugetlb=1.")
-MALLOC_MMAP_THRESHOLD_ = Variable("MALLOC_MMAP_THRESHOLD_", str, "From which size on glibc maps memory by itself.")
-MALLOC_TRIM_THRESHOLD_ = Variable("MALLOC_TRIM_THRESHOLD_", str, "How much free memory glibc keeps at the heap's end.")
-TORCHELASTIC_RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "Set by torchrun; name of the job.")
+GLIBC_TUNABLES = Variable("GLIBC_TUNABLES", str, "C library settings, such as glibc.malloc.hugetlb=1.")
+MALLOC_MMAP_THRESHOLD_ = Variable(
+    "MALLOC_MMAP_THRESHOLD_", str, "Size in bytes from which glibc maps an allocation by itself."
+)
+MALLOC_TRIM_THRESHOLD_ = Variable(
+    "MALLOC_TRIM_THRESHOLD_", str, "Bytes of free memory that glibc keeps at the top of the heap."
+)
+TORCHELASTIC_RUN_ID = Variable("TORCHELASTIC_RUN_ID", str, "Name of the job; set by torchrun.")
 TORCHELASTIC_RESTART_COUNT = Variable(
-    "TORCHELASTIC_RESTART_COUNT", _integer, "How often the job was restarted; set by torchrun and by `lockstep run`."
+    "TORCHELASTIC_RESTART_COUNT",
+    _integer,
+    "Number of restarts of the job so far; set by torchrun and by `lockstep run`.",
 )
 TORCHELASTIC_MAX_RESTARTS = Variable(
-    "TORCHELASTIC_MAX_RESTARTS", _integer, "How often the job may restart; set by torchrun and by `lockstep run`."
+    "TORCHELASTIC_MAX_RESTARTS",
+    _integer,
+    "Maximum number of restarts of the job; set by torchrun and by `lockstep run`.",
 )
 TORCHELASTIC_USE_AGENT_STORE = Variable(
-    "TORCHELASTIC_USE_AGENT_STORE", str, "True where torchrun's agent hosts the store; `lockstep run` sets False."
+    "TORCHELASTIC_USE_AGENT_STORE", str, "True if torchrun's agent hosts the store; `lockstep run` sets it to False."
 )
 TORCHELASTIC_ERROR_FILE = Variable(
-    "TORCHELASTIC_ERROR_FILE", str, "Where torch.distributed.elastic's `@record` writes an exception as JSON."
+    "TORCHELASTIC_ERROR_FILE", str, "File to which torch.distributed.elastic's `@record` writes an exception, as JSON."
 )
-GROUP_WORLD_SIZE = Variable("GROUP_WORLD_SIZE", _integer, "Number of hosts, in torchrun's words.")
-ROLE_RANK = Variable("ROLE_RANK", _integer, "Rank within its role; there is one role, so the rank.")
-ROLE_WORLD_SIZE = Variable("ROLE_WORLD_SIZE", _integer, "Number of ranks of the role; there is one role, so all.")
-ROLE_NAME = Variable("ROLE_NAME", str, "Name of the role; torchrun's own default is `default`.")
+GROUP_WORLD_SIZE = Variable("GROUP_WORLD_SIZE", _integer, "Number of hosts (torchrun's name for it).")
+ROLE_RANK = Variable("ROLE_RANK", _integer, "Rank within its role; as there is only one role, the global rank.")
+ROLE_WORLD_SIZE = Variable(
+    "ROLE_WORLD_SIZE", _integer, "Number of ranks in the role; as there is only one role, all ranks."
+)
+ROLE_NAME = Variable("ROLE_NAME", str, "Name of the role; torchrun's default is `default`.")
 CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", str, "The GPUs a process may use; empty for none.")
 GLOO_SOCKET_IFNAME = Variable(
-    "GLOO_SOCKET_IFNAME", str, "Network interface for Gloo, and for Lockstep between hosts; set for Gloo if nobody has."
+    "GLOO_SOCKET_IFNAME",
+    str,
+    "Network interface for Gloo, and for Lockstep between hosts; Lockstep sets it for Gloo unless it is already set.",
 )
 NCCL_SOCKET_IFNAME = Variable(
     "NCCL_SOCKET_IFNAME",
     str,
     "Network interface for NCCL, and for Lockstep between hosts unless GLOO_SOCKET_IFNAME is set.",
 )
-PYTHONHASHSEED = Variable("PYTHONHASHSEED", str, "In which order a set of texts is walked; the same on all ranks.")
-PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from holding back the output of a rank.")
-PATH = Variable("PATH", str, "Folders in which programs are looked for.")
+PYTHONHASHSEED = Variable(
+    "PYTHONHASHSEED", str, "Seed for hashing strings, which decides the order of a set of them; the same on all ranks."
+)
+PYTHONUNBUFFERED = Variable("PYTHONUNBUFFERED", str, "Keeps Python from buffering a rank's output.")
+PATH = Variable("PATH", str, "Folders that are searched for programs.")
 PYTHONPATH = Variable("PYTHONPATH", str, "Python's module search path.")
 
 # Set by Slurm, for a job and for each task of a step (what `srun` starts).
 SLURM_JOB_ID = Variable("SLURM_JOB_ID", _integer, "Number of the job; set by Slurm.")
 SLURM_JOBID = Variable("SLURM_JOBID", _integer, "Older name of SLURM_JOB_ID; set by Slurm.")
-SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", _integer, "How often Slurm has started the job again.")
+SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", _integer, "Number of times Slurm has restarted the job.")
 SLURM_STEP_ID = Variable("SLURM_STEP_ID", _integer, "Number of the step within its job; set by srun.")
 SLURM_STEPID = Variable("SLURM_STEPID", _integer, "Older name of SLURM_STEP_ID; set by srun.")
-SLURM_PROCID = Variable("SLURM_PROCID", _integer, "Number of this task in its step; 0 in a batch script too.")
+SLURM_PROCID = Variable("SLURM_PROCID", _integer, "Number of this task in its step; 0 in a batch script, too.")
 SLURM_NTASKS = Variable("SLURM_NTASKS", _integer, "Number of tasks of the step; in a batch script, of the job.")
 SLURM_NPROCS = Variable("SLURM_NPROCS", _integer, "Older name of SLURM_NTASKS; set by Slurm.")
 SLURM_STEP_NUM_TASKS = Variable("SLURM_STEP_NUM_TASKS", _integer, "Number of tasks of the step; set by srun.")
-SLURM_PTY_PORT = Variable("SLURM_PTY_PORT", _integer, "Set where srun --pty gives task 0 of the step a terminal.")
+SLURM_PTY_PORT = Variable("SLURM_PTY_PORT", _integer, "Set if `srun --pty` gives task 0 of the step a terminal.")
 SLURM_LOCALID = Variable("SLURM_LOCALID", _integer, "Number of this task on its node; set by srun.")
 SLURM_NODEID = Variable("SLURM_NODEID", _integer, "Number of this node in the step; set by srun.")
 SLURM_NNODES = Variable("SLURM_NNODES", _integer, "Number of nodes of the step; in a batch script, of the job.")
@@ -223,7 +237,9 @@ SLURM_TASKS_PER_NODE = Variable("SLURM_TASKS_PER_NODE", str, "Tasks on each node
 SLURM_STEP_TASKS_PER_NODE = Variable(
     "SLURM_STEP_TASKS_PER_NODE", str, "Tasks of the step on each node, such as 2(x2),1; set by srun."
 )
-SLURM_GPUS_ON_NODE = Variable("SLURM_GPUS_ON_NODE", _integer, "GPUs of this node that the step may use; set by Slurm.")
+SLURM_GPUS_ON_NODE = Variable(
+    "SLURM_GPUS_ON_NODE", _integer, "Number of GPUs on this node that the step may use; set by Slurm."
+)
 SLURM_STEP_NODELIST = Variable("SLURM_STEP_NODELIST", str, "Nodes of the step, such as n[1-3,7]; set by srun.")
 SLURM_NODELIST = Variable("SLURM_NODELIST", str, "Older name of SLURM_JOB_NODELIST; set by Slurm.")
 SLURM_JOB_NODELIST = Variable("SLURM_JOB_NODELIST", str, "Nodes of the job, such as n[1-3,7]; set by Slurm.")
@@ -241,7 +257,7 @@ OMPI_MCA_ess_base_jobid = Variable("OMPI_MCA_ess_base_jobid", str, "Id of the jo
 OMPI_MCA_mpi_yield_when_idle = Variable(
     "OMPI_MCA_mpi_yield_when_idle",
     str,
-    "1: Open MPI gives up its core while it waits; Lockstep sets it where ranks outnumber cores and nobody else has.",
+    "1: Open MPI yields its core while it waits; set by Lockstep if ranks outnumber cores and it is not set already.",
 )
 PMIX_RANK = Variable("PMIX_RANK", _integer, "Rank of this process; set by launchers that speak PMIx.")
 PMIX_NAMESPACE = Variable("PMIX_NAMESPACE", str, "Id of the job; set by launchers that speak PMIx.")
@@ -257,85 +273,95 @@ MPI_LOCALNRANKS = Variable(
 )
 
 # Set by horovodrun for its workers, and here by `lockstep horovodrun` and `hvd.init()`.
-HOROVOD_RANK = Variable("HOROVOD_RANK", _integer, "Global rank of this process, in Horovod's words.")
+HOROVOD_RANK = Variable("HOROVOD_RANK", _integer, "Global rank of this process (Horovod's name for it).")
 HOROVOD_SIZE = Variable("HOROVOD_SIZE", _integer, "Number of ranks.")
 HOROVOD_LOCAL_RANK = Variable("HOROVOD_LOCAL_RANK", _integer, "Rank among the processes of this host.")
 HOROVOD_LOCAL_SIZE = Variable("HOROVOD_LOCAL_SIZE", _integer, "Number of ranks on this host.")
 HOROVOD_CROSS_RANK = Variable("HOROVOD_CROSS_RANK", _integer, "Number of this host.")
 HOROVOD_CROSS_SIZE = Variable("HOROVOD_CROSS_SIZE", _integer, "Number of hosts.")
 HOROVOD_HOSTNAME = Variable("HOROVOD_HOSTNAME", str, "Name of this host.")
-HOROVOD_STALL_CHECK_DISABLE = Variable("HOROVOD_STALL_CHECK_DISABLE", _flag, "1: no warning of requests that wait.")
+HOROVOD_STALL_CHECK_DISABLE = Variable("HOROVOD_STALL_CHECK_DISABLE", _flag, "1: no warnings about stalled requests.")
 HOROVOD_STALL_CHECK_TIME_SECONDS = Variable(
-    "HOROVOD_STALL_CHECK_TIME_SECONDS", float, "Seconds until a warning of a request that some ranks have not made."
+    "HOROVOD_STALL_CHECK_TIME_SECONDS", float, "Seconds before a warning about a request that some ranks have not made."
 )
 HOROVOD_STALL_SHUTDOWN_TIME_SECONDS = Variable(
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", float, "Seconds until such a request is an error; 0 for the group's timeout."
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    float,
+    "Seconds before a request that some ranks have not made is an error; 0 for the group's timeout.",
 )
 HOROVOD_TIMELINE = Variable(
-    "HOROVOD_TIMELINE", str, "Where rank 0 writes a Chrome trace of Horovod's operations; DYNAMIC for none at first."
+    "HOROVOD_TIMELINE", str, "File for rank 0's Chrome trace of Horovod's operations; DYNAMIC to start without one."
 )
-HOROVOD_TIMELINE_MARK_CYCLES = Variable("HOROVOD_TIMELINE_MARK_CYCLES", _flag, "1 notes each round in that trace.")
+HOROVOD_TIMELINE_MARK_CYCLES = Variable(
+    "HOROVOD_TIMELINE_MARK_CYCLES", _flag, "1: mark each cycle in the trace that HOROVOD_TIMELINE names."
+)
 
 # Lockstep's own.
 LOCKSTEP_RENDEZVOUS = Variable(
     "LOCKSTEP_RENDEZVOUS",
     str,
-    "Private folder (mode 0700) of one attempt of one job on one host, made by the launcher and removed by it.",
+    "Private folder (mode 0700) of one attempt of one job on one host; the launcher creates and removes it.",
 )
 LOCKSTEP_SHOWS_ERRORS = Variable(
-    "LOCKSTEP_SHOWS_ERRORS", _flag, "The launcher shows the uncaught exceptions of ranks, which then do not print them."
+    "LOCKSTEP_SHOWS_ERRORS", _flag, "1: the launcher shows the uncaught exceptions of ranks, so they do not print them."
 )
 LOCKSTEP_PARENT_PID = Variable(
-    "LOCKSTEP_PARENT_PID", _integer, "Pid of the launcher; a rank whose parent differs exits."
+    "LOCKSTEP_PARENT_PID", _integer, "Pid of the launcher; a rank with a different parent exits."
 )
 LOCKSTEP_JOB = Variable(
     "LOCKSTEP_JOB",
     str,
-    "Id of the job, after those of the jobs it is nested in, joined by ':'. Every process of a job carries it, "
-    "which is how the launcher finds those that left the session of their rank.",
+    "Id of the job, after the ids of the jobs in which it is nested, separated by ':'. Every process of a job has it; "
+    "that is how the launcher finds those that have left their rank's session.",
 )
 LOCKSTEP_TOKEN = Variable(
     "LOCKSTEP_TOKEN",
     _token,
-    "The secret of the job, by which its launchers and ranks know each other; every process of it has the same. Set by "
+    "The job's secret, by which its launchers and ranks recognise each other; the same in all of its processes. Set by "
     "`lockstep run` for its ranks. Never shown.",
     is_secret=True,
 )
 LOCKSTEP_REHEARSAL = Variable(
-    "LOCKSTEP_REHEARSAL", str, "What `lockstep rehearse` tells the processes of its job, as JSON; set by it alone."
+    "LOCKSTEP_REHEARSAL",
+    str,
+    "Settings that `lockstep rehearse` passes to the processes of its job, as JSON; set only by it.",
 )
 LOCKSTEP_VERIFY = Variable(
-    "LOCKSTEP_VERIFY", str, "What `lockstep verify` tells the processes of its jobs, as JSON; set by it alone."
+    "LOCKSTEP_VERIFY",
+    str,
+    "Settings that `lockstep verify` passes to the processes of its jobs, as JSON; set only by it.",
 )
 LOCKSTEP_COMPAT = Variable(
     "LOCKSTEP_COMPAT",
     _flag,
-    "0 keeps `import horovod` and `import apex` from finding Lockstep's shims, and torch as it is; 1 changes torch for "
-    'old scripts whatever the script says, and lets find_spec("apex") find the shim for every program. Set by '
+    "0: `import horovod` and `import apex` do not find Lockstep's shims, and torch is not changed; 1: torch is changed "
+    'for old scripts whatever the script contains, and find_spec("apex") finds the shim in every program. Set by '
     "`lockstep run --no-compat` and `--compat`.",
 )
 LOCKSTEP_OLD_TORCH = Variable(
     "LOCKSTEP_OLD_TORCH",
     str,
-    "Which changes to torch the job's script needs, as JSON; set by the launcher for its ranks.",
+    "The changes to torch that the job's script needs, as JSON; set by the launcher for its ranks.",
 )
 LOCKSTEP_LOG_LEVEL = Variable("LOCKSTEP_LOG_LEVEL", _level, "Level of Lockstep's logger; WARNING by default.")
 LOCKSTEP_ELASTIC_FOLDER = Variable(
     "LOCKSTEP_ELASTIC_FOLDER",
     str,
-    "Where elastic states are kept from one attempt of a job to the next; `lockstep horovodrun` makes and removes it.",
+    "Folder for elastic states between two attempts of a job; `lockstep horovodrun` creates and removes it.",
 )
 LOCKSTEP_SHM_DIR = Variable(
     "LOCKSTEP_SHM_DIR",
     str,
-    "Folder for shared-memory segments, for containers that share it but no pid namespace; default: no folder, but "
-    "memfds that peers open through /proc/<pid>/fd, or /dev/shm where the system refuses memfds.",
+    "Folder for shared-memory segments, for containers that share it but not their pid namespace. Without it, "
+    "segments are memfds, which peers open through /proc/<pid>/fd, or in /dev/shm if the system refuses memfds.",
 )
 LOCKSTEP_WIRE = Variable(
     "LOCKSTEP_WIRE",
     _one_of("fp32", "bf16", "fp16", "int8"),
-    "What float sums travel as between hosts: fp32 (exact, default), bf16, fp16 or int8. lockstep.init(wire=…) wins.",
+    "Format of float sums between hosts: fp32 (exact, default), bf16, fp16 or int8. lockstep.init(wire=…) wins.",
 )
 LOCKSTEP_DEBUG = Variable(
-    "LOCKSTEP_DEBUG", _flag, "1 keeps all frames in tracebacks, Lockstep's own too, and lets each rank print its own."
+    "LOCKSTEP_DEBUG",
+    _flag,
+    "1: tracebacks keep all frames, including Lockstep's own, and every rank prints its traceback.",
 )

@@ -90,10 +90,10 @@ __all__ = [
 ]
 
 EXIT_STOPPED = 75
-"""Exit code of ranks that were told to stop, have saved, and want to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a rank that was told to stop, has saved, and wants to be restarted: EX_TEMPFAIL in sysexits.h."""
 
 JOINING = "init_process_group"
-"""What `noting_meeting` is told of a rank that joins the group of all ranks of the launcher."""
+"""The text for `noting_meeting` when a rank joins the group of all the launcher's ranks."""
 
 RING = 64
 TEXT_BYTES = 256
@@ -103,7 +103,7 @@ SECTION_BYTES = _RINGS_START + 2 * RING * TEXT_BYTES
 
 # Indices of the words of a section.
 NUMBER, FINISHED, START, CALL, SITE = range(5)
-"""CALL and SITE of a number are those plus 2 * (number % 2), so that calls that take turns need no writing."""
+"""The CALL and SITE of a collective are at these plus 2 * (number % 2), so alternating calls need not be rewritten."""
 _STATE = 8
 _FREE, _OPEN, _CLOSED = range(3)
 
@@ -112,7 +112,7 @@ _STOPPING = "stops-by-itself"
 _HEADER = struct.Struct("=8q")
 _WORD = struct.Struct("=q")
 _BY_ITSELF, _BY_CHILD, _BY_OTHERS = 16, 24, 32
-"""Offsets of the words of [Note: who joined]."""
+"""Offsets of the three words described in [Note: who joined]."""
 _RAISED, _NUM_MEETINGS = 40, 48
 _MEETING = (64, 512)
 DEFAULT_GROUP = "the default group"

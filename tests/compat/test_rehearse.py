@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Sampler
 from warm_launcher import WarmLauncher
 
+from lockstep.launch.free_port import find_free_port
 from lockstep.testing import limit_s
 from lockstep.tools.rehearse.findings import KINDS
 
@@ -183,6 +185,19 @@ def test_ranks_that_two_nodes_start_for_one_group_are_judged_together(warm: Warm
     done = rehearse(warm, tmp_path, "--nodes", "2", "--nproc", "1", str(PROGRAMS / "faulty_spawn_nodes.py"))
     assert (done.found, done.code) == (marked("faulty_spawn_nodes.py"), 0), done.output
     assert done.report["ranks"] == 2
+
+
+def test_script_that_is_started_once_sees_no_launcher(
+    warm: WarmLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    words = ("--nproc", "2", "--no-prefix", "--strict", str(PROGRAMS / "clean_plain.py"), str(find_free_port()))
+    done = rehearse(warm, tmp_path, *words)
+    assert (done.report["findings"], done.report["ranks"], done.code) == ([], 2, 0), done.output
+    seen = json.loads(next(line for line in done.output.splitlines() if line.startswith("{")))
+    different = {name for name in seen.keys() | os.environ.keys() if seen.get(name) != os.environ.get(name)}
+    assert {name for name in different if not name.startswith("LOCKSTEP_")} <= {"CUDA_VISIBLE_DEVICES", "PATH"}
 
 
 def test_copies_that_join_no_group(warm: WarmLauncher, tmp_path: Path) -> None:

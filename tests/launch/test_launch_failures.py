@@ -375,6 +375,60 @@ def test_rank_that_hangs_on_its_way_out_is_noticed(launches: Launches) -> None:
     assert "stuck; the other ranks were stopped" in summary_of(done.stderr)
 
 
+@pytest.mark.parametrize(("end", "code"), [("3", 3), ("1", 1), ("'no data'", 1), ("-1", 255)])
+@pytest.mark.parametrize(
+    "slowly", ["threading.Thread(target=time.sleep, args=(60,)).start()", "atexit.register(time.sleep, 60)"]
+)
+def test_exit_code_of_a_rank_that_is_stopped_on_its_way_out(
+    launches: Launches, slowly: str, end: str, code: int
+) -> None:
+    script = launches.script(
+        f"import atexit, threading\nif RANK == 1:\n    {slowly}\n    sys.exit({end})\ntime.sleep(60)"
+    )
+    done = launches.run("--nproc", "2", "--grace", "0.3", script)
+    first = summary_of(done.stderr).splitlines()[0]
+    assert re.search(rf"rank 1 \(pid \d+\) exited with code {code}; the other ranks were stopped$", first), first
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize("needs_s", [0.5, 60])
+def test_rank_that_left_first_is_the_cause_however_long_it_takes(launches: Launches, needs_s: float) -> None:
+    script = launches.script(
+        f"""
+        import atexit
+        if RANK == 1:
+            atexit.register(time.sleep, {needs_s})
+            atexit.register(lambda: open('leaves', 'w').close())
+            sys.exit(3)
+        while not os.path.exists('leaves'):
+            time.sleep(0.005)
+        sys.exit(4)
+        """
+    )
+    done = launches.run("--nproc", "2", "--grace", "1", script)
+    assert re.search(r"rank 1 \(pid \d+\) exited with code 3", summary_of(done.stderr).splitlines()[0]), done.stderr
+    assert done.returncode == 3
+
+
+def test_exit_that_answers_a_signal_of_the_launcher_is_no_cause(launches: Launches) -> None:
+    script = launches.script(
+        """
+        import atexit
+        if RANK == 0:
+            atexit.register(time.sleep, 60)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+            open('ready', 'w').close()
+            time.sleep(60)
+        while not os.path.exists('ready'):
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    done = launches.run("--nproc", "2", "--grace", "0.5", script)
+    assert re.search(r"rank 1 .* killed by .*; the other ranks were stopped", summary_of(done.stderr)), done.stderr
+    assert done.returncode == 137
+
+
 @pytest.mark.parametrize(("grace", "ends"), [("20", ["left 0", "left 1"]), ("0.5", [])])
 def test_ranks_that_raised_have_the_grace_for_their_exit_handlers(
     launches: Launches, grace: str, ends: list[str]

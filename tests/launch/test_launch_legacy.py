@@ -159,7 +159,7 @@ def test_what_changes_nothing_says_so(
     ("words", "message"),
     [
         ([], "the following arguments are required: training_script"),
-        (["--master_adderss", "1.2.3.4", "main.py"], "--master_adderss, did you mean --master_addr?"),
+        (["--master_adderss", "1.2.3.4", "main.py"], "--master_adderss, did you mean '--master_addr'?"),
         (["--nproc_per_node=x", __file__], "nproc is 'x'"),
         (["--no_python", "sh"], "--no_python needs --use_env"),
         (["--no_python", "--use_env", "-m", "sh"], "mutually exclusive"),

@@ -139,15 +139,15 @@ def test_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder = AttemptFolder()
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert folder.read_failures() == []
-    announce_failure(folder.path, 3)
-    announce_failure(folder.path, 0)
-    assert folder.read_failures() == [3, 0]
+    announce_failure(folder.path, 3, 1)
+    announce_failure(folder.path, 0, 255)
+    assert folder.read_failures() == [(3, 1), (0, 255)]
     with pytest.raises(BlockingIOError), opened(folder.path) as fd:  # systemd-tmpfiles leaves alone what is locked
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     folder.remove()
     folder.remove()
     assert not folder.path.exists()
-    announce_failure(folder.path, 1)  # A rank that outlives the folder must not fail for it.
+    announce_failure(folder.path, 1, 1)  # A rank that outlives the folder must not fail for it.
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(LaunchError, match="set TMPDIR"):
         AttemptFolder()

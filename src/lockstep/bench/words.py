@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, suggest
 
 __all__ = ["choose"]
 
@@ -29,9 +28,7 @@ def choose(text: str, known: Iterable[str], kind: str, *, only_one: bool = False
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if word not in there:
-            close = difflib.get_close_matches(word, there, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
-            raise InputError(f"unknown {kind} {word!r}{hint or '.'} Expected: {', '.join(there)}")
+            raise InputError(f"unknown {kind} {word!r}{suggest(word, there) or '.'} Expected: {', '.join(there)}")
     if not words or (only_one and len(words) > 1):
         raise InputError(
             f"{text!r} names {len(words)} of {', '.join(there)}; expected {'one' if only_one else 'at least one'}"

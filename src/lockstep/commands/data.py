@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.commands.parsing import Parser, suggest
-from lockstep.errors import InputError, LaunchError
+from lockstep.commands.parsing import Parser
+from lockstep.errors import InputError, LaunchError, suggest
 from lockstep.launch.command import USAGE_CODE
 from lockstep.recipes.options import check_packages, whole_number
 

@@ -32,7 +32,6 @@ option (underscores and dashes alike)         here        how
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 from collections.abc import Sequence
 from typing import NoReturn
@@ -40,7 +39,7 @@ from typing import NoReturn
 from lockstep import env
 from lockstep.compat.legacy import choice
 from lockstep.compat.legacy.spelling import find_spelling
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, suggest
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.hosts.options import OPTIONS, add_arguments, hosts_from
 from lockstep.launch.hosts.start import start_on_hosts
@@ -80,12 +79,10 @@ class _Parser(argparse.ArgumentParser):
     """Reports errors in one line, with a suggestion."""
 
     def error(self, message: str) -> NoReturn:
-        hint = ""
         if message.startswith("unrecognized arguments:"):
             word = message.split(":", 1)[1].split()[0].partition("=")[0]
-            close = difflib.get_close_matches(word, list(self._option_string_actions), n=1)
-            hint = f", did you mean {close[0]}?" if close else ""
-        raise LaunchError(f"{message}{hint}; see `lockstep launch --help`")
+            message += suggest(word, self._option_string_actions)
+        raise LaunchError(f"{message}; see `lockstep launch --help`")
 
     def takes_value(self, name: str) -> bool:
         """Whether the next word belongs to this option, which may be abbreviated."""

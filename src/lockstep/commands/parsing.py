@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, suggest
 from lockstep.launch.config import LaunchConfig
 
-__all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "hint_of_misplaced", "split_at_script", "suggest"]
+__all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "hint_of_misplaced", "split_at_script"]
 
 NPROC_OPTIONS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
@@ -110,9 +109,3 @@ def hint_of_misplaced(command: str, target: Sequence[str], arguments: Sequence[s
                 f"did you mean `{command} {shlex.join((*words, *target, *rest))}`?\n"
             )
     return ""
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """`, did you mean 'run'?` if the word is close to a known one, otherwise empty."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from lockstep.commands.parsing import Parser, add_grace, add_nproc, suggest
-from lockstep.errors import InputError, LaunchError
+from lockstep.commands.parsing import Parser, add_grace, add_nproc
+from lockstep.errors import InputError, LaunchError, suggest
 from lockstep.launch import slurm
 from lockstep.launch.command import USAGE_CODE
 from lockstep.launch.config import LaunchConfig

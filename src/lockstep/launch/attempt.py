@@ -102,6 +102,7 @@ class Attempt:
         self._alive: set[int] = set()
         self._settling_ends_s = 0.0  # monotonic, except for ranks that are exiting by themselves
         self._announced: dict[int, float] = {}  # rank -> when it was read, monotonic
+        self._announced_exits: dict[int, RankExit] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(folder.events_fd, selectors.EVENT_READ, self._on_announcement)
 
@@ -256,17 +257,27 @@ class Attempt:
             return
         self._selector.unregister(process.pidfd)
         self._alive.discard(process.rank)
-        self.exits[process.rank] = ended
         # The announcement may be read after the exit: the order of the two descriptors is arbitrary.
         self._on_announcement()
+        self._note_exit(ended)
         if process.rank in self.failed_ranks:
             self.settle()
         if self._phase is AttemptPhase.SETTLING:
             self._deadline = self._end_of_settling()
 
+    def _note_exit(self, ended: RankExit) -> None:
+        """A rank that was stopped on its way out failed by itself: when it announced that, and with that code."""
+        announced = self._announced_exits.get(ended.rank)
+        if announced is not None and not announced.stopped:
+            ended = announced if ended.stopped else replace(ended, time=announced.time)
+        self.exits[ended.rank] = ended
+
     def _on_announcement(self) -> None:
-        failures = self._folder.read_failures()
-        for rank in failures:
+        failures = [(rank, code) for rank, code in self._folder.read_failures() if rank in self._processes]
+        for rank, code in failures:
+            process = self._processes[rank]
+            announced = RankExit(rank, process.pid, code, None, time.time(), process.was_signalled)
+            self._announced_exits.setdefault(rank, announced)
             self._announced.setdefault(rank, time.monotonic())
         if self._phase is AttemptPhase.SETTLING:
             self._deadline = self._end_of_settling()
@@ -301,7 +312,7 @@ class Attempt:
             # Even SIGKILL did not end them: uninterruptible sleep in the kernel. Report them as killed.
             for rank in self._alive:
                 pid = self._processes[rank].pid
-                self.exits[rank] = RankExit(rank, pid, 128 + signal.SIGKILL, signal.SIGKILL, time.time(), True)
+                self._note_exit(RankExit(rank, pid, 128 + signal.SIGKILL, signal.SIGKILL, time.time(), True))
             self._alive.clear()
 
     def _stop(self, number: int, grace_s: float) -> None:

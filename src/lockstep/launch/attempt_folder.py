@@ -2,7 +2,7 @@
 
 Folder layout::
 
-    events              FIFO: a rank announces that it failed, even if it then hangs while exiting
+    events              FIFO: a rank announces that it failed, and its exit code, even if it then hangs while exiting
     error-rank<r>.json  why rank r failed (report.py)
     errors              a link to the launcher's memory, for reports if the disk is full: a line each
     position-rank<r>    where rank r is (lockstep.rank_status): a link to memory that the launcher holds
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,7 +31,7 @@ __all__ = ["ERRORS", "AttemptFolder", "announce_failure"]
 _EVENTS = "events"
 _STORE = "store"
 ERRORS = "errors"
-_DIGITS_OF_RANK = 9
+_ANNOUNCEMENT = re.compile(r"^(\d{1,9}) (\d{1,3})$", re.ASCII | re.MULTILINE)
 
 
 class AttemptFolder:
@@ -74,13 +75,13 @@ class AttemptFolder:
                 self._fds.append(os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC))
                 (self.path / name).symlink_to(f"/proc/{os.getpid()}/fd/{self._fds[-1]}")
 
-    def read_failures(self) -> list[int]:
-        """Ranks that announced a failure since the last call."""
+    def read_failures(self) -> list[tuple[int, int]]:
+        """Ranks that announced a failure since the last call, each with the exit code that it will have."""
         try:
-            text = os.read(self.events_fd, 65536)
+            text = os.read(self.events_fd, 65536).decode(errors="replace")
         except BlockingIOError:
             return []
-        return [int(word) for word in text.split() if word.isdigit() and len(word) <= _DIGITS_OF_RANK]
+        return [(int(rank), int(code)) for rank, code in _ANNOUNCEMENT.findall(text)]
 
     def remove(self) -> None:
         """Remove the folder and its contents. May be called twice."""
@@ -92,11 +93,11 @@ class AttemptFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def announce_failure(folder: Path, rank: int) -> None:
-    """Called in a rank: announce that it failed, without blocking."""
+def announce_failure(folder: Path, rank: int, code: int) -> None:
+    """Called in a rank: announce that it failed and exits with `code`, without blocking."""
     with contextlib.suppress(OSError):
         fd = os.open(folder / _EVENTS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            os.write(fd, f"{rank}\n".encode())
+            os.write(fd, f"{rank} {code}\n".encode())
         finally:
             os.close(fd)

@@ -31,7 +31,14 @@ from pathlib import Path
 
 from lockstep import env
 
-__all__ = ["AttemptEnvironment", "new_job_id", "reaper_environment", "visible_cores", "visible_gpus"]
+__all__ = [
+    "AttemptEnvironment",
+    "new_job_id",
+    "reaper_environment",
+    "visible_cores",
+    "visible_gpus",
+    "without_launcher",
+]
 
 
 def new_job_id() -> str:
@@ -164,6 +171,12 @@ class AttemptEnvironment:
         if env.PYTHONHASHSEED.get(variables) is None:
             env.PYTHONHASHSEED.set("0", variables)
         return variables
+
+
+def without_launcher(variables: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables that ranks get from any launcher, with their values in `variables`; None if they are not set."""
+    names = AttemptEnvironment({}, "", Path(), world_size=1, master_addr="", master_port=0).of_rank(0)
+    return {name: variables.get(name) for name in names if not name.startswith("LOCKSTEP_")}
 
 
 def _set_horovod(variables: dict[str, str], shared: AttemptEnvironment) -> None:

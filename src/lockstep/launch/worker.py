@@ -58,7 +58,7 @@ __all__ = ["main", "run_module", "run_rank", "run_script", "run_target"]
 # By name, because it is a layer above this package.
 _SHIMS, _WORLD, _EXIT_HOOKS = "lockstep.compat.install", "lockstep.world", "lockstep.comm.exit_hooks"
 _INTERRUPTED_CODE = 128 + signal.SIGINT
-_GOOD_CODES = (None, 0, EXIT_STOPPED)
+_GOOD_CODES = (0, EXIT_STOPPED)
 # Modules whose hooks for uncaught exceptions call the previous one.
 _KNOWN_HOOKS = ("torch.distributed.distributed_c10d", _EXIT_HOOKS)
 # Frames between the interpreter and the user's code, which are not informative.
@@ -211,7 +211,7 @@ def _report(error: BaseException, trace: TracebackType | None) -> bool:
     except OSError as problem:
         is_written = False
         _say(f"lockstep: rank {rank} cannot write its error report: {problem}\n")
-    announce_failure(folder, rank)
+    announce_failure(folder, rank, 1)
     return is_written
 
 
@@ -238,6 +238,13 @@ def _explain(error: BaseException) -> None:
             shims.explain(error)
 
 
+def _code_of(end: SystemExit) -> int:
+    """The exit code that Python makes of it."""
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    return 1
+
+
 def _report_cause_of(end: SystemExit) -> None:
     """Report the exception that the program has turned into an exit, like hydra. It has printed it itself.
 
@@ -247,9 +254,9 @@ def _report_cause_of(end: SystemExit) -> None:
     error = error_behind(end)
     if error is not None:
         _report(error, _trace_to_show(error))
-    elif _addressee is not None and end.code not in _GOOD_CODES:
+    elif _addressee is not None and _code_of(end) not in _GOOD_CODES:
         rank, folder = _addressee
-        announce_failure(folder, rank)
+        announce_failure(folder, rank, _code_of(end))
 
 
 def _run_to_end(body: Callable[[], None]) -> None:
@@ -258,7 +265,7 @@ def _run_to_end(body: Callable[[], None]) -> None:
     try:
         body()
     except SystemExit as end:
-        if end.code not in _GOOD_CODES:
+        if _code_of(end) not in _GOOD_CODES:
             raise
         good_end = end
     _leave_world()  # not while the exit is handled, which an error would name as its context

@@ -13,7 +13,6 @@ General layout:
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from lockstep.bench.pages import Block
 from lockstep.bench.results import Result
 from lockstep.bench.session import Session
 from lockstep.bench.strategies.ways import WAYS
+from lockstep.errors import suggest
 from lockstep.recipes.options import check_packages, existing_folder, whole_number
 
 if TYPE_CHECKING:
@@ -114,7 +114,6 @@ def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names or [text]:
         if name not in WAYS:
-            close = difflib.get_close_matches(name, WAYS, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
-            raise argparse.ArgumentTypeError(f"unknown way {name!r}{hint or '.'} Ways: {', '.join(WAYS)}")
+            hint = suggest(name, WAYS) or "."
+            raise argparse.ArgumentTypeError(f"unknown way {name!r}{hint} Ways: {', '.join(WAYS)}")
     return names

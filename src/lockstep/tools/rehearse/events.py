@@ -42,7 +42,8 @@ class Process:
     """One process of the job.
 
     Attributes:
-        rank: its rank in the group that it joined, else the RANK that it was started with; None if it has neither.
+        rank: its rank in the group that it joined, else that of the process that spawned it, or its number among those
+            that the rehearsal itself started; None if unknown.
         world_size: size of that group, else 1.
         joined: whether it joined a group.
         finished: whether the script ran to its end in this process.

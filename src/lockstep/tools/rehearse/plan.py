@@ -1,7 +1,9 @@
 """How a script must be started, determined from its text without running it.
 
 [Note: ways to start] A script that starts its ranks itself (`mp.spawn`), or drives all devices from one process
-(`DataParallel`), is started once per node. All others are started once per device, with the variables of torchrun.
+(`DataParallel`), is started once per node. All others are started once per device, with the variables of torchrun. On
+one node, a script that is started once sees none of these, as under plain `python`: many scripts and libraries take
+RANK to mean that a launcher has started the ranks. On several nodes the variables tell which node it is on.
 Modules that the script imports are not read, as the script need not use all that they offer.
 """
 

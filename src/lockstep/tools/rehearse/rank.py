@@ -11,6 +11,7 @@ import sys
 
 from lockstep import env
 from lockstep.tools.rehearse.settings import RehearsalSettings
+from lockstep.tools.rehearse.watch.recorder import recorder
 from lockstep.tools.shared import run_target
 
 __all__ = ["install", "set_variables"]
@@ -34,7 +35,7 @@ def install() -> None:
 
 
 def set_variables(settings: RehearsalSettings) -> None:
-    """Set the variables that name this rank's node, as a launcher on several nodes would.
+    """Set the variables that name this rank's node, as a launcher on several nodes would, or those of no launcher.
 
     Raises:
         AssertionError: RANK is not set.
@@ -42,10 +43,14 @@ def set_variables(settings: RehearsalSettings) -> None:
     rank, per_node = env.RANK.get(), settings.processes_per_node
     assert rank is not None
     node, local_rank = divmod(rank, per_node)
-    env.LOCAL_RANK.set(local_rank)
-    env.LOCAL_WORLD_SIZE.set(per_node)
-    env.GROUP_RANK.set(node)
-    env.GROUP_WORLD_SIZE.set(settings.nodes)
+    if settings.plain:
+        changed: dict[str, str | None] = {**env.snapshot(), **settings.plain}
+        env.replace({name: text for name, text in changed.items() if text is not None})
+    else:
+        env.LOCAL_RANK.set(local_rank)
+        env.LOCAL_WORLD_SIZE.set(per_node)
+        env.GROUP_RANK.set(node)
+        env.GROUP_WORLD_SIZE.set(settings.nodes)
     if not settings.slurm:
         return
     tasks = settings.nodes * per_node
@@ -74,10 +79,9 @@ def _main(arguments: list[str]) -> None:
     if sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
     settings = RehearsalSettings.load()
+    recorder.rank = env.RANK.get()
     set_variables(settings)
     install()
-    from lockstep.tools.rehearse.watch.recorder import recorder
-
     with recorder.watching_the_end():
         run_target(arguments, settings.local_rank_option)
 

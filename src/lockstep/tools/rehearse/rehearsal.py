@@ -13,6 +13,7 @@ from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.compat.legacy.sources import locate_target
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig, check_target
+from lockstep.launch.environment import without_launcher
 from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
 from lockstep.tools.rehearse.events import RehearsedJob, read_records
@@ -71,6 +72,7 @@ def _settings(rehearsal: Rehearsal, needs: Needs) -> RehearsalSettings:
         devices=rehearsal.nproc if rehearsal.gpus is None else rehearsal.gpus,
         nodes=rehearsal.nodes,
         processes_per_node=1 if once else rehearsal.nproc,
+        plain=without_launcher(env.snapshot()) if once and rehearsal.nodes == 1 else {},
         memory_bytes=0 if rehearsal.memory is None else parse_memory(rehearsal.memory),
         slurm=needs.reads_slurm,
         horovod=needs.uses_horovod and rehearsal.with_shims and importlib.util.find_spec("horovod") is None,

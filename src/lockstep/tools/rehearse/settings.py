@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 from lockstep import env
 from lockstep.errors import LaunchError
@@ -44,6 +45,8 @@ class RehearsalSettings:
         nodes: number of nodes to simulate.
         processes_per_node: processes that the rehearsal itself starts on each.
         memory_bytes: memory of each stand-in; 0 for no limit.
+        plain: for a script of which there is one process in all, the variables to change, so that it sees those of
+            plain `python`: name -> value, None to unset it. Empty for others.
         slurm: whether to set the variables of a Slurm step.
         local_rank_option: the option in which the script expects its local rank; empty for none.
         horovod: whether the script imports Horovod, and gets Lockstep's shim for it.
@@ -53,6 +56,7 @@ class RehearsalSettings:
     nodes: int = 1
     processes_per_node: int = 1
     memory_bytes: int = 0
+    plain: Mapping[str, str | None] = field(default_factory=dict)
     slurm: bool = False
     local_rank_option: str = ""
     horovod: bool = False

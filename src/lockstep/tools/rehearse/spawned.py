@@ -25,15 +25,16 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def join_rehearsal(family: str, starter: int) -> None:
+def join_rehearsal(family: str, starter: int, rank_of_starter: int | None) -> None:
     """Make this spawned process part of the rehearsal, before it does anything else.
 
     Args:
         family: the family of processes that it belongs to; see [Note: families] in `spawning.py`.
         starter: pid of the process that spawned it.
+        rank_of_starter: the rank of that process.
     """
     rank.install()
     from lockstep.tools.rehearse.watch.recorder import recorder
 
-    recorder.family, recorder.starter = family, starter
+    recorder.family, recorder.starter, recorder.rank = family, starter, rank_of_starter
     wrap(process.BaseProcess, "run", _run)

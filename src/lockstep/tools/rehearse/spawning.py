@@ -17,10 +17,11 @@ from multiprocessing import spawn
 from typing import Any
 
 from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.rehearse.watch.recorder import recorder
 
 __all__ = ["install"]
 
-_FIRST = "from lockstep.tools.rehearse.spawned import join_rehearsal; join_rehearsal({family!r}, {starter}); "
+_FIRST = "from lockstep.tools.rehearse.spawned import join_rehearsal; join_rehearsal({family!r}, {starter}, {rank}); "
 # Numbers the calls of `mp.spawn` in this process.
 _starts = itertools.count(1)
 _family = ""
@@ -32,7 +33,7 @@ def _command_line(original: Callable[..., Any]) -> Callable[..., Any]:
         if "-c" in words:
             code = words.index("-c") + 1
             if "spawn_main" in words[code]:
-                words[code] = _FIRST.format(family=_family, starter=os.getpid()) + words[code]
+                words[code] = _FIRST.format(family=_family, starter=os.getpid(), rank=recorder.rank) + words[code]
         return words
 
     return get_command_line

@@ -27,7 +27,8 @@ class Recorder:
     """The record of this process.
 
     Attributes:
-        rank: rank in the group that it joined, or None.
+        rank: rank in the group that it joined; until then, that with which it, or the process that spawned it, was
+            started.
         world_size: size of that group.
         joined: whether it has joined a group.
         finished: whether the script has run to its end in this process.
@@ -73,9 +74,8 @@ class Recorder:
         self._is_written = True
         for finish in self.finishers:
             finish()
-        rank = self.rank if self.rank is not None else env.RANK.get()
         content = {
-            "rank": rank,
+            "rank": self.rank,
             "world_size": self.world_size,
             "joined": self.joined,
             "finished": self.finished,
