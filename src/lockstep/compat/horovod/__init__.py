@@ -65,6 +65,9 @@ run                                | different | on this host; other hosts and M
 torch                              | supported | the table above
 tensorflow, keras, mxnet, spark    | refused   | missing; Lockstep is for PyTorch
 
+`init` also creates torch.distributed's default group, so `torch.distributed.is_initialized()` is True and a later
+`init_process_group` is an error. A library that prefers this group to Horovod, as Ignite does, must be told "horovod".
+
 Of Horovod's environment variables, HOROVOD_TIMELINE, HOROVOD_TIMELINE_MARK_CYCLES and HOROVOD_STALL_… are read;
 those for tuning (fusion, cycles, caches, hierarchies) have no counterpart. Options are in `commands/horovodrun.py`.
 
