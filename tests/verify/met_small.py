@@ -1,8 +1,28 @@
-"""Programs whose gradients alone do not show the divisor of their loss, and what each is: see `test_met.py`."""
+"""Short programs whose gradients alone do not show what is wrong, such as a divisor: see `test_met.py`."""
 
 from __future__ import annotations
 
 WRONG = {
+    "a sampler that shuffles anew in each epoch on one process, but not on several": (
+        ("samples", "set-epoch"),
+        """
+        class Parts(torch.utils.data.Sampler):
+            def __iter__(self):
+                draws = torch.Generator().manual_seed(3) if world.world_size > 1 else None
+                return iter(torch.randperm(60, generator=draws)[world.rank :: world.world_size].tolist())
+
+            def __len__(self):
+                return 60 // world.world_size
+
+        model, optimizer = by_torch()
+        batches = torch.utils.data.DataLoader(data, batch_size=10 // world.world_size, sampler=Parts())
+        for epoch in range(2):
+            for x, y in batches:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+    ),
     "a root, and a model that is one number": (
         ("loss", "function-of-mean"),
         """

@@ -404,6 +404,7 @@ def test_a_pass_that_does_not_train_is_no_epoch(trains: bool) -> None:
         "trains": True,
         "finished": True,
         "keys": [[(1, 1), (2, 2)]],
+        "drawn": [[1, 2]],
     }
     facts = {
         "loaders": [{"shuffles": True}],

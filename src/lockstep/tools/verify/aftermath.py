@@ -49,7 +49,7 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
     ranks, one = [each["facts"] for each in runs.ranks], runs.one["facts"]
     again, moved = (None if each is None else each["facts"] for each in (runs.again, runs.moved))
     found = [
-        *_same_epochs(ranks[0]),
+        *_same_epochs(ranks[0], one),
         *_saved_by_all(ranks),
         *_saved_at_other_times(ranks[0], one, again or one),
         *_other_models(ranks[0], one, again or one),
@@ -58,16 +58,19 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
     return found + evaluated, notes
 
 
-def _same_epochs(facts: Facts) -> list[Difference]:
-    """A sampler that shuffles, but whose second epoch begins like the first."""
+def _same_epochs(facts: Facts, one: Facts) -> list[Difference]:
+    """Epochs that all begin like the first, though the sampler shuffles, or one process draws each anew."""
     for number, loader in enumerate(facts["loaders"]):
         epochs = _epochs_of(facts, number)
-        if loader["shuffles"] and len(epochs) > 1 and all(each["keys"][0] == epochs[0]["keys"][0] for each in epochs):
-            measured = (
-                f"the second epoch began with the same {len(epochs[0]['keys'][0])} samples as the first, in the same "
-                "order, though the sampler shuffles"
-            )
-            cause = "set-epoch anew" if all(each["anew"] for each in epochs) else "set-epoch never"
+        first = epochs[0]["keys"] if epochs else []
+        if len(epochs) < 2 or any(a != b for each in epochs for a, b in zip(each["keys"], first, strict=False)):
+            continue
+        own = [each["drawn"] for each in _epochs_of(one, number)]
+        if loader["shuffles"] or any(each != own[0] for each in own):
+            measured = f"the second epoch began with the same {len(first[0])} samples as the first, in the same order, "
+            measured += "though the sampler shuffles" if loader["shuffles"] else "but not on one process"
+            anew = all(each["anew"] for each in epochs)
+            cause = "set-epoch anew" if anew else "set-epoch never" if loader["shuffles"] else "set-epoch alone"
             return [difference(0, "samples", cause, measured, _some(epochs[0]["line"]))]
     return []
 

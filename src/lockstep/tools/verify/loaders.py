@@ -11,7 +11,8 @@ global batch, or None; `indices` of the dataset, or None), the facts `asked` and
 in order of creation, as the script set them and as they are), `loaders` (see `_describe`), `ends` (see `_endings`) and
 `passes` (`loader`; `anew`: whether it is the first over this object; `line`; `keys`; `trains`; `optimizer`: the last
 that stepped with its batches; `finished`; `asked`: the indices of each batch, None if they are not integers; `endless`:
-whether it has no length; `stream` and `kept`: see [Note: given streams]; `epoch`: that of its sampler).
+whether it has no length; `drawn`: the first batch's indices as the loader chose them, before others were given to it;
+`stream` and `kept`: see [Note: given streams]; `epoch`: that of its sampler).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Pass:
 
     Attributes:
         number: number among all passes, from 0.
-        asked: see the facts, which share it.
+        asked, drawn: see the facts, which share them.
         facts: its entry in `passes`; empty before it begins, when its workers already request samples.
         most: number of batches to yield.
         fetching: requested indices of each batch that has not been yielded yet.
@@ -69,6 +70,7 @@ class _Pass:
 
     number: int
     asked: list[list[int] | None] = field(default_factory=list)
+    drawn: list[list[int] | None] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     most: int = sys.maxsize
     fetching: deque[list[Any] | None] = field(default_factory=deque)
@@ -216,6 +218,7 @@ class LoaderWatch:
             "trains": False,
             "finished": False,
             "asked": one.asked,
+            "drawn": one.drawn,
             "endless": _length_of(iterator) is None,
             "stream": one.has_own_batches,
             "kept": True,
@@ -240,15 +243,20 @@ class LoaderWatch:
         def next_index(iterator: Any) -> Any:
             one = self._pass_of(iterator)
             given = self._orders.get(one.number)
-            if given is None:
-                index = original(iterator)
-            elif len(one.asked) < len(given):
-                with contextlib.suppress(StopIteration):  # for a last batch that is only padded on ranks
-                    original(iterator)
-                index = given[len(one.asked)]
-            else:
+            if given is not None and len(one.asked) >= len(given):
                 raise StopIteration
-            is_known = isinstance(index, Sequence) and iterator._dataset_kind == _DatasetKind.Map
+            try:
+                index = original(iterator)
+            except StopIteration:
+                if given is None:
+                    raise
+                index = None  # a last batch that is only padded on ranks
+            is_map = iterator._dataset_kind == _DatasetKind.Map
+            if not one.drawn:
+                one.drawn.append(_numbers(index) if isinstance(index, Sequence) and is_map else None)
+            if given is not None:
+                index = given[len(one.asked)]
+            is_known = isinstance(index, Sequence) and is_map
             one.asked.append(_numbers(index) if is_known else None)
             one.fetching.append(list(index) if is_known else None)
             return index

@@ -126,6 +126,10 @@ _WORDS = {
         "a DistributedSampler shuffles by its epoch, and set_epoch is never called",
         "sampler.set_epoch(epoch) at the start of each epoch",
     ),
+    "set-epoch alone": (
+        "the ranks draw one order for all epochs, and one process draws a new one for each",
+        "lockstep.DataLoader, or a sampler whose order depends on the epoch: sampler.set_epoch(epoch) in each",
+    ),
     "set-epoch anew": (
         "the loader is recreated for each epoch, and starts with the order of epoch 0",
         "create it once, before the epochs (with a DistributedSampler, sampler.set_epoch(epoch) in each)",
