@@ -111,8 +111,9 @@ def _find(name: str) -> Callable[[Sequence[str]], int]:
         LaunchError: there is no such command, or it cannot work on this system.
     """
     with ends_by_ctrl_c():
-        from lockstep.errors import LaunchError, suggest
+        from lockstep.errors import LaunchError
         from lockstep.launch import support
+        from lockstep.similar import suggest
 
     if name not in _COMMANDS:
         is_script = name.endswith(".py")

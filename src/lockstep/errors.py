@@ -32,8 +32,6 @@ error which others raise are its culprits, listed in `culprits`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 __all__ = [
     "AlreadyInitialized",
     "BackendUnavailable",
@@ -65,14 +63,6 @@ AFTER_CTRL_C = (
     "then, let Ctrl-C set a flag by world.stop_on(signal.SIGINT), and save `if world.should_stop():` after a step"
 )
 """The text of errors after a KeyboardInterrupt."""
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """`, did you mean 'run'?` if the word is close to a known one, otherwise empty."""
-    import difflib  # only needed for an error
-
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 class LockstepError(RuntimeError):

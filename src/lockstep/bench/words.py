@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lockstep.errors import InputError, suggest
+from lockstep.errors import InputError
+from lockstep.similar import suggest
 
 __all__ = ["choose"]
 

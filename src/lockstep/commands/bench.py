@@ -23,10 +23,11 @@ from types import ModuleType
 
 from lockstep import env
 from lockstep.commands.parsing import Parser, add_nproc
-from lockstep.errors import InputError, LaunchError, LockstepError, suggest
+from lockstep.errors import InputError, LaunchError, LockstepError
 from lockstep.launch.command import USAGE_CODE
 from lockstep.launch.config import resolve_nproc
 from lockstep.recipes.options import DEFAULT_OUT, folder_name
+from lockstep.similar import suggest
 
 __all__ = ["main"]
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.commands.parsing import Parser
-from lockstep.errors import InputError, LaunchError, suggest
+from lockstep.errors import InputError, LaunchError
 from lockstep.launch.command import USAGE_CODE
 from lockstep.recipes.options import check_packages, whole_number
+from lockstep.similar import suggest
 
 __all__ = ["main"]
 

@@ -39,12 +39,13 @@ from typing import NoReturn
 from lockstep import env
 from lockstep.compat.legacy import choice
 from lockstep.compat.legacy.spelling import find_spelling
-from lockstep.errors import LaunchError, suggest
+from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.hosts.options import OPTIONS, add_arguments, hosts_from
 from lockstep.launch.hosts.start import start_on_hosts
 from lockstep.launch.screen import say
 from lockstep.launch.supervisor import launch_job
+from lockstep.similar import suggest
 
 __all__ = ["main", "parse"]
 

@@ -8,8 +8,9 @@ import shlex
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from lockstep.errors import LaunchError, suggest
+from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
+from lockstep.similar import suggest
 
 __all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "hint_of_misplaced", "split_at_script"]
 

@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Sequence
 
 from lockstep.commands.parsing import Parser, add_grace, add_nproc
-from lockstep.errors import InputError, LaunchError, suggest
+from lockstep.errors import InputError, LaunchError
 from lockstep.launch import slurm
 from lockstep.launch.command import USAGE_CODE
 from lockstep.launch.config import LaunchConfig
 from lockstep.launch.supervisor import launch_job
+from lockstep.similar import suggest
 
 __all__ = ["main"]
 

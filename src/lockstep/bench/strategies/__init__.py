@@ -20,8 +20,8 @@ from lockstep.bench.pages import Block
 from lockstep.bench.results import Result
 from lockstep.bench.session import Session
 from lockstep.bench.strategies.ways import WAYS
-from lockstep.errors import suggest
 from lockstep.recipes.options import check_packages, existing_folder, whole_number
+from lockstep.similar import suggest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

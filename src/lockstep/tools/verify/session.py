@@ -138,10 +138,21 @@ def _on_one(
         where = f"{len(ranks)} ranks and also on one process" if is_alike else "one process started as a rank"
         verdict = script.ended(ONE, code, where)
         code = 0 if is_alike else code
-    lacks_rows = bool(verdict.unknown) and not code and not ranks[0]["facts"]["loaders"]
-    if verdict.unknown and not code and not lacks_rows:
+    if verdict.unknown and not code and ranks[0]["facts"]["loaders"]:
         return verdict
+    return _by_option(script, verdict, ranks, one, sizes)
+
+
+def _by_option(
+    script: Script,
+    verdict: Verdict,
+    ranks: Sequence[Record],
+    one: Sequence[Record],
+    sizes: tuple[int | None, ...],
+) -> Verdict:
+    """The verdict from a process that gets the batches of all ranks by its arguments, if that may matter; else this."""
     words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes)
+    lacks_rows = bool(verdict.unknown) and not ranks[0]["facts"]["loaders"]
     by_option = run_one_by_option(script, ranks, one, sizes) if words or lacks_rows else []
     if by_option:
         verdict = _judged(script, Runs(ranks, *by_option), ())
