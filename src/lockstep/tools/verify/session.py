@@ -29,7 +29,7 @@ __all__ = ["verify_at"]
 
 _WIDE = (
     "precision: rounding hides or fakes too much of this script (16-bit numbers, several closure calls in a step, "
-    "clipped gradients); it was compared in float64, which autocast does not change"
+    "clipped gradients, or gradients that hardly differ); it was compared in float64, which autocast does not change"
 )
 _DRAWN = ("samples", "drawn")
 _BY_SAMPLE = (

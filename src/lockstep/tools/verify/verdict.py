@@ -32,6 +32,8 @@ _AFTER = (causes.read_settings, causes.read_parameters, causes.read_buffers)
 # which rounding alone may do much, and of inputs (without 16-bit numbers), which shows draws that happen to be alike.
 _MOST_NOISE = 1e-2
 _MOST_IN_INPUTS = 1e-4
+# Relative difference of gradients in float32 below which a finding must also be one in float64.
+_MOST_BY_ROUNDING = 1e-3
 _BY_ITSELF = "two runs on one process already differ"
 _OF_ALL = "Create the samples of all ranks on each, and let each use its part"
 _PIECES = (
@@ -53,7 +55,8 @@ class Verdict:
         digits: for each step, the largest relative difference of each stage; for gradients, of all together.
         unknown: why there is no verdict; empty if there is one.
         wants_double: whether a step should be compared in float64: it used 16-bit numbers, or in float32 rounding
-            determines its result, grew between calls of a closure, or hides what clipping leaves of a factor.
+            determines its result, grew between calls of a closure, hides what clipping leaves of a factor, or may be
+            all that differs.
     """
 
     world_size: int
@@ -130,8 +133,8 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
             verdict.notes = [_PIECES]
             continue
         verdict.digits.append(_digits(step))
-        verdict.wants_double |= _is_single(step.one) and step.gradients.are_made_up
         found = _judge_step(step)
+        verdict.wants_double |= _is_single(step.one) and (step.gradients.are_made_up or _differ_little(step, found))
         if found is not None:
             verdict.differences += [found, *_averaged_by_nobody(found, [step, *steps])]
             return
@@ -150,6 +153,11 @@ def _is_single(step: Record) -> bool:
 
 def _is_rounded(step: Record) -> bool:
     return bool(step["rounded"]) or (_is_single(step) and step["closure"] > 1)
+
+
+def _differ_little(step: StepOfJob, found: Difference | None) -> bool:
+    """Whether gradients differ by so little that it may be rounding, which a second run measures only in part."""
+    return found is not None and bool(step.gradients.used.names) and step.gradients.used.worst < _MOST_BY_ROUNDING
 
 
 def _judge_step(step: StepOfJob) -> Difference | None:
