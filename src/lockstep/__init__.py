@@ -25,7 +25,7 @@ General layout, from the top down; imports point down, and `tests/unit/test_laye
 * `network_interfaces`: chooses the address that a host listens on.
 * `torch_private`: holds every patch and every private name of torch.
 * `errors`: all exceptions; `env`: all environment variables; `log`: the logger; `secret`: the keys of a job;
-  `json_records`: reads records that other processes have written.
+  `json_records`: reads records that other processes have written; `similar`: suggests a known word.
 * `libc`: Linux calls that Python lacks; `after_import`: calls back when a module has been imported.
 """
 

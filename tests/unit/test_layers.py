@@ -13,7 +13,14 @@ from package_sources import Module, each_module, imports_of, modules
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("lockstep.errors",),
     ("lockstep.env",),
-    ("lockstep.log", "lockstep.libc", "lockstep.after_import", "lockstep.secret", "lockstep.json_records"),
+    (
+        "lockstep.log",
+        "lockstep.libc",
+        "lockstep.after_import",
+        "lockstep.secret",
+        "lockstep.json_records",
+        "lockstep.similar",
+    ),
     ("lockstep.torch_private", "lockstep.network_interfaces"),
     ("lockstep.rank_status", "lockstep.frames"),
     ("lockstep.topology",),

@@ -621,7 +621,7 @@ IN_FLOAT32 = {
         ("", ""),
         """
         torch.manual_seed(0)
-        far = torch.utils.data.TensorDataset(50 + 0.1 * torch.randn(60, 6), data.tensors[1][:60])
+        far = torch.utils.data.TensorDataset((50 + 0.1 * torch.randn(60, 6)).float(), data.tensors[1][:60])
         model, optimizer = trained(lockstep.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4))))
         for x, y in lockstep.DataLoader(far, batch_size=10):
             optimizer.zero_grad()

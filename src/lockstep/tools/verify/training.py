@@ -40,7 +40,7 @@ from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder
 from lockstep.tools.verify.rows import brief, row_sketch, sample_keys, samples_first, value_sample
 from lockstep.tools.verify.state import plain_name
-from lockstep.tree import tensors_in
+from lockstep.tree import map_tensors, tensors_in
 
 __all__ = ["TrainingWatch"]
 
@@ -167,19 +167,23 @@ class TrainingWatch:
         is_here = self._local is None and threading.get_ident() == self._thread
         return is_here and not _is_without_numbers() and self._recorder.busy == 0
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> Any:
         if not self._is_seen():
-            return
+            return None
         self._stack.append(module)
-        if len(self._stack) == 1:
-            self._recorder.check_time()
-            self._inner = []
-            if self._trains(module):
-                self._recorder.begin_work()
-                self._see_all("", module.named_parameters())
-                self._recorder.begin_training(module)
-            else:
-                self._note_untrained(module)
+        if len(self._stack) != 1:
+            return None
+        self._recorder.check_time()
+        self._inner = []
+        if self._trains(module):
+            self._recorder.begin_work()
+            self._see_all("", module.named_parameters())
+            self._recorder.begin_training(module)
+        else:
+            self._note_untrained(module)
+        # Data may have a dtype of their own, such as that of images, whatever the default.
+        is_wide = any(each.dtype is torch.float64 for each in module.parameters())
+        return map_tensors(_widened, args) if self._recorder.settings.double and is_wide else None
 
     def _trains(self, module: nn.Module) -> bool:
         if not torch.is_grad_enabled() or self._recorder.is_cut:
@@ -385,6 +389,10 @@ def _is_without_numbers() -> bool:
     is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
     is_fake = torch._guards.active_fake_mode() is not None
     return is_traced or is_fake or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype is torch.float32 else tensor
 
 
 def _have_numbers(parameters: Iterable[Tensor]) -> bool:
