@@ -19,6 +19,7 @@ from benchmarks.report import (
     MODEL_NAMES,
     OVERHEAD_TARGETS,
     RECORD_LIMIT,
+    ROWS_LIMIT,
     count_of_workers,
     hosts_of,
     hosts_samples,
@@ -500,13 +501,24 @@ def _draw_decode(result: Result) -> Figure:
 
 
 def _draw_rows(result: Result) -> Figure:
-    """Every sample as a dot over the bar of its median; two bars for each data set and batch size."""
-    cases = rows_cases(result)
-    figure = new_figure(8.6, 0.8 + 0.8 * len(cases), f"rows: an epoch of {result.settings['rows']:,}")
-    bars = []
-    for label, theirs, own in cases:
-        bars += [("torch", f"torch, {label}", theirs, theirs), ("lockstep", f"lockstep, {label}", own, theirs)]
-    _draw_times(figure, bars, "torch")
+    """The ratio of Lockstep's time to torch's, with its interval, for each data set and batch size."""
+    cases = [(label.replace("`", ""), theirs, own) for label, theirs, own in rows_cases(result) if theirs and own]
+    figure = new_figure(8.6, 0.9 + 0.36 * len(cases), "rows: how much longer lockstep's loader takes than torch's")
+    axes = figure.subplots()
+    for place, (_, theirs, own) in enumerate(cases):
+        found = stats.ratio(own, theirs)
+        axes.plot([found.low, found.high], [place, place], color=COLOURS["lockstep"], linewidth=2)
+        axes.plot([found.value], [place], "o", color=COLOURS["lockstep"])
+        axes.annotate(
+            f"{found.value:.2f}x", (found.high, place), (6, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.axvline(1, color=COLOURS["torch"], linewidth=1)
+    axes.axvline(ROWS_LIMIT, color="#444444", linewidth=1, linestyle=_TARGET_DASHES)
+    axes.set_yticks(range(len(cases)), [label for label, _, _ in cases], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(stats.ratio(own, theirs).high for _, theirs, own in cases))
+    axes.set_xlabel("time over torch's (solid line); the target is dashed")
+    tidy(axes)
     return figure
 
 

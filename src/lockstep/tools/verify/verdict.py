@@ -134,7 +134,7 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
             continue
         verdict.digits.append(_digits(step))
         found = _judge_step(step)
-        verdict.wants_double |= _is_single(step.one) and (step.gradients.are_made_up or _differ_little(step, found))
+        verdict.wants_double |= _may_be_rounding(step, found)
         if found is not None:
             verdict.differences += [found, *_averaged_by_nobody(found, [step, *steps])]
             return
@@ -155,9 +155,10 @@ def _is_rounded(step: Record) -> bool:
     return bool(step["rounded"]) or (_is_single(step) and step["closure"] > 1)
 
 
-def _differ_little(step: StepOfJob, found: Difference | None) -> bool:
-    """Whether gradients differ by so little that it may be rounding, which a second run measures only in part."""
-    return found is not None and bool(step.gradients.used.names) and step.gradients.used.worst < _MOST_BY_ROUNDING
+def _may_be_rounding(step: StepOfJob, found: Difference | None) -> bool:
+    """Whether gradients in float32 hide a factor, or differ by so little that a second run may not show the cause."""
+    differ_little = found is not None and step.gradients.used.names and step.gradients.used.worst < _MOST_BY_ROUNDING
+    return _is_single(step.one) and bool(step.gradients.are_made_up or differ_little)
 
 
 def _judge_step(step: StepOfJob) -> Difference | None:
