@@ -217,8 +217,7 @@ def test_only_a_generator_that_is_drawn_from_costs_something_for_each_sample(
     expected: Counter[tuple[str, str]] = Counter()
     for name in ("_Torch", "_Python", "_Numpy", "_Cuda"):
         expected[name, "state"] = batches
-        # Torch's and CUDA's begin each batch in a state of their own; the others are put back if they were drawn from.
-        expected[name, "restore"] = 2 * batches if name in ("_Torch", "_Cuda") else batches * (name == drawn)
+        expected[name, "restore"] = 2 * batches if name in ("_Torch", "_Cuda") else batches
         if name == drawn:
             expected[name, "seed"] = samples + batches  # which are collated
         else:

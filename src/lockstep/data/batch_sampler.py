@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.order import GlobalBatch, num_earlier, seed_keys
-from lockstep.data.seeding import GLOBAL_RNGS, check_thread, derive_seed, preserve_global_rngs, states_after
+from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, preserve_global_rngs, states_after
 from lockstep.errors import DataError
 
 __all__ = ["GlobalBatches"]
@@ -52,8 +52,7 @@ class GlobalBatches(Iterator[GlobalBatch]):
         return len(self.sampler) - self._num_skipped
 
     def __next__(self) -> GlobalBatch:
-        check_thread(self._thread)
-        with preserve_global_rngs():
+        with preserve_global_rngs(self._thread):
             for rng, state in zip(GLOBAL_RNGS, self._states, strict=True):
                 rng.restore(state)
             try:

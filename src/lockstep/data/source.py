@@ -35,7 +35,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lockstep.data.order import Fetch
-from lockstep.data.seeding import GLOBAL_RNGS, check_thread, derive_seed, derive_seeds, states_after
+from lockstep.data.seeding import GLOBAL_RNGS, derive_seed, derive_seeds, preserve_global_rngs, states_after
 from lockstep.data.worker_signals import Shield
 from lockstep.errors import DataError
 from lockstep.torch_private.loader import set_guarded, stacks_as_torch
@@ -43,10 +43,7 @@ from lockstep.torch_private.loader import set_guarded, stacks_as_torch
 __all__ = ["DrawnFrom", "SampleSource", "TensorSource", "WorkerInit", "identity", "make_source", "takes_generator"]
 
 Collate = Callable[[list[Any]], Any]
-_ALL = tuple(range(len(GLOBAL_RNGS)))
 _SEED_IS_READABLE = (0, 3)  # positions in `GLOBAL_RNGS`: a sample may read `torch.initial_seed()` and draw nothing
-
-_INSTEAD = ", pass num_workers=1, or pass seed_global_rng=False and let __getitem__ take a `generator`"
 
 # Indexing these runs no user code, so nothing can be drawn.
 _DETERMINISTIC_TYPES = (torch.Tensor, np.ndarray, list, tuple, range, TensorDataset)
@@ -135,31 +132,25 @@ class DrawnFrom:
         self._checks_each = is_asked  # after each sample, not after each batch
         # Positions in `GLOBAL_RNGS` of the generators that were drawn from, and of the others.
         self._drawn: list[int] = []
-        self._quiet = [*_ALL] if is_asked else []
-        self._moved: tuple[int, ...] = _SEED_IS_READABLE  # of those that a batch leaves in another state
-        self._states: list[Any] = []  # of all generators; the others start from these in each batch
+        self._quiet = [*range(len(GLOBAL_RNGS))] if is_asked else []
+        self._states: Sequence[Any] = ()  # of all generators; the others start from these in each batch
 
     @property
     def is_nothing(self) -> bool:
         """Whether samples may be fetched without `sample`."""
         return not self._drawn and not self._checks_each
 
-    def batch(self, quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def batch(self, states: list[Any], quiet_value: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call `function`, which fetches and collates a batch; again if it drew from a generator for the first time."""
-        before, quiet = [rng.state() for rng in GLOBAL_RNGS], states_after(quiet_value)
-        self._states, moved = before.copy(), _ALL
+        self._states, quiet = states.copy(), states_after(quiet_value)
         for number in _SEED_IS_READABLE:
             self._states[number] = quiet[number]
             GLOBAL_RNGS[number].restore(quiet[number])
-        try:
-            while True:
-                result = function(*arguments)
-                if not self._note(self._states):
-                    self._checks_each, moved = False, self._moved
-                    return result
-        finally:
-            for number in moved:
-                GLOBAL_RNGS[number].restore(before[number])
+        while True:
+            result = function(*arguments)
+            if not self._note(self._states):
+                self._checks_each = False
+                return result
 
     def sample(self, value: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call `function`, which fetches a sample, after seeding the generators that are drawn from."""
@@ -194,7 +185,6 @@ class DrawnFrom:
         drawn = [number for number in self._quiet if not GLOBAL_RNGS[number].is_at(states[number])]
         if drawn:
             self._drawn += drawn
-            self._moved = (*{*self._moved, *drawn},)
             self._quiet = [number for number in self._quiet if number not in drawn]
         return bool(drawn)
 
@@ -234,8 +224,9 @@ class SampleSource:
             samples = [self.dataset[index] for index in fetch.indices]
             if _are_plain(samples):
                 return default_collate(samples)
-        check_thread(self._thread, _INSTEAD)
-        return self._drawn_from.batch(_quiet_value(fetch.seed, fetch.epoch), self._batch, fetch)
+        advice = ", pass num_workers=1, or pass seed_global_rng=False and let __getitem__ take a `generator`"
+        with preserve_global_rngs(self._thread, advice) as states:
+            return self._drawn_from.batch(states, _quiet_value(fetch.seed, fetch.epoch), self._batch, fetch)
 
     def _batch(self, fetch: Fetch) -> Any:
         try:
