@@ -101,8 +101,7 @@ class Attempt:
         self._processes: dict[int, RankProcess] = {}
         self._alive: set[int] = set()
         self._settling_ends_s = 0.0  # monotonic, except for ranks that are exiting by themselves
-        self._announced: dict[int, float] = {}  # rank -> when it was read, monotonic
-        self._announced_exits: dict[int, RankExit] = {}
+        self._announced: dict[int, tuple[float, RankExit]] = {}  # rank -> when it was read, monotonic; how it will exit
         self._selector = selectors.DefaultSelector()
         self._selector.register(folder.events_fd, selectors.EVENT_READ, self._on_announcement)
 
@@ -210,7 +209,7 @@ class Attempt:
         """When to ask the remaining ranks to stop: later, while ranks that announced a failure are exiting."""
         on_way_out = self._announced.keys() & self._alive
         # A rank that reports late, because of another one's failure, does not extend the time again.
-        began = [min(self._announced[rank], self._settling_ends_s) for rank in on_way_out]
+        began = [min(self._announced[rank][0], self._settling_ends_s) for rank in on_way_out]
         return max([self._settling_ends_s, *(one + self._grace_s for one in began)])
 
     def stop(self) -> None:
@@ -267,7 +266,7 @@ class Attempt:
 
     def _note_exit(self, ended: RankExit) -> None:
         """A rank that was stopped on its way out failed by itself: when it announced that, and with that code."""
-        announced = self._announced_exits.get(ended.rank)
+        _, announced = self._announced.get(ended.rank, (0.0, None))
         if announced is not None and not announced.stopped:
             ended = announced if ended.stopped else replace(ended, time=announced.time)
         self.exits[ended.rank] = ended
@@ -277,8 +276,7 @@ class Attempt:
         for rank, code in failures:
             process = self._processes[rank]
             announced = RankExit(rank, process.pid, code, None, time.time(), process.was_signalled)
-            self._announced_exits.setdefault(rank, announced)
-            self._announced.setdefault(rank, time.monotonic())
+            self._announced.setdefault(rank, (time.monotonic(), announced))
         if self._phase is AttemptPhase.SETTLING:
             self._deadline = self._end_of_settling()
         # It should exit within moments. If it cannot (one of its threads blocks, a destructor hangs), nobody would ever

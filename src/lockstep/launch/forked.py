@@ -75,7 +75,7 @@ def _become_rank(arguments: list[str], environment: Mapping[str, str], streams: 
         worker.main(arguments)
         code = 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        code = worker.code_of_exit(leaving)
         if leaving.code is not None and not isinstance(leaving.code, int):  # `sys.exit("no data")`
             print(leaving.code, file=sys.stderr)
     except BaseException:

@@ -53,7 +53,7 @@ from lockstep.launch.attempt_folder import announce_failure
 from lockstep.launch.report import capture, error_behind, is_expected, is_own, without_leading_frames
 from lockstep.rank_status import EXIT_STOPPED
 
-__all__ = ["main", "run_module", "run_rank", "run_script", "run_target"]
+__all__ = ["code_of_exit", "main", "run_module", "run_rank", "run_script", "run_target"]
 
 # By name, because it is a layer above this package.
 _SHIMS, _WORLD, _EXIT_HOOKS = "lockstep.compat.install", "lockstep.world", "lockstep.comm.exit_hooks"
@@ -238,7 +238,7 @@ def _explain(error: BaseException) -> None:
             shims.explain(error)
 
 
-def _code_of(end: SystemExit) -> int:
+def code_of_exit(end: SystemExit) -> int:
     """The exit code that Python makes of it."""
     if end.code is None or isinstance(end.code, int):
         return (end.code or 0) & 0xFF
@@ -254,9 +254,9 @@ def _report_cause_of(end: SystemExit) -> None:
     error = error_behind(end)
     if error is not None:
         _report(error, _trace_to_show(error))
-    elif _addressee is not None and _code_of(end) not in _GOOD_CODES:
+    elif _addressee is not None and code_of_exit(end) not in _GOOD_CODES:
         rank, folder = _addressee
-        announce_failure(folder, rank, _code_of(end))
+        announce_failure(folder, rank, code_of_exit(end))
 
 
 def _run_to_end(body: Callable[[], None]) -> None:
@@ -265,7 +265,7 @@ def _run_to_end(body: Callable[[], None]) -> None:
     try:
         body()
     except SystemExit as end:
-        if _code_of(end) not in _GOOD_CODES:
+        if code_of_exit(end) not in _GOOD_CODES:
             raise
         good_end = end
     _leave_world()  # not while the exit is handled, which an error would name as its context

@@ -182,8 +182,8 @@ class TrainingWatch:
         else:
             self._note_untrained(module)
         # Data may have a dtype of their own, such as that of images, whatever the default.
-        is_wide = any(each.dtype is torch.float64 for each in module.parameters())
-        return map_tensors(_widened, args) if self._recorder.settings.double and is_wide else None
+        is_wide = self._recorder.settings.double and any(each.dtype is torch.float64 for each in module.parameters())
+        return map_tensors(_widened, args) if is_wide else None
 
     def _trains(self, module: nn.Module) -> bool:
         if not torch.is_grad_enabled() or self._recorder.is_cut:
