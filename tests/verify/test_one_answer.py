@@ -37,6 +37,13 @@ def test_it_raises_where_nothing_can_be_told(tmp_path: Path) -> None:
         assert_one_answer(tmp_path / "fails.py")
 
 
+def test_a_script_that_trains_nothing_is_not_said_to_have_been_given_other_arguments(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("import torch\n")
+    with pytest.raises(AssertionError, match=r"no\s+optimizer\s+took\s+a\s+step") as raised:
+        assert_one_answer(tmp_path / "idle.py", "--lr", "3")
+    assert "through its arguments" not in str(raised.value)
+
+
 def test_it_wants_a_number_of_processes_to_compare() -> None:
     with pytest.raises(AssertionError, match=r"nproc is \(1,\)"):
         assert_one_answer(SCRIPT, nproc=(1,))

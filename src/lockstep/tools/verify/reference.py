@@ -77,7 +77,7 @@ def _with_another(args: tuple[str, ...], values: Mapping[str, str]) -> list[tupl
     parts = [argument.rpartition("=") for argument in args]
     places = [place for place, (*_, value) in enumerate(parts) if value in values][:_MOST_OPTIONS]
     others = ["".join([*before, values.get(value, value)]) for *before, value in parts]
-    ways = [*({place} for place in places), {*places}]
+    ways = [*({place} for place in places), *[{*places}] * (len(places) > 1)]
     return [tuple((others if place in way else args)[place] for place in range(len(args))) for way in ways]
 
 
