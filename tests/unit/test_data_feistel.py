@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader_cases import Numbers, run_ranks_in_turn
@@ -29,7 +29,6 @@ def test_each_sample_has_one_place(num_samples: int) -> None:
     assert order[:].dtype == np.int64
 
 
-@settings(deadline=None)
 @given(num_samples=st.integers(1, 20_000), begin=st.integers(0, 20_000), length=st.integers(0, 9000))
 def test_a_part_is_a_part_of_the_whole(num_samples: int, begin: int, length: int) -> None:
     """Wherever an epoch is entered, and whatever was asked for before."""
