@@ -109,4 +109,77 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "rows that are gathered, with a backward pass that keeps only a rank's own gradients": (
+        ("gradients", "not-linear"),
+        """
+        class Gathered(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, rows):
+                parts = [torch.zeros_like(rows) for _ in range(world.world_size)]
+                torch.distributed.all_gather(parts, rows)
+                return torch.cat(parts)
+
+            @staticmethod
+            def backward(ctx, gradients):
+                return gradients.chunk(world.world_size)[world.rank]
+
+        model, optimizer = by_torch()
+        for x, _ in split():
+            optimizer.zero_grad()
+            rows = nn.functional.normalize(model(x))
+            own = torch.arange(len(rows)) + world.rank * len(rows)
+            cross_entropy(rows @ Gathered.apply(rows).T, own).backward()
+            optimizer.step()
+        """,
+    ),
+    "a codebook with an optimizer of its own, which steps in forward()": (
+        ("gradients", "not-averaged"),
+        """
+        class Quantized(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.codes = nn.Linear(6, 4), nn.Parameter(torch.eye(4))
+                self.optimizer = torch.optim.SGD([self.codes], 0.1)
+
+            def forward(self, x):
+                rows = self.linear(x)
+                (rows.detach()[:, None] - self.codes).square().sum(2).min(1).values.mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                return rows
+
+        torch.manual_seed(0)
+        net = Quantized()
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.linear.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            (cross_entropy(model(x), y) + 0 * net.codes.sum()).backward()
+            optimizer.step()
+        """,
+    ),
+    "losses of an evaluation that are added up over ranks": (
+        ("evaluated", "metric"),
+        """
+        model, optimizer = by_torch()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        losses = []
+        with torch.no_grad():
+            for x, y in split():
+                loss = cross_entropy(model(x), y)
+                torch.distributed.all_reduce(loss)
+                losses.append(loss.item())
+        if world.rank == 0:
+            print(f"loss {sum(losses) / len(losses):.6f}")
+        """,
+    ),
+}
+SAID = {
+    "rows that are gathered, with a backward pass that keeps only a rank's own gradients": "pass no gradients back",
+    "a codebook with an optimizer of its own, which steps in forward()": "from a backward() within forward()",
+    "losses of an evaluation that are added up over ranks": "a sum of means",
 }

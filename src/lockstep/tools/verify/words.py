@@ -210,7 +210,8 @@ _WORDS = {
     ),
     "not-linear": (_NOT_LINEAR, _WRITE_MEANS),
     "not-linear gradients": (
-        _NOT_LINEAR + "; or a hook, or the backward of an autograd.Function, changes gradients by a rank's own values",
+        _NOT_LINEAR + "; or rows gathered from other ranks pass no gradients back to them; or a hook, or the backward "
+        "of an autograd.Function, changes gradients by a rank's own values",
         _WRITE_MEANS,
     ),
     "drawn": (
@@ -298,12 +299,12 @@ _WORDS = {
     ),
     "not-averaged": (
         "the wrapper was called, but averaged nothing: no_sync lasted until the step, "
-        "gradients came from torch.autograd.grad, the group has one rank, the model was "
-        "moved to another device or dtype after it was wrapped, or the wrapper still waited "
-        "for parameters that the step does not use",
-        "run the last backward pass before each step outside of no_sync, compute gradients "
-        "with backward(), and move the model before wrapping it; for unused parameters, "
-        "find_unused_parameters=True",
+        "gradients came from torch.autograd.grad or from a backward() within forward(), the group "
+        "has one rank, the model was moved to another device or dtype after it was wrapped, or "
+        "the wrapper still waited for parameters that the step does not use",
+        "run the last backward pass before each step outside of no_sync, compute gradients with "
+        "backward() after the model has returned, and move the model before wrapping it; for unused "
+        "parameters, find_unused_parameters=True",
     ),
     # parameters and buffers
     "ranks-differ": (
@@ -346,7 +347,8 @@ _WORDS = {
         "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics: each sample on one rank",
     ),
     "metric": (
-        "the metric covers one rank's samples, or is a mean of the ranks' metrics with equal weights{more}",
+        "the metric covers one rank's samples, or the ranks' parts are combined wrongly: a mean with equal weights, "
+        "a sum of means, a state that is reduced twice{more}",
         "lockstep.metrics, or sum numerators and denominators over all ranks before dividing "
         "(lockstep.mean(total, count))",
     ),
