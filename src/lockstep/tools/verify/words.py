@@ -140,8 +140,8 @@ _WORDS = {
         "draw one row per sample (randn(len(x), …)), or once per step from a generator with one seed on all ranks",
     ),
     "batch inputs": (
-        "they depend on the other rows of the rank's batch (mixed with them, or normalized "
-        "by their mean or maximum), or are sliced at a fixed number of rows",
+        "they depend on the other rows of the rank's batch (mixed with them, or normalized by their mean "
+        "or maximum) or of its part of the data (a vocabulary), or are sliced at a fixed number of rows",
         "compute them from the batch of all ranks (lockstep.all_gather, lockstep.mean), or per sample in the dataset",
     ),
     # outputs
@@ -214,19 +214,24 @@ _WORDS = {
         "of an autograd.Function, changes gradients by a rank's own values",
         _WRITE_MEANS,
     ),
+    "not-linear unseen": (
+        "backward() was not called, so nothing shows how the ranks' gradients make up one process's: they are divided "
+        "by a count that differs between ranks, changed on each rank before averaging, or the loss compares samples",
+        _WRITE_MEANS,
+    ),
     "drawn": (
         "each rank draws its own numbers, which may affect the loss. If they do not: {meaning}",
         "draw them once per step, with one seed on all ranks; otherwise {advice}",
     ),
     "kept-state": (
         "earlier steps matched one process, but now no weighting of the ranks gives its "
-        "gradient. Either state kept between steps (a centre, a queue, weights by earlier "
-        "losses) follows one rank's rows; or a term was added, or counts were equal by "
-        "chance before, and the loss compares samples, is clamped, or adds terms with "
-        "different divisors",
-        "update that state from the samples of all ranks (lockstep.all_gather(rows)); in the "
-        "loss, lockstep.mean(total, count) for each mean, lockstep.sum for sums, "
-        "lockstep.all_gather(output) before samples are compared",
+        "gradient. Either state kept between steps (a centre, a queue, a teacher, weights by "
+        "earlier losses) follows one rank's rows or the number of ranks; or a term was added, "
+        "or counts were equal by chance before, and the loss compares samples, is clamped, or "
+        "adds terms with different divisors",
+        "update that state from the samples of all ranks (lockstep.all_gather(rows)), whatever "
+        "their number; in the loss, lockstep.mean(total, count) for each mean, lockstep.sum for "
+        "sums, lockstep.all_gather(output) before samples are compared",
     ),
     # gradients
     "sum": (
