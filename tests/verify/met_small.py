@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+# Gradients by torch.func, which are summed over the ranks.
+SAMPLES = """
+        from torch.func import functional_call, grad
+
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            parameters = {name: each.detach() for name, each in model.named_parameters()}
+            found = grad(lambda own: cross_entropy(functional_call(model, own, (x,)), y))(parameters)
+            for name, parameter in model.named_parameters():
+                each = found[name]
+                parameter.grad = PART
+                torch.distributed.all_reduce(parameter.grad)
+            optimizer.step()
+"""
 WRONG = {
     "a sampler that shuffles anew in each epoch on one process, but not on several": (
         ("samples", "set-epoch"),
@@ -109,4 +124,135 @@ WRONG = {
             optimizer.step()
         """,
     ),
+    "rows that are gathered, with a backward pass that keeps only a rank's own gradients": (
+        ("gradients", "not-linear"),
+        """
+        class Gathered(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, rows):
+                parts = [torch.zeros_like(rows) for _ in range(world.world_size)]
+                torch.distributed.all_gather(parts, rows)
+                return torch.cat(parts)
+
+            @staticmethod
+            def backward(ctx, gradients):
+                return gradients.chunk(world.world_size)[world.rank]
+
+        model, optimizer = by_torch()
+        for x, _ in split():
+            optimizer.zero_grad()
+            rows = nn.functional.normalize(model(x))
+            own = torch.arange(len(rows)) + world.rank * len(rows)
+            cross_entropy(rows @ Gathered.apply(rows).T, own).backward()
+            optimizer.step()
+        """,
+    ),
+    "a codebook with an optimizer of its own, which steps in forward()": (
+        ("gradients", "not-averaged"),
+        """
+        class Quantized(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.codes = nn.Linear(6, 4), nn.Parameter(torch.eye(4))
+                self.optimizer = torch.optim.SGD([self.codes], 0.1)
+
+            def forward(self, x):
+                rows = self.linear(x)
+                (rows.detach()[:, None] - self.codes).square().sum(2).min(1).values.mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                return rows
+
+        torch.manual_seed(0)
+        net = Quantized()
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.linear.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            (cross_entropy(model(x), y) + 0 * net.codes.sum()).backward()
+            optimizer.step()
+        """,
+    ),
+    "a teacher that follows faster on more ranks": (
+        ("loss", "kept-state"),
+        """
+        import copy
+
+        student = nn.Linear(6, 4)
+        teacher = copy.deepcopy(student).requires_grad_(False)
+        model, optimizer = trained(student)
+        for x, y in loader:
+            optimizer.zero_grad()
+            outputs = model(x)
+            (cross_entropy(outputs, y) + (outputs - teacher(x)).square().mean()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mean, parameter in zip(teacher.parameters(), student.parameters()):
+                    mean.lerp_(parameter, 0.1 * world.world_size)
+        """,
+    ),
+    "words that each rank numbers as it meets them in its part": (
+        ("inputs", "batch"),
+        """
+        words = torch.randint(100, 109, (61, 5), generator=draws).tolist()
+        numbers = {}
+        for word in sum(words[world.rank :: world.world_size], []):
+            numbers.setdefault(word, len(numbers))
+        model, optimizer = trained(nn.Sequential(nn.EmbeddingBag(9, 6), nn.Linear(6, 4)))
+        for texts, y in lockstep.DataLoader([*zip(words, data.tensors[1])], 10, collate_fn=lambda rows: [*zip(*rows)]):
+            optimizer.zero_grad()
+            x = torch.tensor([[numbers[word] for word in text] for text in texts])
+            cross_entropy(model(x), torch.stack(y)).backward()
+            optimizer.step()
+        """,
+    ),
+    "gradients without a backward pass, whose sum is not divided": (
+        ("gradients", "factor"),
+        SAMPLES.replace("PART", "each"),
+    ),
+    "gradients without a backward pass, divided by a count": (
+        ("gradients", "not-linear"),
+        SAMPLES.replace("PART", "each / y.sum()"),
+    ),
+    "parts of unlike sizes within join()": (
+        ("steps", "number-of-steps"),
+        """
+        model, optimizer = by_torch()
+        parts = [range(60)] if world.world_size == 1 else [range(35), range(35, 60)]
+        batches = torch.utils.data.DataLoader(data, 5, sampler=parts[world.rank])
+        for epoch in range(2):
+            with model.join():
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    cross_entropy(model(x), y).backward()
+                    optimizer.step()
+        """,
+    ),
+    "losses of an evaluation that are added up over ranks": (
+        ("evaluated", "metric"),
+        """
+        model, optimizer = by_torch()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        losses = []
+        with torch.no_grad():
+            for x, y in split():
+                loss = cross_entropy(model(x), y)
+                torch.distributed.all_reduce(loss)
+                losses.append(loss.item())
+        if world.rank == 0:
+            print(f"loss {sum(losses) / len(losses):.6f}")
+        """,
+    ),
+}
+SAID = {
+    "words that each rank numbers as it meets them in its part": "its part of the data",
+    "gradients without a backward pass, divided by a count": "backward() was not called",
+    "a teacher that follows faster on more ranks": "or the number of ranks",
+    "rows that are gathered, with a backward pass that keeps only a rank's own gradients": "pass no gradients back",
+    "a codebook with an optimizer of its own, which steps in forward()": "from a backward() within forward()",
+    "losses of an evaluation that are added up over ranks": "a sum of means",
 }

@@ -79,6 +79,7 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     verdict, text = verdict_on(program, tmp_path)
     assert verdict.first == cause, text
     assert is_documented(verdict.differences[0]), text
+    assert met_small.SAID.get(name, "") in verdict.differences[0].meaning
     assert verdict.differences[0].lines, text
     line = int(verdict.differences[0].lines[0].rpartition(":")[2])
     written = (tmp_path / "train.py").read_text().splitlines()[line - 1]

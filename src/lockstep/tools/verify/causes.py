@@ -320,8 +320,18 @@ def read_ranks(step: StepOfJob) -> Difference | None:
                 f"{len(found.names)} of {found.count} parameters of rank {rank} differ from rank 0's "
                 f"({_names(step, found.names)}), by up to {found.worst:.1e}"
             )
-            return _ranks_differ(step, measured)
+            begun = [_passes_begun(each, step.number) for each in step.runs.ranks]
+            if len({*begun}) == 1:
+                return _ranks_differ(step, measured)
+            measured += f"; by this step, the ranks have begun {_joined(begun)} passes over their data"
+            return step.found("steps", "number-of-steps", measured)
     return None
+
+
+def _passes_begun(ranks: Record, number: int) -> int:
+    """How often a rank has begun to train on its data, up to a step."""
+    batches = (batch for each in ranks["steps"][:number] for batch in each["batches"])
+    return len({(batch["loader"], batch["pass"]) for batch in batches})
 
 
 def _ranks_differ(step: StepOfJob, measured: str) -> Difference:

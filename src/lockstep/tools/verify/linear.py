@@ -132,7 +132,7 @@ def _averaging(
 ) -> _Cause | None:
     """The fault in the averaging, if one process's loss is the mean over samples of the ranks'."""
     losses = step.losses
-    if needed is None or not _are_close(needed, losses.shares):
+    if not needed or not _are_close(needed, losses.shares):
         return None
     if taken is None or not (_are_close(taken, given) or _have_one_ratio(taken, needed)):
         return "before-averaging", {}
@@ -148,6 +148,9 @@ def _averaging(
 def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float]) -> _Cause:
     """The reason why a loss is not a mean over samples."""
     losses, is_always = step.losses, not _comes_later(step)
+    if not any(each["backwards"] for each in step.ranks):
+        factor = step.gradients.factor
+        return ("not-linear unseen", {}) if factor is None else ("factor", {"factor": _factor(factor)})
     if (
         is_always
         and losses.are("sum", max(1e-6, step.rounding))

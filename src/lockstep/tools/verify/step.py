@@ -346,7 +346,8 @@ class StepOfJob:
 
     def found(self, stage: str, key: str, measured: str, **values: Any) -> Difference:
         """A difference of this step; see `difference`."""
-        lines = self.ranks[0]["lines"].get(_EVENTS.get(stage, "")) or self.ranks[0]["lines"].get("call", ())
+        events = self.ranks[0]["lines"]
+        lines = events.get(_EVENTS.get(stage, "")) or events.get("call") or events.get("step", ())
         return difference(self.number, stage, key, measured, tuple(lines), **values)
 
 

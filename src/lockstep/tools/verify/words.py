@@ -140,8 +140,8 @@ _WORDS = {
         "draw one row per sample (randn(len(x), …)), or once per step from a generator with one seed on all ranks",
     ),
     "batch inputs": (
-        "they depend on the other rows of the rank's batch (mixed with them, or normalized "
-        "by their mean or maximum), or are sliced at a fixed number of rows",
+        "they depend on the other rows of the rank's batch (mixed with them, or normalized by their mean "
+        "or maximum) or of its part of the data (a vocabulary), or are sliced at a fixed number of rows",
         "compute them from the batch of all ranks (lockstep.all_gather, lockstep.mean), or per sample in the dataset",
     ),
     # outputs
@@ -210,7 +210,13 @@ _WORDS = {
     ),
     "not-linear": (_NOT_LINEAR, _WRITE_MEANS),
     "not-linear gradients": (
-        _NOT_LINEAR + "; or a hook, or the backward of an autograd.Function, changes gradients by a rank's own values",
+        _NOT_LINEAR + "; or rows gathered from other ranks pass no gradients back to them; or a hook, or the backward "
+        "of an autograd.Function, changes gradients by a rank's own values",
+        _WRITE_MEANS,
+    ),
+    "not-linear unseen": (
+        "backward() was not called, so nothing shows how the ranks' gradients make up one process's: they are divided "
+        "by a count that differs between ranks, changed on each rank before averaging, or the loss compares samples",
         _WRITE_MEANS,
     ),
     "drawn": (
@@ -219,13 +225,13 @@ _WORDS = {
     ),
     "kept-state": (
         "earlier steps matched one process, but now no weighting of the ranks gives its "
-        "gradient. Either state kept between steps (a centre, a queue, weights by earlier "
-        "losses) follows one rank's rows; or a term was added, or counts were equal by "
-        "chance before, and the loss compares samples, is clamped, or adds terms with "
-        "different divisors",
-        "update that state from the samples of all ranks (lockstep.all_gather(rows)); in the "
-        "loss, lockstep.mean(total, count) for each mean, lockstep.sum for sums, "
-        "lockstep.all_gather(output) before samples are compared",
+        "gradient. Either state kept between steps (a centre, a queue, a teacher, weights by "
+        "earlier losses) follows one rank's rows or the number of ranks; or a term was added, "
+        "or counts were equal by chance before, and the loss compares samples, is clamped, or "
+        "adds terms with different divisors",
+        "update that state from the samples of all ranks (lockstep.all_gather(rows)), whatever "
+        "their number; in the loss, lockstep.mean(total, count) for each mean, lockstep.sum for "
+        "sums, lockstep.all_gather(output) before samples are compared",
     ),
     # gradients
     "sum": (
@@ -298,12 +304,12 @@ _WORDS = {
     ),
     "not-averaged": (
         "the wrapper was called, but averaged nothing: no_sync lasted until the step, "
-        "gradients came from torch.autograd.grad, the group has one rank, the model was "
-        "moved to another device or dtype after it was wrapped, or the wrapper still waited "
-        "for parameters that the step does not use",
-        "run the last backward pass before each step outside of no_sync, compute gradients "
-        "with backward(), and move the model before wrapping it; for unused parameters, "
-        "find_unused_parameters=True",
+        "gradients came from torch.autograd.grad or from a backward() within forward(), the group "
+        "has one rank, the model was moved to another device or dtype after it was wrapped, or "
+        "the wrapper still waited for parameters that the step does not use",
+        "run the last backward pass before each step outside of no_sync, compute gradients with "
+        "backward() after the model has returned, and move the model before wrapping it; for unused "
+        "parameters, find_unused_parameters=True",
     ),
     # parameters and buffers
     "ranks-differ": (
@@ -346,7 +352,8 @@ _WORDS = {
         "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics: each sample on one rank",
     ),
     "metric": (
-        "the metric covers one rank's samples, or is a mean of the ranks' metrics with equal weights{more}",
+        "the metric covers one rank's samples, or the ranks' parts are combined wrongly: a mean with equal weights, "
+        "a sum of means, a state that is reduced twice{more}",
         "lockstep.metrics, or sum numerators and denominators over all ranks before dividing "
         "(lockstep.mean(total, count))",
     ),
