@@ -411,17 +411,6 @@ WRONG = {
                 optimizer.step()
         """,
     ),
-    "a loader anew for each epoch": (
-        ("samples", "set-epoch"),
-        """
-        model, optimizer = trained(nn.Linear(6, 4))
-        for epoch in range(2):
-            for x, y in lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0):
-                optimizer.zero_grad()
-                cross_entropy(model(x), y).backward()
-                optimizer.step()
-        """,
-    ),
     "a sampler anew for each epoch": (
         ("samples", "set-epoch"),
         """

@@ -126,6 +126,22 @@ def test_what_one_process_draws_as_the_ranks_do_is_not_said_to_be_given(tmp_path
     assert "random numbers drawn within" not in text
 
 
+def test_epochs_that_are_alike_on_one_process_too_are_no_finding(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        model, optimizer = trained(nn.Linear(6, 4))
+        for epoch in range(2):
+            for x, y in lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.code == 0, text
+    assert "all epochs have the order of the first, on one process, too" in " ".join(text.split())
+
+
 @pytest.mark.parametrize("loss", ["(z.T @ z / 5).square().sum()", "cross_entropy(z, y, reduction='sum') / 5"])
 def test_a_number_for_the_size_of_a_batch_is_told_of(loss: str, tmp_path: Path) -> None:
     """One process has N times the batch, and the script's constant stays."""

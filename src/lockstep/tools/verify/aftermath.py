@@ -22,6 +22,11 @@ __all__ = ["LOGGED", "judge_aftermath"]
 LOGGED = "logged: "
 """The beginning of a note on printed numbers."""
 
+_ALIKE_IN_ONE = (
+    "samples: the loader ({line}) is recreated for each epoch, so all epochs have the order of the first, on one "
+    "process, too. Create it once, before the epochs"
+)
+
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 # Times such as 12:59:07,123, whose parts may be equal in two runs of one process, but differ on the ranks.
 _CLOCK = re.compile(r"\d+(?::\d+)+(?:[.,]\d+)?")
@@ -48,31 +53,42 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
     """Differences, and notes on what differs without affecting training."""
     ranks, one = [each["facts"] for each in runs.ranks], runs.one["facts"]
     again, moved = (None if each is None else each["facts"] for each in (runs.again, runs.moved))
+    alike, notes = _same_epochs(ranks[0], one)
     found = [
-        *_same_epochs(ranks[0], one),
+        *alike,
         *_saved_by_all(ranks),
         *_saved_at_other_times(ranks[0], one, again or one),
         *_other_models(ranks[0], one, again or one),
     ]
-    evaluated, notes = _printed(ranks, one, again, moved)
-    return found + evaluated, notes
+    evaluated, logged = _printed(ranks, one, again, moved)
+    return found + evaluated, notes + logged
 
 
-def _same_epochs(facts: Facts, one: Facts) -> list[Difference]:
-    """Epochs that all begin like the first, though the sampler shuffles, or one process draws each anew."""
+def _same_epochs(facts: Facts, one: Facts) -> tuple[list[Difference], list[str]]:
+    """Epochs that all begin like the first, though the sampler shuffles, or one process draws each anew.
+
+    A note if `lockstep.DataLoader` shuffles one process's epochs alike, too: then the answer is that of one process.
+    """
     for number, loader in enumerate(facts["loaders"]):
-        epochs = _epochs_of(facts, number)
-        first = epochs[0]["keys"] if epochs else []
-        if len(epochs) < 2 or any(a != b for each in epochs for a, b in zip(each["keys"], first, strict=False)):
+        epochs, own = _epochs_of(facts, number), _epochs_of(one, number)
+        if not _begin_alike(epochs):
             continue
-        own = [each["drawn"] for each in _epochs_of(one, number)]
-        if loader["shuffles"] or any(each != own[0] for each in own):
-            measured = f"the second epoch began with the same {len(first[0])} samples as the first, in the same order, "
-            measured += "though the sampler shuffles" if loader["shuffles"] else "but not on one process"
-            anew = all(each["anew"] for each in epochs)
+        line, anew = epochs[0]["line"], all(each["anew"] for each in epochs)
+        if loader["own"] and _begin_alike(own):
+            return [], [_ALIKE_IN_ONE.format(line=line)] * (loader["shuffles"] and anew)
+        if loader["shuffles"] or any(each["drawn"] != own[0]["drawn"] for each in own):
+            but = "though the sampler shuffles" if loader["shuffles"] else "but not on one process"
+            measured = f"the second epoch began with the same {counted(len(epochs[0]['keys'][0]), 'sample')} as the "
+            measured += f"first, in the same order, {but}"
             cause = "set-epoch anew" if anew else "set-epoch never" if loader["shuffles"] else "set-epoch alone"
-            return [difference(0, "samples", cause, measured, _some(epochs[0]["line"]))]
-    return []
+            return [difference(0, "samples", cause, measured, _some(line))], []
+    return [], []
+
+
+def _begin_alike(epochs: Sequence[Facts]) -> bool:
+    """Whether there are several epochs, which all begin with the samples of the first, in its order."""
+    keys = [each["keys"] for each in epochs]
+    return len(keys) > 1 and not any(a != b for each in keys for a, b in zip(each, keys[0], strict=False))
 
 
 def _epochs_of(facts: Facts, loader: int) -> list[Facts]:

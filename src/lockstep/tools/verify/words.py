@@ -132,7 +132,7 @@ _WORDS = {
     ),
     "set-epoch anew": (
         "the loader is recreated for each epoch, and starts with the order of epoch 0",
-        "create it once, before the epochs (with a DistributedSampler, sampler.set_epoch(epoch) in each)",
+        "create it once, before the epochs, and call sampler.set_epoch(epoch) in each",
     ),
     # inputs
     "drawn inputs": (
