@@ -58,6 +58,17 @@ RIGHT = {
                 (cross_entropy(model(rows), labels) / 2).backward()
             optimizer.step()
     """,
+    "noise for images that are fetched ahead, and a smaller last batch": TEXTS
+    + """
+        model, optimizer = by_torch()
+        images = torch.utils.data.Subset(data, range(60))
+        sampler = torch.utils.data.DistributedSampler(images, shuffle=False)
+        torch.manual_seed(world.rank)
+        for x, y in ahead(torch.utils.data.DataLoader(images, 8, sampler=sampler)):
+            optimizer.zero_grad()
+            cross_entropy(model(x + torch.randn_like(x)), y).backward()
+            optimizer.step()
+    """,
     "dropout of texts that each rank pads to the longest of its own": """
         def join(samples):
             rows = [x[: 1 + y] for x, y in samples]
@@ -275,6 +286,19 @@ WRONG = {
         for x, y in ahead(torch.utils.data.DataLoader(data, 10, sampler=sampler, collate_fn=join)):
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "noise for images that are fetched ahead, and a last batch that is filled up": (
+        ("samples", "padded"),
+        TEXTS
+        + """
+        model, optimizer = by_torch()
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+        torch.manual_seed(world.rank)
+        for x, y in ahead(torch.utils.data.DataLoader(data, 8, sampler=sampler)):
+            optimizer.zero_grad()
+            cross_entropy(model(x + torch.randn_like(x)), y).backward()
             optimizer.step()
         """,
     ),
