@@ -193,21 +193,25 @@ class DrawWatch:
     def _order_of_ranks(self, rows: int = 0) -> list[int]:
         """For each sample of the last batch, its position in the concatenation of the ranks' batches.
 
-        If that has other than `rows` samples, but the first batch without a backward pass has as many, it is taken
-        instead: batches may be fetched ahead.
+        If that has other than `rows` samples, but the first of its loader's batches without a backward pass has as
+        many, it is taken instead: batches may be fetched ahead.
         """
         # If several steps use one batch, it belongs to an earlier step.
         steps = [*self._recorder.steps, self._recorder.step]
-        places = [(number, place) for number, step in enumerate(steps) for place in range(len(step["batches"]))]
-        if not places:
+        batches = [
+            (number, place, batch) for number, step in enumerate(steps) for place, batch in enumerate(step["batches"])
+        ]
+        if not batches:
             return []
-        order, done = self._order_in(*places[-1]), sum(len(step["backwards"]) for step in steps)
-        if rows in (0, len(order)) or done >= len(places):
+        order, loader = self._order_in(*batches[-1]), batches[-1][2]["loader"]
+        batches = [each for each in batches if each[2]["loader"] == loader]
+        done = sum(len(step["backwards"]) for step in steps)
+        if rows in (0, len(order)) or done >= len(batches):
             return order
-        earlier = self._order_in(*places[done])
+        earlier = self._order_in(*batches[done])
         return earlier if len(earlier) == rows else order
 
-    def _order_in(self, number: int, place: int) -> list[int]:
+    def _order_in(self, number: int, place: int, batch: dict[str, Any]) -> list[int]:
         """`_order_of_ranks` of the batch at this place in the step of this number."""
         if number not in self._keys:
             self._of_ranks(number)
@@ -216,7 +220,6 @@ class DrawWatch:
         places: dict[int, list[int]] = {}
         for position, key in enumerate(parts):
             places.setdefault(key, []).append(position)
-        batch = [*self._recorder.steps, self._recorder.step][number]["batches"][place]
         order = [places[key].pop(0) for _, key in batch["keys"] if places.get(key)]
         return order if len(order) == len(parts) else []
 
