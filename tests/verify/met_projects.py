@@ -69,6 +69,27 @@ RIGHT = {
             cross_entropy(model(x + torch.randn_like(x)), y).backward()
             optimizer.step()
     """,
+    "dropout of the nodes of graphs that are joined": """
+        def join(graphs):
+            parts = [x.expand(2 + y, 6) + torch.arange(2.0 + y)[:, None] for x, y in graphs]
+            places = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(each) for each in parts]))
+            return {"x": torch.cat(parts), "graph": places, "y": torch.stack([y for _, y in graphs])}
+
+        model, optimizer = by_torch()
+        torch.manual_seed(world.rank)
+        batches = split(collate_fn=join)
+        for epoch in range(2):
+            batches.sampler.set_epoch(epoch)
+            for batch in batches:
+                nodes = nn.functional.dropout(batch["x"], 0.5)
+                graphs = torch.zeros(len(batch["y"]), 6).index_add(0, batch["graph"], nodes)
+                optimizer.zero_grad()
+                cross_entropy(model(graphs), batch["y"]).backward()
+                optimizer.step()
+            if world.rank == 0:
+                with torch.no_grad():
+                    list(torch.utils.data.DataLoader(data, 5))
+    """,
     "dropout of texts that each rank pads to the longest of its own": """
         def join(samples):
             rows = [x[: 1 + y] for x, y in samples]
