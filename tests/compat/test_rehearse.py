@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +134,12 @@ def test_what_a_script_sees_of_cuda(warm: WarmLauncher, tmp_path: Path) -> None:
     assert done.code == 0, done.output
     assert "all of it holds" in done.output
     assert {one["id"] for one in done.report["findings"]} == set()
+
+
+def test_a_build_for_cuda_keeps_its_version() -> None:
+    """torchvision requires its own, and fails to import with another."""
+    words = "import torch; torch.version.cuda = '13.0'; from lockstep.tools.rehearse.devices import install; install(1)"
+    subprocess.run([sys.executable, "-c", f"{words}; assert torch.version.cuda == '13.0'"], check=True)
 
 
 def test_meshes_and_what_is_sharded_over_them(warm: WarmLauncher, tmp_path: Path) -> None:

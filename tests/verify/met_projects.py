@@ -58,6 +58,38 @@ RIGHT = {
                 (cross_entropy(model(rows), labels) / 2).backward()
             optimizer.step()
     """,
+    "noise for images that are fetched ahead, and a smaller last batch": TEXTS
+    + """
+        model, optimizer = by_torch()
+        images = torch.utils.data.Subset(data, range(60))
+        sampler = torch.utils.data.DistributedSampler(images, shuffle=False)
+        torch.manual_seed(world.rank)
+        for x, y in ahead(torch.utils.data.DataLoader(images, 8, sampler=sampler)):
+            optimizer.zero_grad()
+            cross_entropy(model(x + torch.randn_like(x)), y).backward()
+            optimizer.step()
+    """,
+    "dropout of the nodes of graphs that are joined": """
+        def join(graphs):
+            parts = [x.expand(2 + y, 6) + torch.arange(2.0 + y)[:, None] for x, y in graphs]
+            places = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(each) for each in parts]))
+            return {"x": torch.cat(parts), "graph": places, "y": torch.stack([y for _, y in graphs])}
+
+        model, optimizer = by_torch()
+        torch.manual_seed(world.rank)
+        batches = split(collate_fn=join)
+        for epoch in range(2):
+            batches.sampler.set_epoch(epoch)
+            for batch in batches:
+                nodes = nn.functional.dropout(batch["x"], 0.5)
+                graphs = torch.zeros(len(batch["y"]), 6).index_add(0, batch["graph"], nodes)
+                optimizer.zero_grad()
+                cross_entropy(model(graphs), batch["y"]).backward()
+                optimizer.step()
+            if world.rank == 0:
+                with torch.no_grad():
+                    list(torch.utils.data.DataLoader(data, 5))
+    """,
     "dropout of texts that each rank pads to the longest of its own": """
         def join(samples):
             rows = [x[: 1 + y] for x, y in samples]
@@ -275,6 +307,19 @@ WRONG = {
         for x, y in ahead(torch.utils.data.DataLoader(data, 10, sampler=sampler, collate_fn=join)):
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "noise for images that are fetched ahead, and a last batch that is filled up": (
+        ("samples", "padded"),
+        TEXTS
+        + """
+        model, optimizer = by_torch()
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+        torch.manual_seed(world.rank)
+        for x, y in ahead(torch.utils.data.DataLoader(data, 8, sampler=sampler)):
+            optimizer.zero_grad()
+            cross_entropy(model(x + torch.randn_like(x)), y).backward()
             optimizer.step()
         """,
     ),

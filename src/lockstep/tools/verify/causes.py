@@ -16,6 +16,7 @@ from lockstep.tools.verify.compare import TIMES_NOISE, distances, measure_values
 from lockstep.tools.verify.draws import PERMUTATIONS
 from lockstep.tools.verify.samples import (
     Record,
+    Samples,
     batches_of,
     contents,
     entered,
@@ -96,11 +97,17 @@ def _cause_of_samples(step: StepOfJob) -> tuple[str, str]:
     return _cause_of_others(step, loaders)
 
 
+def _until(step: StepOfJob) -> list[Record]:
+    """The batches of one process, and of each rank, up to this step."""
+    runs = (step.runs.one, *step.runs.ranks)
+    return [{"batches": batches_of(*each["steps"][: step.number])} for each in runs]
+
+
 def _come_again(step: StepOfJob) -> bool:
     """Whether the ranks' additional samples were trained on before, because a sampler restarts."""
-    before = [batch for each in step.runs.one["steps"][: step.number] for batch in batches_of(each)]
-    seen = {key for batch in before for _, key in batch["keys"]}
-    return all(key in seen for batch in batches_of(*step.ranks) for _, key in batch["keys"])
+    own, *ranks = _until(step)
+    seen = {key for batch in own["batches"] for _, key in batch["keys"]}
+    return all(key in seen for batch in batches_of(*ranks) for _, key in batch["keys"])
 
 
 def _walks_all(step: StepOfJob, loader: Record) -> bool:
@@ -137,16 +144,15 @@ def _are_elsewhere(found: Mapping[tuple[int, int], int], own: Mapping[tuple[int,
 
 
 def _filled_late(step: StepOfJob) -> Difference | None:
-    """A padded batch that was fetched in the previous step, as by Accelerate."""
-    own, *ranks = (entered(each, by="unpadded") for each in (step.one, *step.ranks))
-    more, seen = sum(ranks, Counter[int]()), entered(*step.runs.one["steps"], by="unpadded")
-    rows = [sum(len(batch["keys"]) for batch in each["batches"]) for each in (step.one, *step.ranks)]
-    counts = [each.total() for each in (own, *ranks)]
-    is_late = step.runs.one["facts"]["loaders"] and rows[0] != counts[0] and rows[1:] != counts[1:]
-    if not is_late or not own.keys() <= more.keys() <= seen.keys() or more.total() <= counts[0]:
+    """A padded batch that was fetched in an earlier step, as by Accelerate."""
+    own, *ranks = _until(step)
+    samples, counts = Samples(ranks, own), [entered(each).total() for each in (step.one, *step.ranks)]
+    rows = [sum(batch["rows"] for batch in batches_of(each)) for each in (step.one, *step.ranks)]
+    is_late = own["batches"] and rows[0] != counts[0] and rows[1:] != counts[1:]
+    if not is_late or samples.missing or not samples.extra or sum(counts[1:]) <= counts[0] or not _come_again(step):
         return None
     measured = f"one process had {counted(counts[0], 'sample')}, the ranks {_joined(counts[1:])}"
-    return step.found("samples", "padded", measured, extra=counted(more.total() - counts[0], "sample"))
+    return step.found("samples", "padded", measured, extra=counted(samples.extra, "sample"))
 
 
 # ---- inputs and outputs ------------------------------------------------------------------------------

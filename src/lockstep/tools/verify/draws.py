@@ -157,7 +157,7 @@ class DrawWatch:
         return None if axis is None else self._in_own_order(own, every, place, axis).to(own.device)
 
     def _in_own_order(self, own: Tensor, every: list[list[_Draw]], place: int, axis: int) -> Tensor:
-        order, size = self._order_of_ranks(), own.size(axis)
+        order, size = self._order_of_ranks(sum(draws[place]["values"].size(axis) for draws in every)), own.size(axis)
         per_piece = _draws_per_piece(every, len(order), size)
         piece, first = divmod(place, per_piece)
         drawn = [_filled_up(each["values"], own, axis) for draws in every for each in draws[first::per_piece]]
@@ -190,21 +190,37 @@ class DrawWatch:
             return None
         return torch.cat([_filled_up(each, own, 0) for each in parts]).to(own.device)
 
-    def _order_of_ranks(self) -> list[int]:
-        """For each sample of the last batch, its position in the concatenation of the ranks' batches."""
+    def _order_of_ranks(self, rows: int = 0) -> list[int]:
+        """For each sample of the last batch, its position in the concatenation of the ranks' batches.
+
+        If that has other than `rows` samples, but the first of its loader's batches without a backward pass has as
+        many, it is taken instead: batches may be fetched ahead.
+        """
         # If several steps use one batch, it belongs to an earlier step.
         steps = [*self._recorder.steps, self._recorder.step]
-        number = next((number for number in reversed(range(len(steps))) if steps[number]["batches"]), None)
-        if number is None:
+        batches = [
+            (number, place, batch) for number, step in enumerate(steps) for place, batch in enumerate(step["batches"])
+        ]
+        if not batches:
             return []
+        order, loader = self._order_in(*batches[-1]), batches[-1][2]["loader"]
+        batches = [each for each in batches if each[2]["loader"] == loader]
+        done = sum(len(step["backwards"]) for step in steps)
+        if rows in (0, len(order)) or done >= len(batches):
+            return order
+        earlier = self._order_in(*batches[done])
+        return earlier if len(earlier) == rows else order
+
+    def _order_in(self, number: int, place: int, batch: dict[str, Any]) -> list[int]:
+        """`_order_of_ranks` of the batch at this place in the step of this number."""
         if number not in self._keys:
             self._of_ranks(number)
-        batches, theirs = steps[number]["batches"], self._keys[number]
-        parts = theirs[len(batches) - 1] if len(batches) <= len(theirs) else []
+        theirs = self._keys[number]
+        parts = theirs[place] if place < len(theirs) else []
         places: dict[int, list[int]] = {}
-        for place, key in enumerate(parts):
-            places.setdefault(key, []).append(place)
-        order = [places[key].pop(0) for _, key in batches[-1]["keys"] if places.get(key)]
+        for position, key in enumerate(parts):
+            places.setdefault(key, []).append(position)
+        order = [places[key].pop(0) for _, key in batch["keys"] if places.get(key)]
         return order if len(order) == len(parts) else []
 
 

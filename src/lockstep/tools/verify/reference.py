@@ -191,17 +191,20 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
     Also empty if a sample comes twice in any pass: only one batch of a further epoch may have been seen.
     """
     found = dict[int, list[list[int]]]()
-    if verdict.first not in OTHER_ORDER and not _has_other_batches(runs, verdict) and not _ends_early(runs, verdict):
+    # Draws for parts of samples, such as nodes of graphs, can only be given in the ranks' order.
+    joins = verdict.code == 1 and any(batch["joins"] for batch in batches_of(*runs.one["steps"][:1]))
+    is_other = verdict.first in OTHER_ORDER or _has_other_batches(runs, verdict) or _ends_early(runs, verdict)
+    if not joins and not is_other:
         return found
-    for number, passes in enumerate(zip(*(each["facts"]["passes"] for each in runs.ranks), strict=False)):
-        if not passes[0]["trains"]:
-            continue
-        joined = _one_order([one["asked"] for one in passes])
+    # Evaluations may be rank 0's alone.
+    trains = [[each for each in enumerate(rank["facts"]["passes"]) if each[1]["trains"]] for rank in runs.ranks]
+    for (number, first), *others in zip(*trains, strict=False):
+        joined = _one_order([first["asked"], *(one["asked"] for _, one in others)])
         if joined is None:
             return {}
         own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": (), "finished": False}][0]
         is_short = own["finished"] and len(own["asked"]) < len(joined)
-        given = _in_sizes_of(own["asked"], joined, is_short)
+        given = _in_sizes_of(own["asked"], joined, is_short, joins)
         found |= {number: given} if given else {}
     return found
 
@@ -211,10 +214,12 @@ def _ends_early(runs: Runs, verdict: Verdict) -> bool:
     return verdict.first == ("steps", "number-of-steps") and len({len(each["steps"]) for each in runs.ranks}) == 1
 
 
-def _in_sizes_of(own: Sequence[list[int] | None], joined: list[list[int]], is_short: bool) -> list[list[int]]:
+def _in_sizes_of(
+    own: Sequence[list[int] | None], joined: list[list[int]], is_short: bool, in_order: bool
+) -> list[list[int]]:
     """The ranks' joined batches, cut into parts if one process accumulates over more; empty if it already has them."""
-    has_them = own and not is_short
-    if not joined or (has_them and all(sorted(a) == sorted(b or ()) for a, b in zip(joined, own, strict=False))):
+    has_them, sort = own and not is_short, list if in_order else sorted
+    if not joined or (has_them and all(sort(a) == sort(b or ()) for a, b in zip(joined, own, strict=False))):
         return []
     first = own[0] if own else None
     size = len(first) if first and len(joined[0]) % len(first) == 0 else len(joined[0])

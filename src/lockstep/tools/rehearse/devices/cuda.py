@@ -292,7 +292,7 @@ def install() -> None:
     _install_nvtx()
     replace(torch.cuda, "_cudart", _cudart())
     replace(torch.cuda, "default_generators", tuple(map(generator_of, range(devices.total))))
-    replace(torch.version, "cuda", _CUDA_VERSION)
+    replace(torch.version, "cuda", torch.version.cuda or _CUDA_VERSION)
     replace(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
     wrap(torch.autograd.profiler.profile, "__init__", _profile_host)
     # Called by every RNN; a CPU build's own function warns.
