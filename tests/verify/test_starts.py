@@ -162,10 +162,10 @@ BY_CONSTANT = """
 """
 
 
-def verdict_on(program: str, folder: Path, *args: str, nproc: int = 2) -> tuple[Verdict, str]:
+def verdict_on(program: str, folder: Path, *args: str, nproc: tuple[int, ...] = (2,)) -> tuple[Verdict, str]:
     script = folder / "main.py"
     script.write_text(textwrap.dedent(TRAINS.replace("PORT", str(find_free_port())) + program))
-    (verdict,) = verify(Verification(str(script), args, nproc=(nproc,)))
+    (verdict,) = verify(Verification(str(script), args, nproc=nproc))
     return verdict, " ".join(format_text("main.py", [verdict]).split())
 
 
@@ -203,7 +203,7 @@ def test_they_have_the_seeds_of_new_processes(tmp_path: Path) -> None:
 
 
 def test_their_number_is_what_the_script_says(tmp_path: Path) -> None:
-    verdict, text = verdict_on(BY_NUMBER, tmp_path, "mean", nproc=3)
+    verdict, text = verdict_on(BY_NUMBER, tmp_path, "mean", nproc=(3, 4))
     assert (verdict.code, verdict.world_size) == (0, 2)
     assert "the script starts 2 ranks, whatever --nproc says" in text
 

@@ -38,7 +38,7 @@ def verify(what: Verification) -> list[Verdict]:
         what: the script and options.
 
     Returns:
-        A verdict for each number of ranks.
+        A verdict for each number of ranks, or one for the number that the script starts, whatever it is asked for.
 
     Raises:
         LaunchError: the script cannot be started as requested.
@@ -53,14 +53,17 @@ def verify(what: Verification) -> list[Verdict]:
     from lockstep.tools.verify import session
     from lockstep.tools.verify.verdict import Verdict
 
-    verdicts = []
+    verdicts = dict[int, Verdict]()
     for world_size in what.nproc:
         folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
         try:
-            verdicts.append(session.verify_at(what, world_size, folder))
+            verdict = session.verify_at(what, world_size, folder)
         except Exception:
             words = f"lockstep verify itself failed, not the script:\n{traceback.format_exc()}"
-            verdicts.append(Verdict(world_size, unknown=words))
+            verdict = Verdict(world_size, unknown=words)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    return verdicts
+        verdicts[verdict.world_size] = verdict
+        if verdict.world_size != world_size:
+            break
+    return [*verdicts.values()]

@@ -75,8 +75,10 @@ _WORDS = {
         "that pass compares samples with each other",
     ),
     "number-of-steps": (
-        "each rank decides for itself when to step, skip or stop: by a length, size or loss of its own part",
-        "agree across ranks: lockstep.mean(loss * len(y), len(y)), lockstep.any(…), the loader's length",
+        "each rank decides for itself when to step, skip or stop: by a length, size or loss of its own part; or the "
+        "ranks' sampler leaves out samples that one process trains on",
+        "agree across ranks: lockstep.mean(loss * len(y), len(y)), lockstep.any(…), the loader's length; drop_last "
+        "for the sampler and the loader, or for neither",
     ),
     # samples
     "no-sampler": (
