@@ -407,7 +407,7 @@ def test_a_pass_that_does_not_train_is_no_epoch(trains: bool) -> None:
         "drawn": [[1, 2]],
     }
     facts = {
-        "loaders": [{"shuffles": True}],
+        "loaders": [{"shuffles": True, "own": False}],
         "made": [],
         "saves": [],
         "untrained": {},
