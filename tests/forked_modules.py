@@ -100,12 +100,7 @@ def _become_module(
     code = 1
     try:
         os.setsid()
-        most = forked._MOST_DESCRIPTORS
-        for descriptor in kept:  # one, and those above it are closed here
-            forked._MOST_DESCRIPTORS = descriptor
-            os.closerange(descriptor + 1, most)
-        forked._take(env, streams)
-        forked._MOST_DESCRIPTORS = most
+        forked._take(env, streams, kept)
         sys.argv[1:] = words[1:]
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0

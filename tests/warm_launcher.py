@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from forked_modules import fork_the_ranks, fork_the_ways
 from namespace_host import fork_within
 
+from lockstep.launch.forked import empty_inherited_descriptors
 from lockstep.testing import limit_s
 
 # The first optimizer and the first DDP of a process import torch._dynamo. lockstep.compat.install is left to the ranks,
@@ -236,7 +237,7 @@ def _fork(request: Mapping[str, Any]) -> int:
     if pid == 0:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
-        os.closerange(3, 1 << 16)  # pipes of other commands among them, which end with the server
+        empty_inherited_descriptors()  # pipes of other commands among them, which end with the server
         _run(request)
     for stream in streams:
         os.close(stream)

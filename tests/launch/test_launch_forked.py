@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,10 +27,19 @@ facts = {
 sys.exit(int(sys.argv[2]) if os.environ["RANK"] == "1" else 0)
 """
 
+# Frees files of the launcher after it has opened its own, and then uses these.
+FREES = """
+import os, sys
+own = [os.open(__file__, os.O_RDONLY) for _ in range(100)]
+sys.modules["a_marker"].files.clear()
+for each in own:
+    os.fstat(each)
+"""
 
-def _launch(folder: Path, code: int) -> int:
+
+def _launch(folder: Path, code: int, text: str = SCRIPT) -> int:
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     variables = {**env.snapshot(), "OF_THIS_JOB": "yes"}
     variables.pop("OF_THE_LAUNCHER", None)
     config = LaunchConfig(
@@ -68,3 +79,13 @@ def test_a_forked_rank_has_the_launchers_modules_and_all_else_of_its_own(
 
 def test_the_exit_code_of_a_forked_rank_is_that_of_the_job(tmp_path: Path) -> None:
     assert _launch(tmp_path, 7) == 7
+
+
+def test_what_the_launcher_had_open_closes_nothing_of_a_forked_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [io.FileIO(os.devnull) for _ in range(20)]
+    monkeypatch.setitem(sys.modules, "a_marker", SimpleNamespace(files=files))  # type: ignore[arg-type]
+    assert _launch(tmp_path, 0, FREES) == 0
+    for file in files:
+        file.close()

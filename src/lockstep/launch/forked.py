@@ -23,9 +23,8 @@ from typing import NoReturn
 from lockstep import env
 from lockstep.launch import worker
 
-__all__ = ["ForkedProcess"]
+__all__ = ["ForkedProcess", "empty_inherited_descriptors"]
 
-_MOST_DESCRIPTORS = 1 << 16
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGCHLD)
 
 
@@ -84,8 +83,8 @@ def _become_rank(arguments: list[str], environment: Mapping[str, str], streams: 
         _end(code)
 
 
-def _take(environment: Mapping[str, str], streams: tuple[int | None, ...]) -> None:
-    """Replace what belongs to the launcher: its signal handlers, descriptors, streams, variables and exit handlers."""
+def _take(environment: Mapping[str, str], streams: tuple[int | None, ...], kept: tuple[int, ...] = ()) -> None:
+    """Replace what belongs to the launcher: its signal handlers, descriptors but `kept`, variables, exit handlers."""
     signal.set_wakeup_fd(-1)
     for number in _HEARD:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -95,14 +94,26 @@ def _take(environment: Mapping[str, str], streams: tuple[int | None, ...]) -> No
             os.dup2(os.open(os.devnull, os.O_RDWR), target)
         elif source is not None:
             os.dup2(source, target)
-    # These are not closed again in this process: their owners are on the stack, and never run again.
-    os.closerange(3, _MOST_DESCRIPTORS)
+    empty_inherited_descriptors(kept)
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, closefd=False, errors="replace") for number, mode in ((0, "r"), (1, "w"), (2, "w"))
     )
     atexit._clear()
     atexit.register(util._exit_function)  # type: ignore[attr-defined]  # joins the script's own processes
     env.replace(environment)
+
+
+def empty_inherited_descriptors(kept: tuple[int, ...] = ()) -> None:
+    """Make all descriptors but `kept` and the standard ones refer to /dev/null.
+
+    Not closed: an object from before the fork closes its descriptor when it is freed, maybe much later. By then the
+    number would be that of a socket of this process.
+    """
+    inherited = [int(number) for number in os.listdir("/proc/self/fd")]
+    null = os.open(os.devnull, os.O_RDWR)  # its number was that of the listing
+    for number in inherited:
+        if number > 2 and number not in (null, *kept):
+            os.dup2(null, number, inheritable=False)
 
 
 def _end(code: int) -> NoReturn:

@@ -334,9 +334,9 @@ def read_ranks(step: StepOfJob) -> Difference | None:
     return None
 
 
-def _passes_begun(ranks: Record, number: int) -> int:
+def _passes_begun(rank: Record, number: int) -> int:
     """How often a rank has begun to train on its data, up to a step."""
-    batches = (batch for each in ranks["steps"][:number] for batch in each["batches"])
+    batches = (batch for each in rank["steps"][:number] for batch in each["batches"])
     return len({(batch["loader"], batch["pass"]) for batch in batches})
 
 
