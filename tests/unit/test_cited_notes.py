@@ -10,6 +10,8 @@ import pytest
 
 from docs.site.notes import CITATION, ROOT, Note, find_notes, page, slug
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 FOLDERS = ("src", "tests", "docs", "benchmarks", "examples")
 ABOUT_NOTES = {Path(__file__), Path(__file__).with_name("test_site.py"), *(ROOT / "docs" / "site").glob("*.py")}
 READ = sorted(

@@ -22,6 +22,8 @@ import lockstep
 from lockstep.metrics import Accuracy, Mean, synchronize
 from lockstep.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 SOURCE = Path(lockstep.__file__).parent
 FOLDERS = ("shm", "comm", "parallel", "data", "metrics", "batch", "rendezvous", "compat/horovod")
 # The constructors of torch that ask for the default device.

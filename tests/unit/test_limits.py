@@ -11,6 +11,8 @@ import pytest
 
 from lockstep.testing import limit_s, limits
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 TESTS = Path(__file__).parents[1]
 # Calls that wait for something, by the name of what is called; those of programs in strings are not seen.
 WAITING = {"run", "communicate", "wait", "join", "result", "get"}
