@@ -398,10 +398,7 @@ def _sharded_tables(result: Result) -> tuple[Section, Section]:
         time_rows.append([label, *map(_time_with_spread, (bound, *times))])
     names = [CONTESTANT_NAMES[name] for name in _SHARDED]
     header = ["", "computing, and waiting for the slowest rank", *(f"{name} takes" for name in names)]
-    memory_rows = [
-        [where.replace("mlp_50m", "50M parameters").replace("mlp_10m", "10M parameters"), *map(_gib, found.values())]
-        for where, found in _memory_of(result).items()
-    ]
+    memory_rows = [[_in_words(where), *map(_gib, found.values())] for where, found in _memory_of(result).items()]
     memory = markdown_table(["all ranks together, Adam", "torch DDP on gloo", "lockstep, sharded"], memory_rows)
     times_table = markdown_table(["", CONTESTANT_NAMES["bound"], *names], time_rows)
     others = [
@@ -418,6 +415,16 @@ def _sharded_tables(result: Result) -> tuple[Section, Section]:
 def _memory_of(result: Result) -> dict[str, dict[str, float]]:
     found: Any = result.settings["resident_bytes"]
     return dict(found)
+
+
+def _in_words(where: str) -> str:
+    for model, words in (
+        ("deep_50m", "50M parameters in 12 layers"),
+        ("mlp_50m", "50M parameters"),
+        ("mlp_10m", "10M parameters"),
+    ):
+        where = where.replace(model, words)
+    return where
 
 
 def _gib(num_bytes: float) -> str:
