@@ -211,18 +211,18 @@ def _step_of(made: Made, group: dist.ProcessGroup | None = None) -> Callable[[],
     return step
 
 
-def _begin(job: Job) -> tuple[Groups, nn.Module]:
+def _make_groups() -> Groups:
     warnings.simplefilter("ignore")
-    groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "lockstep")}
-    torch.manual_seed(0)  # the same weights on all ranks and for all contestants
-    return groups, _build(str(job["model"]))
+    return {backend: dist.new_group(backend=backend) for backend in ("gloo", "lockstep")}
 
 
 def _measure_on_rank(job: Job) -> object:
     """Body of one rank."""
     optimizer, budget = str(job["optimizer"]), job["budget"]
     assert isinstance(budget, dict)
-    groups, original = _begin(job)
+    groups = _make_groups()
+    torch.manual_seed(0)  # the same weights on all ranks and for all contestants
+    original = _build(str(job["model"]))
     parameters: Parameters = {"world_size": dist.get_world_size(), "model": str(job["model"]), "optimizer": optimizer}
     made: dict[str, Made] = {}
     implementations: dict[str, str] = {}
@@ -250,11 +250,10 @@ def _measure_on_rank(job: Job) -> object:
 
 def _resident_on_rank(job: Job) -> object:
     """What one contestant takes with Adam, in bytes over all ranks."""
-    groups, original = _begin(job)
-    name = str(job["contestant"])
+    groups, name = _make_groups(), str(job["contestant"])
     warm = _make(name, nn.Linear(_INPUTS, _CLASSES), "adam", "fused", groups)
     _step_of(warm, groups["lockstep"])()
-    del original
+    # No model of this size has been made yet: what glibc would keep of it could be used without being counted.
     before = _resident_bytes()
     torch.manual_seed(0)
     made = _make(name, _build(str(job["model"])), "adam", "fused", groups)
