@@ -126,6 +126,22 @@ def test_what_one_process_draws_as_the_ranks_do_is_not_said_to_be_given(tmp_path
     assert "random numbers drawn within" not in text
 
 
+def test_a_script_that_fails_without_gpus_is_said_to_have_been_given_some(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        model, optimizer = trained(nn.SyncBatchNorm.convert_sync_batchnorm(net))
+        for x, y in lockstep.DataLoader(data, 10, drop_last=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+        tmp_path,
+    )
+    assert verdict.code == 0, text
+    assert "without GPUs this script fails with ValueError: SyncBatchNorm" in " ".join(text.split())
+
+
 def test_epochs_that_are_alike_on_one_process_too_are_no_finding(tmp_path: Path) -> None:
     verdict, text = verdict_on(
         """

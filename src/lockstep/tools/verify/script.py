@@ -211,7 +211,7 @@ class Script:
         has_failed = code or not any(each["steps"] for each in ranks)
         if not self._may_want_gpus(ranks, bool(has_failed)):
             return code, ranks
-        without = self.folder
+        without, failure_without = self.folder, self.failure(RANKS) if code else ""
         self.folder, self.devices = Path(tempfile.mkdtemp(prefix="gpus-", dir=without)), self.world_size
         code_of_gpus, ranks_of_gpus = self._run_as_many()
         trains = bool(first_steps(ranks_of_gpus)) and train_apart(ranks_of_gpus) < train_apart(ranks)
@@ -220,9 +220,9 @@ class Script:
             self.notes += [f"{_WITHOUT_STAND_INS}: {failure}"] if failure else []
             self.folder, self.devices = without, 0
             return code, ranks
-        if not code:
-            what = "this script does nothing" if has_failed else "the ranks of this script train separately"
-            self.notes.append(f"devices: without GPUs {what}; {_ON_STAND_INS}")
+        what = "this script does nothing" if has_failed else "the ranks of this script train separately"
+        what = f"this script fails with {failure_without}" if failure_without else what
+        self.notes.append(f"devices: without GPUs {what}; {_ON_STAND_INS}")
         return code_of_gpus, ranks_of_gpus
 
     def _may_want_gpus(self, ranks: Sequence[Record], has_failed: bool) -> bool:
