@@ -126,28 +126,29 @@ def test_what_one_process_draws_as_the_ranks_do_is_not_said_to_be_given(tmp_path
     assert "random numbers drawn within" not in text
 
 
-def test_a_script_that_fails_without_gpus_is_said_to_have_been_given_some(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("net", "loader", "note"),
+    [
+        pytest.param(
+            "nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)))",
+            "lockstep.DataLoader(data, 10, drop_last=True)",
+            "without GPUs this script fails with ValueError: SyncBatchNorm",
+            id="that it fails without GPUs",
+        ),
+        pytest.param(
+            "nn.Linear(6, 4)",
+            "lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0)",
+            "all epochs have the order of the first, on one process, too",
+            id="that its epochs are alike",
+        ),
+    ],
+)
+def test_of_a_right_script_it_is_noted(net: str, loader: str, note: str, tmp_path: Path) -> None:
     verdict, text = verdict_on(
-        """
-        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-        model, optimizer = trained(nn.SyncBatchNorm.convert_sync_batchnorm(net))
-        for x, y in lockstep.DataLoader(data, 10, drop_last=True):
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-        """,
-        tmp_path,
-    )
-    assert verdict.code == 0, text
-    assert "without GPUs this script fails with ValueError: SyncBatchNorm" in " ".join(text.split())
-
-
-def test_epochs_that_are_alike_on_one_process_too_are_no_finding(tmp_path: Path) -> None:
-    verdict, text = verdict_on(
-        """
-        model, optimizer = trained(nn.Linear(6, 4))
+        f"""
+        model, optimizer = trained({net})
         for epoch in range(2):
-            for x, y in lockstep.DataLoader(data, batch_size=10, shuffle=True, seed=0):
+            for x, y in {loader}:
                 optimizer.zero_grad()
                 cross_entropy(model(x), y).backward()
                 optimizer.step()
@@ -155,7 +156,7 @@ def test_epochs_that_are_alike_on_one_process_too_are_no_finding(tmp_path: Path)
         tmp_path,
     )
     assert verdict.code == 0, text
-    assert "all epochs have the order of the first, on one process, too" in " ".join(text.split())
+    assert note in " ".join(text.split())
 
 
 @pytest.mark.parametrize("loss", ["(z.T @ z / 5).square().sum()", "cross_entropy(z, y, reduction='sum') / 5"])

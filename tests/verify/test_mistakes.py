@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tracemalloc
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -394,26 +395,22 @@ def test_accelerate_draws_another_order_and_fills_up_the_last_batch(
     assert any(note.startswith("order: ") for note in verdict.notes) == (count == "24")
 
 
+def causes_of_epochs(loaders: Sequence[Mapping[str, bool]], *passes: Mapping[str, Any]) -> list[str]:
+    """The causes found in passes that all begin with the same samples, of loaders by number."""
+    one: dict[str, Any] = {"loader": 0, "anew": False, "line": "", "optimizer": 0, "trains": True, "finished": True}
+    one |= {"keys": [[(1, 1), (2, 2)]], "drawn": [[1, 2]]}
+    facts: dict[str, Any] = {"loaders": loaders, "made": [], "saves": [], "untrained": {}, "begun": [], "texts": []}
+    facts["passes"] = [{**one, **each} for each in passes]
+    found, _ = judge([facts, facts], facts)
+    return [each.cause for each in found]
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_pass_that_does_not_train_is_no_epoch(trains: bool) -> None:
-    one = {
-        "loader": 0,
-        "anew": False,
-        "line": "",
-        "optimizer": 0,
-        "trains": True,
-        "finished": True,
-        "keys": [[(1, 1), (2, 2)]],
-        "drawn": [[1, 2]],
-    }
-    facts = {
-        "loaders": [{"shuffles": True, "own": False}],
-        "made": [],
-        "saves": [],
-        "untrained": {},
-        "begun": [],
-        "passes": [{**one, "trains": trains}, one],
-        "texts": [],
-    }
-    found, _ = judge([facts, facts], facts)
-    assert [each.cause for each in found] == (["set-epoch"] if trains else [])
+    found = causes_of_epochs([{"shuffles": True, "own": False}], {"trains": trains}, {})
+    assert found == (["set-epoch"] if trains else [])
+
+
+def test_a_loader_whose_epochs_are_alike_by_right_hides_no_other_one() -> None:
+    loaders = [{"shuffles": False, "own": True}, {"shuffles": True, "own": False}]
+    assert causes_of_epochs(loaders, {}, {}, {"loader": 1}, {"loader": 1}) == ["set-epoch"]

@@ -69,20 +69,21 @@ def _same_epochs(facts: Facts, one: Facts) -> tuple[list[Difference], list[str]]
 
     A note if `lockstep.DataLoader` shuffles one process's epochs alike, too: then the answer is that of one process.
     """
+    notes = list[str]()
     for number, loader in enumerate(facts["loaders"]):
         epochs, own = _epochs_of(facts, number), _epochs_of(one, number)
         if not _begin_alike(epochs):
             continue
         line, anew = epochs[0]["line"], all(each["anew"] for each in epochs)
         if loader["own"] and _begin_alike(own):
-            return [], [_ALIKE_IN_ONE.format(line=line)] * (loader["shuffles"] and anew)
-        if loader["shuffles"] or any(each["drawn"] != own[0]["drawn"] for each in own):
+            notes += [_ALIKE_IN_ONE.format(line=line)] * (loader["shuffles"] and anew)
+        elif loader["shuffles"] or any(each["drawn"] != own[0]["drawn"] for each in own):
             but = "though the sampler shuffles" if loader["shuffles"] else "but not on one process"
             measured = f"the second epoch began with the same {counted(len(epochs[0]['keys'][0]), 'sample')} as the "
             measured += f"first, in the same order, {but}"
             cause = "set-epoch anew" if anew else "set-epoch never" if loader["shuffles"] else "set-epoch alone"
-            return [difference(0, "samples", cause, measured, _some(line))], []
-    return [], []
+            return [difference(0, "samples", cause, measured, _some(line))], notes
+    return [], notes
 
 
 def _begin_alike(epochs: Sequence[Facts]) -> bool:
