@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -516,12 +516,15 @@ class Engine:
         self._symmetric.add(region)
         return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
 
-    def run_steps(self, text: str, between: Callable[[], None] | None = None, key: object = None) -> None:
+    def run_steps(
+        self, text: str, between: Callable[[], Iterable[None] | None] | None = None, key: object = None
+    ) -> None:
         """Run one collective of two steps with work in between, for protocols over a separate region. Collective.
 
         Args:
             text: describes it; compared between ranks.
-            between: called when all ranks have arrived; has finished on all ranks when this returns.
+            between: called when all ranks have arrived; has finished on all ranks when this returns. If it is a
+                generator, all ranks also meet at each yield, of which they have the same number.
             key: determines the fingerprint instead of the text, if the text leaves something out.
 
         Raises:
@@ -532,8 +535,8 @@ class Engine:
 
         def body(timeout_s: float) -> None:
             self._algorithms.barrier(timeout_s)
-            if between is not None:
-                between()
+            for _ in (between is not None and between()) or ():
+                self._algorithms.barrier(timeout_s)
             self._algorithms.barrier(timeout_s)
 
         self._submit(text if key is None else key, lambda: text, body, [], False, None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lockstep.comm import clock
 from lockstep.comm.engine import Engine
 from lockstep.comm.flight_recorder import fingerprint
-from lockstep.comm.wording import describe_tensor
+from lockstep.comm.wording import describe_shape
 from lockstep.errors import CollectiveMismatch
 from lockstep.parallel.buckets import BucketPlan, copy_all, view_like
 from lockstep.parallel.claims import ADVICE
@@ -240,7 +240,7 @@ class SymmetricTransport:
 
         by_rank: list[Words] = []
 
-        def between() -> None:
+        def between() -> Iterator[None]:
             for said in self._said:
                 signs, sample, batches = self._words[said]
                 by_rank.append(Words(batches=batches, sample=sample, signs=signs))
@@ -248,6 +248,7 @@ class SymmetricTransport:
                 assert mail is not None
                 mail.read(buffers)
             self._reduce_rest()
+            yield from self._meet_again()
 
         for index, word in enumerate((words.signs, words.sample, words.batches), self._said[self._rank].start):
             self._words[index] = word
@@ -284,8 +285,12 @@ class SymmetricTransport:
             if bucket not in self._reduced:
                 self._reduce(bucket)
 
+    def _meet_again(self) -> Iterable[None]:
+        """What is left after the ranks have met, with a yield wherever they meet once more; nothing here."""
+        return ()
+
     def _describe(self) -> str:
-        sizes = [describe_tensor(part[self._rank]) for part in self._parts]
+        sizes = [describe_shape(plan.dtype, (plan.numel,)) for plan in self._plans]
         if len(sizes) > 8:
             sizes[8:] = [f"… {fingerprint(str(sizes)):x}"]  # the rest, abbreviated
         failed = ""

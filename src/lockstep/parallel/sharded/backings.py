@@ -137,7 +137,8 @@ class Backing:
         """Check that every gradient is averaged over all ranks. Collective if gradients were set by hand."""
         others = [each for each in self._gradients if not (each.is_held or each.share.gradient is None)]
         is_late = any(
-            each.is_held and (each.added is not None or not each.share.has_gradient) for each in self._gradients
+            each.is_sent or (each.is_held and (each.added is not None or not each.share.has_gradient))
+            for each in self._gradients
         )
         if not is_late and others:
             assert self.group is not None

@@ -45,12 +45,15 @@ class ShardedGradient(torch.Tensor):
     Attributes:
         share: this rank's share.
         added: this rank's sum of backward passes since the averaging; None if there were none.
+        sent: what an engine sets as `.grad` when the gradient has left, until the ranks have met; None if gradients
+            stay in place until then.
     """
 
     share: Share
     mates: Sequence[ShardedGradient]
     group: dist.ProcessGroup
     added: torch.Tensor | None
+    sent: torch.Tensor | None
 
     __torch_function__ = plain_torch_function
 
@@ -68,7 +71,12 @@ class ShardedGradient(torch.Tensor):
         owner: weakref.ref[Optimizer],
     ) -> None:
         self.share, self.mates, self.group, self.owner = share, mates, group, owner
-        self.added = None
+        self.added = self.sent = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the gradient has left, and the ranks have not met since."""
+        return self.sent is not None and self.share.gradient is self.sent
 
     @property
     def is_held(self) -> bool:

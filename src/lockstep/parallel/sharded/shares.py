@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.shm.algorithms import reduce_into, share_bounds
-from lockstep.shm.kernels import Kernel
+from lockstep.shm.kernels import Kernel, divide
 
 __all__ = ["Share", "flat_of", "layout_of", "shaped_like", "share_out"]
 
@@ -74,8 +74,8 @@ def layout_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
 class Share:
     """This rank's share of one parameter.
 
-    Its gradient is that of one backward pass: `expect` gives the location of each rank's elements. The mean is computed
-    in the memory of one of them, once, when it is first needed.
+    Its gradient is that of one backward pass: `expect_sum` gives the location of the sum over ranks, `expect` that of
+    each rank's elements. The mean is computed there, once, when it is first needed.
 
     Args:
         parameter: the parameter; its shape and strides must not change.
@@ -99,7 +99,8 @@ class Share:
         self.carried: torch.Tensor | None = None
         self._mean: torch.Tensor | None = None
         self._sources: Sequence[torch.Tensor] = ()  # until the mean has been made
-        self._kernel: Kernel | None = None
+        self._kernel: Kernel | None = None  # None if the source is the sum
+        self._divisor = 1
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -140,6 +141,21 @@ class Share:
         self._mean, self._sources, self._kernel = target, sources, kernel
         self.norms.clear()
 
+    def expect_sum(self, total: torch.Tensor | None, count: int) -> None:
+        """Note that a backward pass is sent.
+
+        Args:
+            total: the sum of this share's elements over all ranks, flat, once the ranks have met; its dtype may be
+                wider than the gradient's. None if there are no elements.
+            count: number of ranks.
+        """
+        if total is None or total.dtype != self.parameter.dtype:
+            self._mean = torch.empty(self.numel, dtype=self.parameter.dtype, device="cpu")
+        else:
+            self._mean = total
+        self._sources, self._kernel, self._divisor = (self._mean if total is None else total,), None, count
+        self.norms.clear()
+
     def drop(self) -> None:
         """Drop the gradient of the last pass."""
         self._mean = self.carried = None
@@ -164,9 +180,13 @@ class Share:
     def mean_of(self, start: int, stop: int) -> torch.Tensor:
         """A part of the mean, in elements of this rank's share; compute each part once, then call `settle`."""
         assert self._mean is not None
-        assert self._kernel is not None
         own = self._mean[start:stop]
-        if len(self._sources) > 1:
+        if self._sources and self._kernel is None:
+            total = self._sources[0][start:stop]
+            divide(total, self._divisor)
+            if total.dtype != own.dtype:
+                own.copy_(total)
+        elif len(self._sources) > 1 and self._kernel is not None:
             reduce_into([own], [each[start:stop] for each in self._sources], self._kernel)
         if self._sources and self.carried is not None:
             own.add_(self.carried[start:stop])

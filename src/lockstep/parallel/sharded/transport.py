@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +13,12 @@ import torch.distributed as dist
 
 from lockstep.comm.backend import backend_name, engine_of
 from lockstep.comm.engine import Engine
-from lockstep.parallel.buckets import BucketPlan, copy_all
+from lockstep.parallel.buckets import BucketPlan, view_like
+from lockstep.parallel.rank_agreement import Words
 from lockstep.parallel.sharded.exchange import WORTH_SENDING
 from lockstep.parallel.sharded.gradients import ShardedGradient
-from lockstep.parallel.sharded.shares import Share, flat_of
+from lockstep.parallel.sharded.shares import flat_of
+from lockstep.parallel.sharded.sums import SumsInTurns
 from lockstep.parallel.symmetric import SymmetricTransport
 from lockstep.shm.kernels import find_kernel
 
@@ -34,77 +38,88 @@ def begin_pass(stand_ins: Iterable[ShardedGradient]) -> None:
 class ShardedTransport(SymmetricTransport):
     """A `SymmetricTransport` that leaves averaging of some parameters' gradients to the owners of shares.
 
-    Their buckets contain nothing else. After `finish` the ranks have met, and every rank may compute the means of its
-    shares until the next backward pass overwrites the gradients, which it does only after waiting for all ranks.
+    These are summed in turns (`sums.py`), in memory of their own. After `finish` every rank may compute the means of
+    its shares until the next backward pass.
 
     Args:
-        plans: the parameters in each bucket, and their positions.
+        plans: the parameters in each bucket, and their positions; sharded ones share no bucket with others.
         engine: engine of a group whose ranks share memory.
         stand_ins: `.grad` of the sharded parameters after `finish`, by index.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], engine: Engine, stand_ins: Mapping[int, ShardedGradient]) -> None:
-        super().__init__(plans, engine)
+        sharded = {bucket: plan for bucket, plan in enumerate(plans) if plan.placements[0].index in stand_ins}
+        others = list(plans)
+        for bucket, plan in sharded.items():
+            others[bucket] = replace(plan, placements=(), numel=0)
+        super().__init__(others, engine)
+        self._plans = plans
+        self._description = self._describe()
         self.stand_ins: Mapping[int, ShardedGradient] = stand_ins
-        # For each bucket the shares, and where the ranks put what they are shares of.
-        self._sharded = [self._find_shares(bucket) for bucket in range(len(plans))]
+        self._sums = SumsInTurns(sharded, {index: each.share for index, each in stand_ins.items()}, engine)
+        self._sharded = sharded
+        # Memory for `ShardedGradient.sent`, without pages as long as nobody writes to it.
+        largest = max(each.numel() * each.element_size() for each in stand_ins.values())
+        self._nothing = torch.frombuffer(mmap.mmap(-1, max(largest, 1)), dtype=torch.uint8)
         self._is_new_pass = True
 
-    def _find_shares(self, bucket: int) -> list[tuple[Share, list[torch.Tensor]]]:
-        placements = [each for each in self._plans[bucket].placements if each.index in self.stand_ins]
-        found = [(each.offset, self.stand_ins[each.index].share) for each in placements]
-        parts = self._parts[bucket]
-        return [(share, [part[at + share.first : at + share.last] for part in parts]) for at, share in found]
+    def view(self, bucket: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of `like`'s shape and strides; the memory of those of sharded parameters means nothing."""
+        if bucket not in self._sharded:
+            return super().view(bucket, offset, like)
+        (index,) = (each.index for each in self._sharded[bucket].placements if each.offset == offset)
+        sent = view_like(self._nothing[: like.numel() * like.element_size()].view(like.dtype), like)
+        self.stand_ins[index].sent = sent
+        return sent
 
     def renew(self, bucket: int) -> None:
         """Move to another address of the same shared memory."""
-        super().renew(bucket)
-        self._sharded[bucket] = self._find_shares(bucket)
+        if bucket not in self._sharded:
+            super().renew(bucket)
 
     def fill(
         self, bucket: int, offsets: Sequence[int], views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> Sequence[int]:
-        """Copy whole gradients: a share left where autograd wrote it would keep the whole gradient until the step."""
-        shares = self._sharded[bucket]
-        if not shares:
+        """Add whole gradients to the host's sums, in turns; keep them until then."""
+        if bucket not in self._sharded:
             return super().fill(bucket, offsets, views, gradients)
         if self._is_new_pass:
             self._is_new_pass = False
             begin_pass(self.stand_ins.values())
         self._carry([each for each in gradients if isinstance(each, ShardedGradient)])
-        for share, sources in shares:
-            share.expect(sources[self._rank], sources, self._kernels[bucket])
-        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for view, gradient in zip(views, gradients, strict=True):
-            own = _of_this_pass(gradient)
-            if own is None:
-                view.zero_()
-            else:
-                copied.append((view, own))
-        copy_all([view for view, _ in copied], [own for _, own in copied])
+        self._sums.fill(bucket, dict(zip(offsets, map(_of_this_pass, gradients), strict=True)))
+        if self._num_failed == 0:
+            self._sums.advance()
         return ()
 
     def _carry(self, accumulated: Sequence[ShardedGradient]) -> None:
-        """Keep gradients that were averaged, but not set to zero, to add them to the means of this pass. Collective.
-
-        All ranks compute theirs before any rank overwrites their sources.
-        """
+        """Keep gradients that were averaged, but not set to zero, to add them to the means of this pass. Collective."""
         for each in accumulated:
             each.share.carry()
-        if accumulated:
+        if accumulated:  # a rank that has set its gradients to zero would make another mean
             self._engine.run_steps("ZeroRedundancyOptimizer: gradients of two averaged backward passes")
 
     def _reduce(self, bucket: int) -> None:
-        if self._sharded[bucket]:
-            self._is_new_pass = True
-            self._reduced.add(bucket)
-        else:
+        if bucket not in self._sharded:
             super()._reduce(bucket)
 
-    def restart(self) -> None:
-        """Forget filled and published buckets."""
-        super().restart()
+    def finish(self, buffers: Sequence[torch.Tensor], words: Words) -> list[Words]:
+        """Return when all buckets hold the mean over ranks, and the sums of shares are complete. Collective."""
         self._is_new_pass = True
+        self._sums.arrive(has_failed=self._num_failed > 0)
+        return super().finish(buffers, words)
+
+    def _meet_again(self) -> Iterable[None]:
+        return self._sums.take_rest()
+
+    def restart(self) -> None:
+        """Forget filled and published buckets, and the gradients that have left for them."""
+        super().restart()
+        self._sums.restart()
+        self._is_new_pass = True
+        for each in self.stand_ins.values():
+            if each.is_sent:
+                each.share.parameter.grad = None
 
 
 def _of_this_pass(gradient: torch.Tensor | None) -> torch.Tensor | None:
