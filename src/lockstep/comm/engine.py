@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -512,19 +512,16 @@ class Engine:
         """
         numel = int(torch.Size(shape).numel())
         region = self.allocate(max(numel * dtype.itemsize, 1))
-        own = region.own
         self._symmetric.add(region)
-        return own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
+        return region.own[: numel * dtype.itemsize].view(dtype).view(tuple(shape))
 
-    def run_steps(
-        self, text: str, between: Callable[[], Iterable[None] | None] | None = None, key: object = None
-    ) -> None:
+    def run_steps(self, text: str, between: Callable[[], Any] | None = None, key: object = None) -> None:
         """Run one collective of two steps with work in between, for protocols over a separate region. Collective.
 
         Args:
             text: describes it; compared between ranks.
             between: called when all ranks have arrived; has finished on all ranks when this returns. If it is a
-                generator, all ranks also meet at each yield, of which they have the same number.
+                generator, all ranks also meet at each of its yields.
             key: determines the fingerprint instead of the text, if the text leaves something out.
 
         Raises:

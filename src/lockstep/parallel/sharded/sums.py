@@ -29,7 +29,6 @@ from lockstep.parallel.buckets import BucketPlan
 from lockstep.parallel.sharded.shares import Share, flat_of
 from lockstep.shm.kernels import find_kernel
 from lockstep.shm.sync import fence
-from lockstep.torch_private.tensors import foreach_copy_
 
 __all__ = ["SumsInTurns"]
 
@@ -135,18 +134,12 @@ class SumsInTurns:
         """Add this rank's gradients to the share of one rank."""
         flats = self._held[bucket]
         targets = self._targets[bucket][(self._rank + turn) % self._world_size]
-        totals, parts = [], []
         for position, first, last, total in targets:
             flat = flats[position]
-            if flat is not None:
-                totals.append(total)
-                parts.append(flat[first:last])
-            elif turn == 0:
-                total.zero_()
-        if totals and turn == 0:
-            foreach_copy_(totals, parts)
-        elif totals:
-            torch._foreach_add_(totals, parts)
+            if turn == 0:
+                total.zero_() if flat is None else total.copy_(flat[first:last])
+            elif flat is not None:
+                total.add_(flat[first:last])
         if turn == self._world_size - 1:
             del self._held[bucket]
 

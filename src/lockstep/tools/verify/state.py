@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.parallel.sharded.optimizer import ZeroRedundancyOptimizer
 from lockstep.tools.verify.rows import whole
 
 __all__ = ["dump_state", "load_state", "others_than", "plain_name", "write_at_once"]
@@ -42,10 +43,21 @@ def _own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _of_optimizer(optimizer: Any) -> list[dict[Any, Any]]:
-    """An optimizer's state of each parameter, returned for modification."""
+def _of_optimizer(optimizer: Any, sharded: Mapping[str, Any] | None) -> list[dict[Any, Any]]:
+    """An optimizer's parameters and the state of each, returned for modification.
+
+    Args:
+        optimizer: the optimizer.
+        sharded: its `state_dict()`, if ranks hold parts of the state.
+    """
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    return [dict(enumerate(parameters)), *(optimizer.state.get(each, {}) for each in parameters)]
+    states, keys = (optimizer.state, parameters) if sharded is None else (sharded["state"], range(len(parameters)))
+    return [dict(enumerate(parameters)), *(states.get(key, {}) for key in keys)]
+
+
+def _sharded_state_of(optimizer: Any) -> dict[str, Any] | None:
+    """A copy of the whole state of an optimizer of which ranks hold parts; None for any other. Collective."""
+    return optimizer.state_dict() if isinstance(optimizer, ZeroRedundancyOptimizer) else None
 
 
 def _whole(part: dict[Any, Any]) -> dict[Any, Any]:
@@ -68,7 +80,10 @@ def dump_state(path: Path | None, roots: Sequence[nn.Module], optimizers: Sequen
     """
     content = {
         "roots": [_whole(_tensors_of(root)) for root in roots],
-        "optimizers": [[_whole(part) for part in _of_optimizer(optimizer)] for optimizer in optimizers],
+        "optimizers": [
+            [_whole(part) for part in _of_optimizer(optimizer, _sharded_state_of(optimizer))]
+            for optimizer in optimizers
+        ],
         "rng": torch.get_rng_state(),
     }
     if path is not None:
@@ -109,8 +124,11 @@ def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]
         return
     content = torch.load(path, weights_only=True)
     pairs = list(zip(map(_tensors_of, roots), content["roots"], strict=False))
+    sharded: list[tuple[Any, dict[str, Any]]] = []
     for optimizer, values in zip(optimizers, content["optimizers"], strict=False):
-        pairs += zip(_of_optimizer(optimizer), values, strict=False)
+        state = _sharded_state_of(optimizer)
+        pairs += zip(_of_optimizer(optimizer, state), values, strict=False)
+        sharded += [] if state is None else [(optimizer, state)]
     with torch.no_grad():
         for part, values in pairs:
             for key in part.keys() & values.keys():
@@ -118,5 +136,7 @@ def load_state(path: Path, roots: Iterable[nn.Module], optimizers: Iterable[Any]
                     _copy(part[key], values[key])
                 elif _is_plain(part[key]):
                     part[key] = values[key]
+    for optimizer, state in sharded:
+        optimizer.load_state_dict(state)
     with contextlib.suppress(RuntimeError):
         torch.set_rng_state(content["rng"])
