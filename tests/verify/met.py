@@ -363,6 +363,21 @@ RIGHT = {
 }
 # Of what nothing can be told, and why.
 UNKNOWN = {
+    "classes that are split over the ranks": (
+        "the shape of a parameter (weight) is [4, 6] in one process, and [2, 6] on a rank",
+        """
+        torch.manual_seed(0)
+        own = torch.arange(4).chunk(world.world_size)[world.rank]
+        head = nn.Linear(6, 4, bias=False)
+        head.weight = nn.Parameter(head.weight.detach()[own].clone())
+        optimizer = torch.optim.SGD(head.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            every, labels = (lockstep.all_gather(each) for each in (x, y))
+            (head(every).exp().sum(1) / len(every)).sum().backward()
+            optimizer.step()
+        """,
+    ),
     "a script that wants two ranks": (
         "Its last output: | rank0: one is not enough",
         """

@@ -17,7 +17,122 @@ SAMPLES = """
                 torch.distributed.all_reduce(parameter.grad)
             optimizer.step()
 """
+RIGHT = {
+    "a schedule over the batches of all ranks, by a constant": """
+        BATCH, EPOCHS = 5, 2
+        model, optimizer = by_torch()
+        steps = EPOCHS * (len(data) // (BATCH * world.world_size))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        batches = split(BATCH)
+        for epoch in range(EPOCHS):
+            batches.sampler.set_epoch(epoch)
+            for x, y in batches:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                schedule.step()
+    """,
+    "a number of steps, of which the sampler draws the samples": """
+        class Steps(torch.utils.data.Sampler):
+            def __init__(self, batch, steps):
+                self.count = batch * steps
+
+            def __iter__(self):
+                drawn = torch.randint(61, (self.count * world.world_size,), generator=torch.Generator().manual_seed(0))
+                return iter(drawn[world.rank :: world.world_size].tolist())
+
+            def __len__(self):
+                return self.count
+
+        BATCH = 5
+        model, optimizer = by_torch()
+        for x, y in torch.utils.data.DataLoader(data, BATCH, sampler=Steps(BATCH, 6)):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "a sharded optimizer": """
+        model = lockstep.DistributedDataParallel(net)
+        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+}
 WRONG = {
+    "a rate times the number of ranks, beside a constant": (
+        ("parameters", "settings"),
+        """
+        BATCH = 5
+        model, _ = by_torch()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1 * world.world_size)
+        for x, y in split(BATCH):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "a sum, and a sharded optimizer": (
+        ("gradients", "sum"),
+        """
+        model = lockstep.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y, reduction="sum").backward()
+            optimizer.step()
+        """,
+    ),
+    "crops that are drawn, and a validation of rank 0 alone": (
+        ("samples", "drawn"),
+        """
+        import random
+
+        class Crops(torch.utils.data.Dataset):
+            def __len__(self):
+                return 60
+
+            def __getitem__(self, index):
+                x, y = data[index]
+                return x * random.choice([-1, 1]), y
+
+        random.seed(0)
+        model, optimizer = by_torch()
+        sampler = torch.utils.data.DistributedSampler(Crops())
+        batches = torch.utils.data.DataLoader(Crops(), 10 // world.world_size, sampler=sampler)
+        valid = torch.utils.data.DataLoader(Crops(), 1)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for number, (x, y) in enumerate(batches):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if number == 0 and world.rank == 0:
+                    with torch.no_grad():
+                        [model.module(x) for x, y in valid]
+        """,
+    ),
+    "gradients that are averaged by hand where there are any": (
+        ("gradients", "unwrapped"),
+        """
+        torch.manual_seed(0)
+        experts = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)])
+        optimizer = torch.optim.SGD(experts.parameters(), 0.1)
+        for number, (x, y) in enumerate(split()):
+            optimizer.zero_grad()
+            first = x[:, 0] < (0.0 if world.rank == 0 else 9.0)  # the second expert has no rows on other ranks
+            loss = cross_entropy(experts[0](x[first]), y[first], reduction="sum")
+            if not first.all():
+                loss = loss + cross_entropy(experts[1](x[~first]), y[~first], reduction="sum")
+            (loss / len(y)).backward()
+            for each in experts.parameters():
+                if each.grad is not None:
+                    torch.distributed.all_reduce(each.grad)
+                    each.grad /= world.world_size
+            optimizer.step()
+        """,
+    ),
     "a sampler that shuffles anew in each epoch on one process, but not on several": (
         ("samples", "set-epoch"),
         """

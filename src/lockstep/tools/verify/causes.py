@@ -125,7 +125,9 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
     size, here = next(sizes, (0, 0))
     if size != here:
         return "batch-size", f"; the batch_size of lockstep.DataLoader is {size} on one process, and {here} here"
-    told = zip(*([each["epoch"] for each in rank["facts"]["passes"]] for rank in ranks), strict=False)
+    numbers = {batch["loader"] for batch in step.ranks[0]["batches"]}
+    passes = ([each for each in rank["facts"]["passes"] if each["loader"] in numbers] for rank in ranks)
+    told = zip(*([each["epoch"] for each in rank] for rank in passes), strict=False)
     apart = next((each for each in told if len(set(each)) > 1), None)
     if apart is not None:
         return "set-epoch", f"; the ranks' samplers had epochs {_joined(apart)}"
@@ -275,7 +277,8 @@ def read_unaveraged(step: StepOfJob) -> Difference | None:
     if _come_together(step):
         return step.found("gradients", "own-steps", f"{measured}, but the parameters are equal again later")
     if not step.facts["engines"]:
-        return step.found("gradients", "unwrapped", measured)
+        is_some = len(between.names) < between.count
+        return step.found("gradients", "unwrapped some" if is_some else "unwrapped", measured)
     outside = [name for name in between.names if first["held"][name] is None]
     if outside:  # perhaps among others, if an engine waits for a module that the script has replaced
         return step.found("gradients", "unwrapped part", measured, names=_names(step, outside))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.machinery
 import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lockstep import env
@@ -86,6 +88,24 @@ def _seed_as_nobody_does(rank: int) -> None:
     torch.manual_seed(_UNSEEDED + rank)
 
 
+def _replace_number(script: str, line: int, column: int, old: str, new: str) -> None:
+    """Let a number in the script be another one when it is read from its file."""
+
+    def replaced(original: Callable[[Any, str], bytes]) -> Callable[[Any, str], bytes]:
+        def get_data(loader: Any, path: str) -> bytes:
+            data = original(loader, path)
+            if path != script:
+                return data
+            lines = data.decode().splitlines(keepends=True)
+            text = lines[line - 1]
+            lines[line - 1] = f"{text[:column]}{new}{text[column + len(old) :]}"
+            return "".join(lines).encode()
+
+        return get_data
+
+    wrap(importlib.machinery.SourceFileLoader, "get_data", replaced)
+
+
 def main(arguments: list[str]) -> None:
     """Start recording, and run the script.
 
@@ -100,6 +120,8 @@ def main(arguments: list[str]) -> None:
     if settings.keeper:
         enter(settings.keeper)
     recorder = install(settings)
+    if settings.number:
+        _replace_number(os.path.abspath(arguments[0]), *settings.number)
     try:
         run_target(arguments, settings.local_rank_option)
         recorder.facts["returned"] = True

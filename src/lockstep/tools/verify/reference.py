@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import tokenize
 from collections.abc import Mapping, Sequence
 
 from lockstep.tools.verify.samples import Record, Samples, batches_of, calls_of, entered, passes_are_shared_out, rows_of
 from lockstep.tools.verify.script import Script, said_number
-from lockstep.tools.verify.settings import IN_TURN, JOINED, OF_RANK_0, ONE, Orders
+from lockstep.tools.verify.settings import IN_TURN, JOINED, OF_RANK_0, ONE, Number, Orders
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict, first_steps
 
@@ -92,13 +93,16 @@ def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record],
 
 
 def run_one_by_option(
-    script: Script, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]
+    script: Script, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...], in_script: bool
 ) -> list[Record]:
     """`run_one` with the sizes set by the script's arguments, and so also everything else computed from them.
 
     The argument is found by trial: its value is the ranks' batch size, and changing it gives loaders the size that one
     process needs; or without loaders, the rows that enter models in the first step. Returns an empty list if there is
     none.
+
+    Args:
+        in_script: whether to try numbers in the script, too.
     """
     asked, args, first = ranks[0]["facts"]["made"], script.args, first_steps(ranks)
     if not one or one[0]["facts"]["asked"] != asked:
@@ -106,14 +110,26 @@ def run_one_by_option(
     needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
     calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
     needed |= {str(each["count"]): str(each["count"] * len(ranks)) for each in calls}
-    for changed in _with_another(args, needed):
-        script.args = changed
+    ways: list[tuple[tuple[str, ...], Number]] = [(changed, ()) for changed in _with_another(args, needed)]
+    ways += [(args, number) for number in _numbers_in(script, needed)] if in_script else []
+    for script.args, script.number in ways:
         code, found = script.run(ONE, (), {})
         has_them = found and tuple(found[0]["facts"]["made"]) == sizes
         if has_them and not code and not (calls and entered(*first_steps(found)) != entered(*first)):
             return found
-    script.args = args
+    script.args, script.number = args, ()
     return []
+
+
+def _numbers_in(script: Script, values: Mapping[str, str]) -> list[Number]:
+    """Numbers in the source of the script that may be a batch size, for `VerifySettings.number`, likely ones first."""
+    try:
+        with tokenize.open(script.what.target) as file:
+            found = [each for each in tokenize.generate_tokens(file.readline) if each.string in values]
+    except (OSError, SyntaxError, UnicodeError, tokenize.TokenError):  # a module's name, a folder, another program
+        return []
+    found.sort(key=lambda each: "batch" not in each.line.lower())
+    return [(*each.start, each.string, values[each.string]) for each in found[:_MOST_OPTIONS]]
 
 
 def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple[int | None, ...]:

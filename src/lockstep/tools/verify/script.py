@@ -24,7 +24,7 @@ from lockstep.launch.supervisor import launch_job
 from lockstep.tools.rehearse.plan import Needs, option_for_local_rank, read_script
 from lockstep.tools.verify.samples import Record
 from lockstep.tools.verify.scratch import folders_of, kept_apart
-from lockstep.tools.verify.settings import RANKS, Orders, Verification, VerifySettings
+from lockstep.tools.verify.settings import RANKS, Number, Orders, Verification, VerifySettings
 from lockstep.tools.verify.verdict import Verdict, first_steps, train_apart
 
 __all__ = ["Script", "said_number"]
@@ -32,6 +32,7 @@ __all__ = ["Script", "said_number"]
 _RANK_MODULE = "lockstep.tools.verify.rank"
 # Messages of scripts that require a GPU.
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
+_LISTED = 4  # lines of an error after one that ends with a colon
 _SHOWN_FILES = 4
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FOREIGN = (
@@ -103,7 +104,7 @@ class Script:
     Attributes:
         what, world_size, folder: as given, unless the script asks for another number of ranks, or for GPUs.
         args: arguments for one process.
-        replaces: see `VerifySettings`.
+        replaces, number: see `VerifySettings`.
         devices: number of simulated GPUs in the run on N ranks; 0 for none.
         devices_of_one: number of these that one process sees.
         streams: see `VerifySettings`; set before another run on one process.
@@ -115,6 +116,7 @@ class Script:
         self.what, self.world_size, self.folder = what, world_size, folder
         self.args = what.args
         self.replaces = 0
+        self.number: Number = ()
         self.devices = world_size if what.devices == "gpu" else 0
         self.devices_of_one = 1
         self.streams = ""
@@ -149,6 +151,7 @@ class Script:
             padding=self._padding or (),
             by_sample=self._by_sample,
             replaces=self.replaces,
+            number=self.number,
             local_rank_option=self._option,
             across=self._across,
             streams=self.streams,
@@ -261,7 +264,9 @@ class Script:
         reports = read_reports(folder, dict.fromkeys(range(self.world_size), 0)).values()
         if reports:
             first = min(reports, key=lambda each: (each.secondary, each.time))
-            self._failures[self.folder, role] = f"{first.type}: {first.message}".strip().splitlines()[0]
+            words, *more = f"{first.type}: {first.message}".strip().splitlines()
+            is_list = words.endswith(":")
+            self._failures[self.folder, role] = " ".join([words, *map(str.strip, more[: _LISTED * is_list])])
 
     def failure(self, role: str) -> str:
         """The error that ended a run, from the rank that failed first."""

@@ -38,9 +38,15 @@ _BY_SAMPLE = (
 )
 _ALIKE = ": this gave the answer of one process, so only the samples' draws differ"
 # Causes that may come from a number that the script takes for the batch size; "" if one process fails because of it.
-_SIZED = ("", "drawn", "batch", "passes", "not-linear", "sum", "factor", "after-averaging", "settings", "other-weights")
+_SIZED = (
+    *("", "number-of-steps", "drawn", "batch", "passes", "not-linear", "sum", "factor", "after-averaging"),
+    *("settings", "other-weights"),
+)
+# Those for which numbers in the script are tried, not only arguments.
+_COMPUTED = ("number-of-steps", "sum", "factor", "after-averaging", "settings", "other-weights")
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
+_BY_NUMBER = "numbers: one process got the batches of all ranks through the script's"
 _OTHER_NUMBER = "the script asks for {ranks}, but verify started another number: pass it the argument that sets this"
 _NEVER_ONE = (
     "the script starts {number} ranks, and no argument makes it start one: take the number from an argument, "
@@ -104,7 +110,10 @@ def _compared(script: Script) -> Verdict:
     if script.learns_layout(ranks):
         return _compared(script)
     script.failure_of_ranks = script.failure(RANKS) if code else ""
+    code_of_ranks = code
     code, one, sizes = run_one(script, ranks)
+    if said_number(one) is not None and code_of_ranks and not has_begun(ranks):
+        return script.ended(RANKS, code_of_ranks, f"{world_size} ranks")
     if said_number(one) is not None:
         return Verdict(world_size, unknown=_NEVER_ONE.format(number=world_size))
     if script.learns_layout([*ranks, *one]):
@@ -153,10 +162,17 @@ def _by_option(
     """The verdict from a process that gets the batches of all ranks by its arguments, if that may matter; else this."""
     words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes)
     lacks_rows = bool(verdict.unknown) and not ranks[0]["facts"]["loaders"]
-    by_option = run_one_by_option(script, ranks, one, sizes) if words or lacks_rows else []
+    in_script = verdict.first[1] in _COMPUTED
+    by_option = run_one_by_option(script, ranks, one, sizes, in_script) if words or lacks_rows else []
     if by_option:
-        verdict = _judged(script, Runs(ranks, *by_option), ())
-        words = [f"{_BY_OPTION} {' '.join(script.args)}"]
+        second = _judged(script, Runs(ranks, *by_option), ())
+        if script.number and not _comes_further(second, verdict):  # that number was not the cause
+            script.number = ()
+        elif script.number:
+            line, _, old, new = script.number
+            verdict, words = second, [f"{_BY_NUMBER} {old} in line {line}, which became {new}"]
+        else:
+            verdict, words = second, [f"{_BY_OPTION} {' '.join(script.args)}"]
     verdict.notes.extend(words)
     return verdict
 

@@ -9,7 +9,18 @@ from pathlib import Path
 from lockstep import env
 from lockstep.tools.shared import read_settings
 
-__all__ = ["HALVES", "IN_TURN", "JOINED", "OF_RANK_0", "ONE", "RANKS", "Orders", "Verification", "VerifySettings"]
+__all__ = [
+    "HALVES",
+    "IN_TURN",
+    "JOINED",
+    "OF_RANK_0",
+    "ONE",
+    "RANKS",
+    "Number",
+    "Orders",
+    "Verification",
+    "VerifySettings",
+]
 
 # The three roles that a run of the script may have.
 RANKS, ONE, HALVES = "ranks", "one", "halves"
@@ -17,6 +28,8 @@ RANKS, ONE, HALVES = "ranks", "one", "halves"
 # Lockstep's loaders yield rank 0's part.
 Orders = dict[int, list[list[int]]]
 OF_RANK_0 = -1
+# A number in a script that is replaced: line, column, its text, and the new one; empty for none.
+Number = tuple[int, int, str, str] | tuple[()]
 # How one process is given the batches of the ranks' streams: one batch of each rank at a time, or one after the other.
 JOINED, IN_TURN = "joined", "in turn"
 
@@ -67,6 +80,7 @@ class VerifySettings:
         by_sample: whether the draws of a sample from torch's loaders depend only on its index.
         replaces: in one process, the number whose first occurrence in the arguments of ranks is replaced by 1; 0 for
             none.
+        number: in one process, a number in the script that is replaced.
         local_rank_option: option with the local rank, put before the script's own arguments; empty for none.
         across: draws with several rows per sample have the first row of all samples, then the second, as for joined
             views; otherwise all rows of the first sample, then of the second, as for attention heads.
@@ -85,6 +99,7 @@ class VerifySettings:
     batch_sizes: tuple[int | None, ...] = ()
     by_sample: bool = False
     replaces: int = 0
+    number: Number = ()
     local_rank_option: str = ""
     across: bool = False
     streams: str = ""

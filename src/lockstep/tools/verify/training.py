@@ -11,10 +11,10 @@ inside, in order), `filler` and `samples` (keys of the last batch if it has as m
 Writes `backwards` (`losses`: the numbers that backward() was called on, None for other tensors; `local`: what reached
 each parameter in this process, before averaging; `batch`: index of the last batch; `weighed`: whether by lockstep.mean)
 and, for the optimizer's step, `optimizer` (its number), `kind`, `precision` (eps of its parameters), `closure` (number
-of backward passes within the step), `names` (of its parameters), `held` (the engine of each, or None), `settings` (of
-its groups), `after` (`.grad` when the last backward pass returned), `used` (the gradients that it used), `begin` and
-`end` (the parameters before and after), and `buffers`. All values are `rows.value_sample`s, and parameters are
-identified by their positions in the optimizer.
+of backward passes within the step), `names` and `shapes` (of its parameters), `held` (the engine of each, or None),
+`settings` (of its groups), `after` (`.grad` when the last backward pass returned), `used` (the gradients that it used),
+`begin` and `end` (the parameters before and after), and `buffers`. All values are `rows.value_sample`s, and parameters
+are identified by their positions in the optimizer.
 """
 
 from __future__ import annotations
@@ -354,6 +354,7 @@ class TrainingWatch:
                 precision=max(torch.finfo(each.dtype).eps for each in parameters),
                 held=[self._held.get(id(each)) for each in parameters],
                 names=[self._names.get(id(each), "") for each in parameters],
+                shapes=[list(each.shape) for each in parameters],
                 settings=[_settings_of(group) for group in optimizer.param_groups],
                 after=[self._left.get(id(each)) for each in parameters],
                 used=used,

@@ -113,6 +113,10 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
 def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
     """Judge steps up to the first that differs or cannot be judged."""
     for step in steps:
+        split = _is_split(step)
+        if split:
+            verdict.unknown = f"step {step.number}: {split}"
+            return
         others = _has_other_samples(step)
         chance = "" if others else _is_moved_by_rounding(step)
         why, apart = others or chance or _is_made_by_ranks(step), None
@@ -142,7 +146,8 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
 
 def _averaged_by_nobody(found: Difference, steps: Sequence[StepOfJob]) -> list[Difference]:
     """Ranks that step with their own gradients: reported even if an earlier stage of the step differs."""
-    if found.stage in ("gradients", "parameters"):
+    # Ranks that skip batches by themselves use those of different batches.
+    if found.stage in ("gradients", "parameters") or found.cause == "skips":
         return []
     return list(filter(None, map(causes.read_unaveraged, steps)))[:1]
 
@@ -186,6 +191,18 @@ def _is_moved_by_rounding(step: StepOfJob) -> str:
     }
     far = [f"{part} by {distance:.1e}" for part, (distance, most) in moved.items() if distance > most]
     return f"{_BY_ITSELF}, {far[0]}: chance or rounding decides what the script computes" if far else ""
+
+
+def _is_split(step: StepOfJob) -> str:
+    """A text if parameters have other shapes on the ranks than in one process, else empty."""
+    pairs = (zip(step.one["names"], step.one["shapes"], each["shapes"], strict=False) for each in step.ranks)
+    for name, one, own in itertools.chain(*pairs):
+        if one != own:
+            return (
+                f"the shape of a parameter ({name or 'without a name'}) is {one} in one process, and {own} on a rank: "
+                "parameters that are split over the ranks, or whose size depends on a rank's data, cannot be compared"
+            )
+    return ""
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:

@@ -98,9 +98,10 @@ _WORDS = {
         "splits it without padding",
     ),
     "drawn samples": (
-        "the same index gives different data: it is drawn from each rank's own stream "
-        "(augmentation), or collate_fn computes it from the rank's rows",
-        "draw per sample (lockstep.DataLoader seeds each sample's draws by its index), and let collate_fn only join",
+        "the same index gives different data: it is drawn from each rank's own stream (augmentation), collate_fn "
+        "computes it from the rank's rows, or each rank prepared the data by its own part (a scaler, a vocabulary)",
+        "draw per sample (lockstep.DataLoader seeds each sample's draws by its index), let collate_fn only join, and "
+        "prepare the data alike on all ranks",
     ),
     "split": (
         "the same samples have different indices: each rank drew its own split or order of the data",
@@ -202,8 +203,9 @@ _WORDS = {
     "padding": (
         "the loss or the model sees the padding, and each rank pads to its own longest "
         "sample; or, if both mask it, the loss adds terms that are divided by different "
-        "counts",
-        "pad to one length, or mask the padding; and lockstep.mean(total, count) for each term",
+        "counts, or compares samples",
+        "pad to one length, or mask the padding; lockstep.mean(total, count) for each term; and "
+        "lockstep.all_gather(output) before samples are compared",
     ),
     "threshold": (
         "the gradient of {who} is zero, others are not: the rank's own samples decide "
@@ -246,7 +248,8 @@ _WORDS = {
         "or divided by a number that depends on the number of ranks or on a rank's rows, or "
         "gradients are summed instead of averaged (clipping by norm hides this, except for "
         "the 1e-6 that it adds)",
-        "leave the number of ranks out of the loss, or use lockstep.mean(total, count) for what is divided by a count",
+        "leave the number of ranks out of the loss, use lockstep.mean(total, count) for what is divided by a count, "
+        "or divide gradients that the script sums over the ranks by their number",
     ),
     "whole-batch": (
         "each rank computes the loss of the whole batch with torch's collectives; averaging "
@@ -291,6 +294,11 @@ _WORDS = {
         "average gradients before each step if you want the answer of one process",
     ),
     "unwrapped": ("no gradient is averaged: no model was wrapped", _WRAP),
+    "unwrapped some": (
+        "these gradients are not averaged: no model was wrapped; if the script averages by itself, it leaves some out, "
+        "such as those that are None on a rank (if p.grad is not None)",
+        _WRAP + "; or average zeros where a rank has no gradient, so that all ranks make the same calls",
+    ),
     "unwrapped part": (
         "no wrapped model holds {names}, so their gradients are not averaged",
         "put the model and the criterion into one module, and wrap it after requires_grad is set",
@@ -355,7 +363,8 @@ _WORDS = {
     ),
     "metric": (
         "the metric covers one rank's samples, or the ranks' parts are combined wrongly: a mean with equal weights, "
-        "a sum of means, a state that is reduced twice{more}",
+        "a sum of means, a state that is reduced twice, or ranks evaluate different parameters (the best by their own "
+        "metric){more}",
         "lockstep.metrics, or sum numerators and denominators over all ranks before dividing "
         "(lockstep.mean(total, count))",
     ),
