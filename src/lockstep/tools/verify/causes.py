@@ -125,11 +125,8 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
     size, here = next(sizes, (0, 0))
     if size != here:
         return "batch-size", f"; the batch_size of lockstep.DataLoader is {size} on one process, and {here} here"
-    numbers = {batch["loader"] for batch in step.ranks[0]["batches"]}
-    passes = ([each for each in rank["facts"]["passes"] if each["loader"] in numbers] for rank in ranks)
-    told = zip(*([each["epoch"] for each in rank] for rank in passes), strict=False)
-    apart = next((each for each in told if len(set(each)) > 1), None)
-    if apart is not None:
+    apart = _epochs_apart(step)
+    if apart:
         return "set-epoch", f"; the ranks' samplers had epochs {_joined(apart)}"
     if any(each["own"] for each in loaders):
         return "collate", ""
@@ -138,6 +135,14 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
         return "order", ""
     key = "split" if any(_are_elsewhere(contents(rank), contents(one)) for rank in ranks) else "drawn samples"
     return key, ", though the loaders fetched the same indices of the dataset"
+
+
+def _epochs_apart(step: StepOfJob) -> Sequence[int | None]:
+    """The first epochs of the step's samplers that differ between the ranks; empty if none do."""
+    numbers = {batch["loader"] for batch in step.ranks[0]["batches"]}
+    passes = ([each for each in rank["facts"]["passes"] if each["loader"] in numbers] for rank in step.runs.ranks)
+    told = zip(*([each["epoch"] for each in rank] for rank in passes), strict=False)
+    return next((each for each in told if len(set(each)) > 1), ())
 
 
 def _are_elsewhere(found: Mapping[tuple[int, int], int], own: Mapping[tuple[int, int], int]) -> bool:

@@ -110,15 +110,20 @@ def run_one_by_option(
     needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
     calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
     needed |= {str(each["count"]): str(each["count"] * len(ranks)) for each in calls}
-    ways: list[tuple[tuple[str, ...], Number]] = [(changed, ()) for changed in _with_another(args, needed)]
-    ways += [(args, number) for number in _numbers_in(script, needed)] if in_script else []
-    for script.args, script.number in ways:
+    for changed in _ways(script, needed, in_script):
+        script.args, script.number = changed
         code, found = script.run(ONE, (), {})
         has_them = found and tuple(found[0]["facts"]["made"]) == sizes
         if has_them and not code and not (calls and entered(*first_steps(found)) != entered(*first)):
             return found
     script.args, script.number = args, ()
     return []
+
+
+def _ways(script: Script, values: Mapping[str, str], in_script: bool) -> list[tuple[tuple[str, ...], Number]]:
+    """Arguments, and a replaced number, with which one process may get the batches of all ranks."""
+    ways: list[tuple[tuple[str, ...], Number]] = [(args, ()) for args in _with_another(script.args, values)]
+    return ways + ([(script.args, number) for number in _numbers_in(script, values)] if in_script else [])
 
 
 def _numbers_in(script: Script, values: Mapping[str, str]) -> list[Number]:

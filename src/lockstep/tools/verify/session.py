@@ -110,12 +110,9 @@ def _compared(script: Script) -> Verdict:
     if script.learns_layout(ranks):
         return _compared(script)
     script.failure_of_ranks = script.failure(RANKS) if code else ""
-    code_of_ranks = code
-    code, one, sizes = run_one(script, ranks)
-    if said_number(one) is not None and code_of_ranks and not has_begun(ranks):
-        return script.ended(RANKS, code_of_ranks, f"{world_size} ranks")
+    code_of_ranks, (code, one, sizes) = code, run_one(script, ranks)
     if said_number(one) is not None:
-        return Verdict(world_size, unknown=_NEVER_ONE.format(number=world_size))
+        return _never_on_one(script, code_of_ranks, ranks)
     if script.learns_layout([*ranks, *one]):
         return _compared(script)
     verdict = _on_one(script, code, ranks, one, sizes)
@@ -123,6 +120,13 @@ def _compared(script: Script) -> Verdict:
         second = _compared(script)
         return second if _comes_further(second, verdict) else verdict
     return verdict
+
+
+def _never_on_one(script: Script, code: int, ranks: Sequence[Record]) -> Verdict:
+    """The verdict on a script that started several ranks when it was to start one; `code` is that of all ranks."""
+    if code and not has_begun(ranks):
+        return script.ended(RANKS, code, f"{script.world_size} ranks")
+    return Verdict(script.world_size, unknown=_NEVER_ONE.format(number=script.world_size))
 
 
 def _on_one(
