@@ -94,6 +94,32 @@ def test_what_follows_the_samples_of_streams_is_told_too(tmp_path: Path) -> None
     assert [each.cause for each in right.differences] == ["order"], text
 
 
+MASKED = """
+    def masked(rows):
+        x, y = torch.utils.data.default_collate(rows)
+        return torch.where(torch.rand(x.shape) < 0.3, 0.0, x), y[torch.randperm(len(y))]
+
+    model, optimizer = by_torch()
+    for x, y in split(collate_fn=masked):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+def test_what_follows_the_draws_of_a_collate_function_is_told_too(tmp_path: Path) -> None:
+    """As of one that masks words; it draws for all rows of a batch at once."""
+    program = MASKED.replace("y[torch.randperm(len(y))]", "y")
+    right, text = verdict_on(program, tmp_path)
+    assert [each.cause for each in right.differences] == ["drawn"], text
+    assert "only the samples' draws differ" in " ".join(text.split())
+    verdict, text = verdict_on(program.replace("(model(x), y)", '(model(x), y, reduction="sum")'), tmp_path)
+    assert [each.cause for each in verdict.differences] == ["drawn", "sum"], text
+    mixed, text = verdict_on(MASKED, tmp_path)  # rows that are mixed stay so
+    assert [each.cause for each in mixed.differences] == ["drawn"], text
+    assert "without a result" in text
+
+
 @pytest.mark.parametrize("name", met_projects.IN_FLOAT32)
 def test_what_rounding_hides_or_makes_up_is_compared_in_float64(name: str, tmp_path: Path) -> None:
     cause, program = met_projects.IN_FLOAT32[name]

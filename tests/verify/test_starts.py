@@ -162,6 +162,12 @@ BY_CONSTANT = """
 """
 
 
+BY_LOCAL_RANK = """
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=torch.cuda.device_count())
+    raise RuntimeError("what it called was removed")
+"""
+
+
 def verdict_on(program: str, folder: Path, *args: str, nproc: tuple[int, ...] = (2,)) -> tuple[Verdict, str]:
     script = folder / "main.py"
     script.write_text(textwrap.dedent(TRAINS.replace("PORT", str(find_free_port())) + program))
@@ -212,6 +218,14 @@ def test_a_script_that_never_starts_one_cannot_be_judged(tmp_path: Path) -> None
     verdict, text = verdict_on(BY_CONSTANT, tmp_path, "mean")
     assert verdict.code == 2
     assert "the script starts 2 ranks, and no argument makes it start one" in text
+
+
+def test_an_error_on_all_ranks_is_shown(tmp_path: Path) -> None:
+    """Even if one process joins a group of several, as it sees several GPUs."""
+    verdict, text = verdict_on(BY_LOCAL_RANK, tmp_path)
+    assert verdict.code == 2
+    assert "what it called was removed" in text
+    assert "no argument" not in text
 
 
 def test_a_script_that_starts_one_is_told_so(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
@@ -34,10 +33,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 import lockstep
 from lockstep.data.iteration import EpochIterator
-from lockstep.data.seeding import derive_seed, preserve_global_rngs, seed_global_rngs
-from lockstep.data.source import SampleSource, TensorSource
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import distributed_sampler
+from lockstep.tools.verify.by_sample import fetch_by_sample
 from lockstep.tools.verify.recorder import FEW_BATCHES, StepRecorder, line_of_script
 from lockstep.tools.verify.rows import PADDING, is_time_first, joins, sample_keys, samples_first
 from lockstep.tools.verify.settings import IN_TURN, OF_RANK_0, RANKS, Orders
@@ -79,34 +77,6 @@ class _Pass:
     given: int = 0
 
 
-class _BySample:
-    """A dataset whose samples' draws, from the process's generators, depend only on their index."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: Any) -> Any:
-        seed_global_rngs(derive_seed(b"verify", 0, 0, crc32(repr(index).encode())))
-        return self._dataset[index]
-
-
-def _fetch_by_sample(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The fetch function of torch's loaders, also in workers. Lockstep's loader draws by sample anyway."""
-
-    def fetch(fetcher: Any, index: Any) -> Any:
-        dataset = fetcher.dataset
-        if isinstance(dataset, SampleSource | TensorSource):
-            return original(fetcher, index)
-        try:
-            with preserve_global_rngs():
-                fetcher.dataset = _BySample(dataset)
-                return original(fetcher, index)
-        finally:
-            fetcher.dataset = dataset
-
-    return fetch
-
-
 class LoaderWatch:
     """Watches the loaders of this process.
 
@@ -135,7 +105,7 @@ class LoaderWatch:
         wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
         wrap(EpochIterator, "__next__", self._next)
         if self._recorder.settings.by_sample:
-            wrap(_MapDatasetFetcher, "fetch", _fetch_by_sample)
+            wrap(_MapDatasetFetcher, "fetch", fetch_by_sample)
 
     def note_step(self) -> None:
         """Note that a step was taken, so that its batches were for training."""

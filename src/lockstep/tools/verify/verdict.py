@@ -178,7 +178,10 @@ def _has_other_samples(step: StepOfJob) -> str:
     """A text if one process has other samples in its second run, else empty."""
     if step.again is None or not Samples([step.again], step.one).differ:
         return ""
-    return f"{_BY_ITSELF}, in their samples. Seed what draws them"
+    return (
+        f"{_BY_ITSELF}, in their samples. Seed what draws them. If a thread of the script fetches batches ahead "
+        "(prefetch_generator), fetch them in the loop: verify counts a batch for the step in which it is fetched"
+    )
 
 
 def _is_moved_by_rounding(step: StepOfJob) -> str:
