@@ -241,14 +241,12 @@ class SymmetricTransport:
         by_rank: list[Words] = []
 
         def between() -> Iterator[None]:
-            for said in self._said:
-                signs, sample, batches = self._words[said]
+            for signs, sample, batches in map(self._words.__getitem__, self._said):
                 by_rank.append(Words(batches=batches, sample=sample, signs=signs))
             if buffers:
                 assert mail is not None
                 mail.read(buffers)
-            self._reduce_rest()
-            yield from self._meet_again()
+            yield from self._reduce_rest()
 
         for index, word in enumerate((words.signs, words.sample, words.batches), self._said[self._rank].start):
             self._words[index] = word
@@ -280,13 +278,11 @@ class SymmetricTransport:
         self._num_failed += 1
         self._description = self._describe()
 
-    def _reduce_rest(self) -> None:
+    def _reduce_rest(self) -> Iterable[None]:
+        """Reduce what is left when the ranks have met. They meet again for each item returned; here, there are none."""
         for bucket in range(len(self._plans)):
             if bucket not in self._reduced:
                 self._reduce(bucket)
-
-    def _meet_again(self) -> Iterable[None]:
-        """What is left after the ranks have met, with a yield wherever they meet once more; nothing here."""
         return ()
 
     def _describe(self) -> str:

@@ -109,7 +109,8 @@ class ShardedTransport(SymmetricTransport):
         self._sums.arrive(has_failed=self._num_failed > 0)
         return super().finish(buffers, words)
 
-    def _meet_again(self) -> Iterable[None]:
+    def _reduce_rest(self) -> Iterable[None]:
+        super()._reduce_rest()
         return self._sums.take_rest()
 
     def restart(self) -> None:
