@@ -76,7 +76,8 @@ class _RowsBySample(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, rows = kwargs or {}, len(self._indices)
         result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or not isinstance(result, Tensor):
+        is_draw = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and isinstance(result, Tensor)
+        if not is_draw or kwargs.get("generator") is not None:
             return result
         self._count += 1
         if result.ndim and result.size(0) == rows and not func.overloadpacket.__name__.startswith(PERMUTATIONS):

@@ -96,10 +96,10 @@ def _replace_number(script: str, line: int, column: int, old: str, new: str) -> 
             data = original(loader, path)
             if path != script:
                 return data
-            lines = data.decode().splitlines(keepends=True)
+            lines = data.decode().split("\n")
             text = lines[line - 1]
             lines[line - 1] = f"{text[:column]}{new}{text[column + len(old) :]}"
-            return "".join(lines).encode()
+            return "\n".join(lines).encode()
 
         return get_data
 

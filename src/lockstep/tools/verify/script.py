@@ -264,9 +264,9 @@ class Script:
         reports = read_reports(folder, dict.fromkeys(range(self.world_size), 0)).values()
         if reports:
             first = min(reports, key=lambda each: (each.secondary, each.time))
-            words, *more = f"{first.type}: {first.message}".strip().splitlines()
-            is_list = words.endswith(":")
-            self._failures[self.folder, role] = " ".join([words, *map(str.strip, more[: _LISTED * is_list])])
+            lines = f"{first.type}: {first.message}".strip().splitlines()
+            shown = lines[: 1 + _LISTED] if lines[0].endswith(":") else lines[:1]
+            self._failures[self.folder, role] = " ".join(map(str.strip, shown))
 
     def failure(self, role: str) -> str:
         """The error that ended a run, from the rank that failed first."""
