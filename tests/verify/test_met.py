@@ -94,6 +94,24 @@ def test_what_follows_the_samples_of_streams_is_told_too(tmp_path: Path) -> None
     assert [each.cause for each in right.differences] == ["order"], text
 
 
+def test_an_error_is_shown_with_the_lines_that_it_lists(tmp_path: Path) -> None:
+    verdict, text = verdict_on(
+        """
+        model, optimizer = by_torch()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if world.world_size > 1:
+                torch.distributed.all_reduce(x) if world.rank else torch.distributed.broadcast(x, 0)
+        """,
+        tmp_path,
+    )
+    assert verdict.first == ("steps", "fails"), text
+    assert "broadcast(" in text
+    assert "all_reduce(" in text
+
+
 MASKED = """
     def masked(rows):
         x, y = torch.utils.data.default_collate(rows)
