@@ -112,6 +112,32 @@ def test_an_error_is_shown_with_the_lines_that_it_lists(tmp_path: Path) -> None:
     assert "all_reduce(" in text
 
 
+TAKEN = """
+    model, optimizer = by_torch()
+    batches, valid = split(), split(5)
+    for epoch in range(2):
+        batches.sampler.set_epoch(epoch)
+        for x, y in batches:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        left, losses = iter(valid), []
+        for _ in range(len(valid)):
+            x, y = next(left)
+            with torch.no_grad():
+                losses.append(cross_entropy(model(x), y))
+        if world.rank == 0:
+            print(f"epoch {epoch}: {torch.stack(losses).mean():.9f}")
+"""
+
+
+def test_an_evaluation_whose_loader_is_not_exhausted_is_one(tmp_path: Path) -> None:
+    """As Ignite's, which takes as many batches as there are; of each epoch, not of the last one alone."""
+    verdict, text = verdict_on(TAKEN, tmp_path)
+    assert verdict.first == ("evaluated", "metric"), text
+    assert "epoch 0" in verdict.differences[0].measured
+
+
 MASKED = """
     def masked(rows):
         x, y = torch.utils.data.default_collate(rows)

@@ -21,7 +21,7 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,8 @@ __all__ = ["LoaderWatch"]
 _PASS, _MADE = "_lockstep_pass", "_lockstep_made"
 # Number of batches fetched without training on them to reach the last one of an epoch.
 _MOST_SKIPPED = 500
+# Number of batches that a training loop may fetch before it uses them.
+_MOST_AHEAD = 4
 # Total size of the batches of streams that a rank saves for the one process.
 _MOST_BYTES_KEPT = 1 << 30
 
@@ -383,11 +385,16 @@ class LoaderWatch:
     def _forget_looked_at(self, loader: int) -> None:
         """Drop batches of passes that were abandoned before anything was computed from them, or that evaluated.
 
-        The latter were iterated to the end without a backward pass; some scripts turn gradients off for each batch.
+        The latter were iterated to the end without a backward pass; some scripts turn gradients off for each batch, and
+        Ignite takes the last batch without asking for more.
         """
         step = self._recorder.step
         used = 1 + max((each["batch"] for each in step["backwards"]), default=-1)
         gone = {each for each, reference in self._iterators.items() if reference() is None}
+        unused = Counter(each["pass"] for each in step["batches"][used:] if each["loader"] != loader)
+        self._ended |= {
+            each for each, count in unused.items() if count > _MOST_AHEAD and self._passes[each]["finished"]
+        }
         step["batches"][used:] = [
             each
             for each in step["batches"][used:]
