@@ -17,6 +17,7 @@ from lockstep import DistributedDataParallel, ZeroRedundancyOptimizer
 from lockstep.errors import ModelError
 from lockstep.parallel.sharded.sums import SumsInTurns
 from lockstep.testing import run_ranks
+from test_sharded_groups import Failing
 
 WIDTHS = (6, 300, 400, 500, 7)  # some parameters are cut, others belong to one rank
 
@@ -102,25 +103,15 @@ def test_a_host_holds_one_sum(world_size: int) -> None:
         assert gradients <= taken < 1.1 * gradients
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ValueError("a backward pass that fails")
-
-
 def fail_and_train(how: str) -> bool | str:
     """A backward pass fails on all ranks when some gradients have left; in the next one rank 0 is the last to begin."""
     model, optimizer = made()
     loss_of(model, 0, dist.get_rank()).backward()
     optimizer.zero_grad()
-    handle = model.module[0].register_forward_hook(lambda _, __, output: _Fails.apply(output))
+    handle = model.module[0].register_forward_hook(lambda _, __, output: Failing.apply(output))
     loss = loss_of(model, 1, dist.get_rank())
     handle.remove()
-    with pytest.raises(ValueError, match="a backward pass that fails"):
+    with mock.patch.object(Failing, "fails", True), pytest.raises(ValueError, match="this pass fails"):
         loss.backward()
     if how == "step":
         return str(error_of(optimizer.step))

@@ -532,7 +532,7 @@ class Engine:
 
         def body(timeout_s: float) -> None:
             self._algorithms.barrier(timeout_s)
-            for _ in (between is not None and between()) or ():
+            for _ in (between and between()) or ():
                 self._algorithms.barrier(timeout_s)
             self._algorithms.barrier(timeout_s)
 

@@ -241,10 +241,10 @@ class SymmetricTransport:
         by_rank: list[Words] = []
 
         def between() -> Iterator[None]:
-            for signs, sample, batches in map(self._words.__getitem__, self._said):
+            for said in self._said:
+                signs, sample, batches = self._words[said]
                 by_rank.append(Words(batches=batches, sample=sample, signs=signs))
-            if buffers:
-                assert mail is not None
+            if buffers and mail is not None:
                 mail.read(buffers)
             yield from self._reduce_rest()
 

@@ -63,11 +63,16 @@ class SumsInTurns:
     """
 
     def __init__(self, plans: Mapping[int, BucketPlan], shares: Mapping[int, Share], engine: Engine) -> None:
-        self._engine, self._rank, self._world_size = engine, engine.team.rank, engine.team.world_size
+        self._rank, self._world_size = engine.team.rank, engine.team.world_size
         self._buckets = list(plans)  # in the order of turns
         self._members = {bucket: [shares[each.index] for each in plan.placements] for bucket, plan in plans.items()}
         self._offsets = {bucket: [each.offset for each in plan.placements] for bucket, plan in plans.items()}
-        self._targets = self._place()
+        self._targets = self._place(engine)
+        # For each bucket the sums of this rank's shares, by position; without those that have no elements.
+        self._own_totals = {
+            bucket: {each.position: each.total for each in targets[self._rank]}
+            for bucket, targets in self._targets.items()
+        }
         words_of = self._region.word_start
         self._own_words = words_of(self._rank)
         self._right_words = words_of((self._rank + 1) % self._world_size)
@@ -76,7 +81,7 @@ class SumsInTurns:
         self._base = 0  # number of buckets in the finished passes
         self._finished = [0] * self._world_size  # number of buckets of this pass, by turn
 
-    def _place(self) -> dict[int, list[list[_Target]]]:
+    def _place(self, engine: Engine) -> dict[int, list[list[_Target]]]:
         """For each bucket and rank, where the sums of that rank's shares are. Collective."""
         ends = [0] * self._world_size
         places: list[tuple[int, int, int, int]] = []
@@ -87,7 +92,7 @@ class SumsInTurns:
                         places.append((bucket, position, owner, ends[owner]))
                         num_bytes = (last - first) * _dtype_of_sum(share).itemsize
                         ends[owner] += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self._region = self._engine.allocate(max(*ends, 1))
+        self._region = engine.allocate(max(*ends, 1))
         targets: dict[int, list[list[_Target]]] = {each: [[] for _ in ends] for each in self._members}
         for bucket, position, owner, start in places:
             share = self._members[bucket][position]
@@ -106,10 +111,8 @@ class SumsInTurns:
             bucket: number of the bucket.
             gradients: by offset; None and missing ones count as zero.
         """
-        members = self._members[bucket]
-        totals = {each.position: each.total for each in self._targets[bucket][self._rank]}
-        flats: list[torch.Tensor | None] = []
-        for position, (offset, share) in enumerate(zip(self._offsets[bucket], members, strict=True)):
+        totals, flats = self._own_totals[bucket], list[torch.Tensor | None]()
+        for position, (offset, share) in enumerate(zip(self._offsets[bucket], self._members[bucket], strict=True)):
             gradient = gradients.get(offset)
             flats.append(None if gradient is None else flat_of(gradient, share.parameter))
             share.expect_sum(totals.get(position), self._world_size)

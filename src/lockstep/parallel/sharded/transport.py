@@ -57,7 +57,10 @@ class ShardedTransport(SymmetricTransport):
         self._description = self._describe()
         self.stand_ins: Mapping[int, ShardedGradient] = stand_ins
         self._sums = SumsInTurns(sharded, {index: each.share for index, each in stand_ins.items()}, engine)
-        self._sharded = sharded
+        # By bucket, and offset in it.
+        self._sharded = {
+            bucket: {each.offset: stand_ins[each.index] for each in plan.placements} for bucket, plan in sharded.items()
+        }
         # Memory for `ShardedGradient.sent`, without pages as long as nobody writes to it.
         largest = max(each.numel() * each.element_size() for each in stand_ins.values())
         self._nothing = torch.frombuffer(mmap.mmap(-1, max(largest, 1)), dtype=torch.uint8)
@@ -67,9 +70,8 @@ class ShardedTransport(SymmetricTransport):
         """A tensor of `like`'s shape and strides; the memory of those of sharded parameters means nothing."""
         if bucket not in self._sharded:
             return super().view(bucket, offset, like)
-        (index,) = (each.index for each in self._sharded[bucket].placements if each.offset == offset)
         sent = view_like(self._nothing[: like.numel() * like.element_size()].view(like.dtype), like)
-        self.stand_ins[index].sent = sent
+        self._sharded[bucket][offset].sent = sent
         return sent
 
     def renew(self, bucket: int) -> None:

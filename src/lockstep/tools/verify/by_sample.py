@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.data.seeding import derive_seed, preserve_global_rngs, seed_global_rngs
 from lockstep.data.source import SampleSource, TensorSource
-from lockstep.tools.verify.draws import PERMUTATIONS
+from lockstep.tools.verify.draws import PERMUTATIONS, is_draw
 
 __all__ = ["fetch_by_sample"]
 
@@ -76,8 +75,7 @@ class _RowsBySample(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, rows = kwargs or {}, len(self._indices)
         result = func(*args, **kwargs)
-        is_draw = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and isinstance(result, Tensor)
-        if not is_draw or kwargs.get("generator") is not None:
+        if not is_draw(func) or not isinstance(result, Tensor) or kwargs.get("generator") is not None:
             return result
         self._count += 1
         if result.ndim and result.size(0) == rows and not func.overloadpacket.__name__.startswith(PERMUTATIONS):

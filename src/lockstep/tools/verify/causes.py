@@ -140,9 +140,10 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
 def _epochs_apart(step: StepOfJob) -> Sequence[int | None]:
     """The first epochs of the step's samplers that differ between the ranks; empty if none do."""
     numbers = {batch["loader"] for batch in step.ranks[0]["batches"]}
-    passes = ([each for each in rank["facts"]["passes"] if each["loader"] in numbers] for rank in step.runs.ranks)
-    told = zip(*([each["epoch"] for each in rank] for rank in passes), strict=False)
-    return next((each for each in told if len(set(each)) > 1), ())
+    epochs = (
+        [each["epoch"] for each in rank["facts"]["passes"] if each["loader"] in numbers] for rank in step.runs.ranks
+    )
+    return next((each for each in zip(*epochs, strict=False) if len(set(each)) > 1), ())
 
 
 def _are_elsewhere(found: Mapping[tuple[int, int], int], own: Mapping[tuple[int, int], int]) -> bool:

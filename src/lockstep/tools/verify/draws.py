@@ -49,7 +49,7 @@ from lockstep.tools.verify.recorder import StepRecorder
 from lockstep.tools.verify.settings import HALVES, RANKS
 from lockstep.tree import tensors_in
 
-__all__ = ["PERMUTATIONS", "DrawWatch"]
+__all__ = ["PERMUTATIONS", "DrawWatch", "is_draw"]
 
 _ATEN = torch.ops.aten
 _RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate", "expovariate")
@@ -342,6 +342,12 @@ def _draws_per_piece(every: list[list[_Draw]], rows: int, size: int) -> int:
 # ---- operators of torch ------------------------------------------------------------------------------
 
 
+@functools.cache
+def is_draw(func: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Intercepts every operator of this thread.
 
@@ -357,7 +363,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._see = see
         self._cuts = recorder.settings.role == HALVES
-        self._draws: dict[Any, bool] = {}
         self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -371,10 +376,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
         if func is _ATEN._to_copy.default and (args[0].dtype, result.dtype) == (torch.float64, torch.float32):
             self._recorder.step["single"] |= self._recorder.is_recording
-        draws = self._draws.get(func)
-        if draws is None:
-            draws = self._draws[func] = torch.Tag.nondeterministic_seeded in func.tags
-        return self._noted(func, args, result) if draws and threading.get_ident() == self._thread else result
+        return self._noted(func, args, result) if is_draw(func) and threading.get_ident() == self._thread else result
 
     def _noted(self, func: Any, args: Any, result: Any) -> Any:
         if any(each.is_meta for each in tensors_in(result)):  # libraries create models like this before loading them

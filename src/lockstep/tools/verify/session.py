@@ -37,13 +37,10 @@ _BY_SAMPLE = (
     "random) depending on its index alone"
 )
 _ALIKE = ": this gave the answer of one process, so only the samples' draws differ"
-# Causes that may come from a number that the script takes for the batch size; "" if one process fails because of it.
-_SIZED = (
-    *("", "number-of-steps", "drawn", "batch", "passes", "not-linear", "sum", "factor", "after-averaging"),
-    *("settings", "other-weights"),
-)
-# Those for which numbers in the script are tried, not only arguments.
+# Causes that may come from a number computed from the batch size; numbers in the script are tried, not only arguments.
 _COMPUTED = ("number-of-steps", "sum", "factor", "after-averaging", "settings", "other-weights")
+# Those, and others for which arguments are tried; "" if one process fails because of the batch size.
+_SIZED = ("", "drawn", "batch", "passes", "not-linear", *_COMPUTED)
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
 _BY_NUMBER = "numbers: one process got the batches of all ranks through the script's"
