@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.launch.free_port import find_free_port
 from lockstep.tools.verify.report import format_text
-from lockstep.tools.verify.settings import Verification
+from lockstep.tools.verify.settings import RANKS, Verification, VerifySettings
+from lockstep.tools.verify.starts import StartWatch
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import verify
 
@@ -22,7 +25,7 @@ TRAINS = """
     from torch import nn
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-    def train(how):
+    def train(how, epochs=2):
         generator = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.randn(24, 4, generator=generator), torch.randint(0, 2, (24,), generator=generator))
         if how == "split":
@@ -32,7 +35,7 @@ TRAINS = """
         sampler = DistributedSampler(data)
         model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for epoch in range(2):
+        for epoch in range(epochs):
             sampler.set_epoch(epoch)
             for inputs, targets in DataLoader(data, 4, sampler=sampler):
                 optimizer.zero_grad()
@@ -160,6 +163,82 @@ BY_CONSTANT = """
     if __name__ == "__main__":
         mp.spawn(work, args=(sys.argv[1],), nprocs=SIZE)
 """
+BY_NUMBERS = """
+    def work(rank, epochs, how):
+        join(rank, 2)
+        train(how, epochs)
+
+    if __name__ == "__main__":
+        mp.spawn(work, args=(2, sys.argv[1]), nprocs=2)
+"""
+BY_ARGUMENTS = """
+    def work(rank, epochs, size, how):
+        join(rank, size)
+        train(how, epochs)
+
+    if __name__ == "__main__":
+        processes = [mp.Process(target=work, args=(rank, 2, 2, sys.argv[1])) for rank in range(2)]
+        [each.start() for each in processes]
+        [each.join() for each in processes]
+"""
+BY_VARIABLES = """
+    def work(rank, how):
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="PORT", RANK=str(rank), WORLD_SIZE="2")
+        dist.init_process_group("gloo")
+        train(how)
+
+    if __name__ == "__main__":
+        mp.spawn(work, args=(sys.argv[1],), nprocs=2)
+"""
+# Each process that runs a rank in place finds another port, and another name.
+BY_PORT = """
+    import socket
+
+    def work(rank, size, url, how):
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
+        train(how)
+
+    if __name__ == "__main__":
+        with socket.socket() as free:
+            free.bind(("", 0))
+            url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        mp.spawn(work, args=(2, url, sys.argv[1]), nprocs=2)
+"""
+BY_FILE = """
+    import tempfile
+
+    def work(rank, size, file, how):
+        store = dist.FileStore(file, size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        train(how)
+
+    if __name__ == "__main__":
+        mp.spawn(work, args=(2, tempfile.mktemp(), sys.argv[1]), nprocs=2)
+"""
+BY_NOTEBOOK = """
+    from accelerate import Accelerator, notebook_launcher
+
+    def work(how):
+        Accelerator(cpu=True)
+        train(how)
+
+    if __name__ == "__main__":
+        notebook_launcher(work, (sys.argv[1],), num_processes=2)
+"""
+BY_FABRIC = """
+    from lightning_fabric import Fabric
+
+    Fabric(accelerator="cpu", strategy="ddp", devices=2).launch()
+    train(sys.argv[1])
+"""
+NEVER_ONE = """
+    def work(rank, how):
+        join(rank, 1 + 1)
+        train(how)
+
+    if __name__ == "__main__":
+        mp.spawn(work, args=(sys.argv[1],), nprocs=1 + 1)
+"""
 
 
 BY_LOCAL_RANK = """
@@ -187,6 +266,14 @@ def verdict_on(program: str, folder: Path, *args: str, nproc: tuple[int, ...] = 
         pytest.param(BESIDE_OTHERS, (), id="not, but other processes"),
         pytest.param(BY_HOROVOD, (), id="by horovod.run"),
         pytest.param(BY_LAUNCHER, (), id="by torch.distributed.launch"),
+        pytest.param(BY_CONSTANT, (), id="by a constant"),
+        pytest.param(BY_NUMBERS, (), id="by numbers"),
+        pytest.param(BY_ARGUMENTS, (), id="by a number beside another one"),
+        pytest.param(BY_VARIABLES, (), id="by variables"),
+        pytest.param(BY_PORT, (), id="who meet at a free port"),
+        pytest.param(BY_FILE, (), id="who meet in a new file"),
+        pytest.param(BY_NOTEBOOK, (), id="by notebook_launcher"),
+        pytest.param(BY_FABRIC, (), id="by Fabric(devices=2)"),
     ],
 )
 def test_ranks_that_a_script_starts_are_compared(program: str, args: tuple[str, ...], tmp_path: Path) -> None:
@@ -215,9 +302,9 @@ def test_their_number_is_what_the_script_says(tmp_path: Path) -> None:
 
 
 def test_a_script_that_never_starts_one_cannot_be_judged(tmp_path: Path) -> None:
-    verdict, text = verdict_on(BY_CONSTANT, tmp_path, "mean")
+    verdict, text = verdict_on(NEVER_ONE, tmp_path, "mean")
     assert verdict.code == 2
-    assert "the script starts 2 ranks, and no argument makes it start one" in text
+    assert "the script starts 2 ranks, and no argument or number in it makes it start one" in text
 
 
 def test_an_error_on_all_ranks_is_shown(tmp_path: Path) -> None:
@@ -226,6 +313,21 @@ def test_an_error_on_all_ranks_is_shown(tmp_path: Path) -> None:
     assert verdict.code == 2
     assert "what it called was removed" in text
     assert "no argument" not in text
+
+
+def test_a_number_that_was_replaced_is_said(tmp_path: Path) -> None:
+    _, text = verdict_on(BY_CONSTANT, tmp_path, "mean")
+    assert "note: numbers: to start one process instead of several, one in the script was replaced: the 2 in" in text
+
+
+def test_ranks_are_run_in_place_in_all_processes_of_a_run_or_in_none(tmp_path: Path) -> None:
+    """A process that starts late does not read which function runs ranks: another one may have found it already."""
+    settings = VerifySettings(RANKS, 2, 4, str(tmp_path))
+    settings.file("target").write_text(f"{__name__}.verdict_on")
+    watch = StartWatch(SimpleNamespace(settings=settings, rank=1), seed=lambda rank: None)  # type: ignore[arg-type]
+    started: list[multiprocessing.Process] = []
+    watch._start(started.append)(multiprocessing.Process(target=verdict_on))
+    assert len(started) == 1
 
 
 def test_a_script_that_starts_one_is_told_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep import env
@@ -21,7 +21,7 @@ from lockstep.errors import SetupError
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.shared import run_target
 from lockstep.tools.verify.scratch import enter
-from lockstep.tools.verify.settings import RANKS, VerifySettings
+from lockstep.tools.verify.settings import RANKS, Number, VerifySettings
 
 if TYPE_CHECKING:
     from lockstep.tools.verify.recorder import StepRecorder
@@ -88,8 +88,8 @@ def _seed_as_nobody_does(rank: int) -> None:
     torch.manual_seed(_UNSEEDED + rank)
 
 
-def _replace_number(script: str, line: int, column: int, old: str, new: str) -> None:
-    """Let a number in the script be another one when it is read from its file."""
+def _replace_numbers(script: str, numbers: Sequence[Number]) -> None:
+    """Let numbers in the script be others when it is read from its file."""
 
     def replaced(original: Callable[[Any, str], bytes]) -> Callable[[Any, str], bytes]:
         def get_data(loader: Any, path: str) -> bytes:
@@ -97,8 +97,9 @@ def _replace_number(script: str, line: int, column: int, old: str, new: str) -> 
             if path != script:
                 return data
             lines = data.decode().split("\n")
-            text = lines[line - 1]
-            lines[line - 1] = f"{text[:column]}{new}{text[column + len(old) :]}"
+            for line, column, old, new in sorted(numbers, reverse=True):  # the last of a line first: lengths may change
+                text = lines[line - 1]
+                lines[line - 1] = f"{text[:column]}{new}{text[column + len(old) :]}"
             return "\n".join(lines).encode()
 
         return get_data
@@ -120,8 +121,8 @@ def main(arguments: list[str]) -> None:
     if settings.keeper:
         enter(settings.keeper)
     recorder = install(settings)
-    if settings.number:
-        _replace_number(os.path.abspath(arguments[0]), *settings.number)
+    if settings.numbers:
+        _replace_numbers(os.path.abspath(arguments[0]), settings.numbers)
     try:
         run_target(arguments, settings.local_rank_option)
         recorder.facts["returned"] = True

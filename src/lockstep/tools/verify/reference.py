@@ -9,14 +9,15 @@ out, so that they are reported.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lockstep.tools.verify.samples import Record, Samples, batches_of, calls_of, entered, passes_are_shared_out, rows_of
 from lockstep.tools.verify.script import Script, said_number
-from lockstep.tools.verify.settings import IN_TURN, JOINED, OF_RANK_0, ONE, Number, Orders
+from lockstep.tools.verify.settings import IN_TURN, JOINED, OF_RANK_0, ONE, Changes, Number, Orders
 from lockstep.tools.verify.step import Runs
 from lockstep.tools.verify.verdict import Verdict, first_steps
 
@@ -34,7 +35,9 @@ __all__ = [
 
 # Causes if ranks and one process merely draw different orders; see [Note: orders that are given].
 OTHER_ORDER = (("samples", "order"), ("samples", "padded"), ("samples", "no-sampler"))
-_MOST_OPTIONS = 3  # number of options that are tried
+_MOST_OPTIONS = 3  # number of options that are tried, and of numbers in the script that may be a batch size
+_MOST_NUMBERS = 6  # of numbers in the script that may be that of ranks: a wrong one is soon noticed
+_OF_BATCHES, _OF_RANKS = ("batch",), ("world", "proc", "rank", "gpu", "device", "size", "node", "worker")
 _NO_SIZE = (
     "a loader has no batch size to multiply for one process (batch_size=None, or a batch_sampler without "
     "batch_size), so one process reads other samples than the ranks"
@@ -51,21 +54,35 @@ def _run_alone(script: Script, sizes: tuple[int | None, ...]) -> tuple[int, list
     See [Note: ranks in place] in `starts.py`.
     """
     code, one = script.run(ONE, sizes, {})
-    number = said_number(one)
-    if script.devices and number is None and not has_begun(one):
+    if script.devices and said_number(one) is None and not has_begun(one):
         # For a script that requires two GPUs; others may use all that they see.
         script.devices_of_one = script.devices
         code, one = script.run(ONE, sizes, {})
-        number = said_number(one)
-    for args in () if number is None else _with_another(script.what.args, {str(number): "1"}):
-        script.args = args
-        code, one = script.run(ONE, sizes, {})
-        if one and said_number(one) is None:
-            return code, one
-    if number is not None:
-        script.args, script.replaces = script.what.args, number
-        code, one = script.run(ONE, sizes, {})
+    if said_number(one) is None and (not code or has_begun(one)):
+        return code, one
+    before = script.changes
+    for changes in _ways_alone(script, said_number(one)):
+        script.changes = changes
+        code_of_way, found = script.run(ONE, sizes, {})
+        if said_number(found) is None and has_begun(found):
+            return code_of_way, found
+    script.changes = before
     return code, one
+
+
+def _ways_alone(script: Script, number: int | None) -> Iterator[Changes]:
+    """Changes with which a script may start a single rank.
+
+    Args:
+        script: the script.
+        number: the number of ranks that it started; None if it failed, perhaps because it requires several.
+    """
+    ones = {str(number or script.world_size): "1"}
+    yield from map(Changes, _with_another(script.what.args, ones))
+    if number:
+        yield from (Changes(script.what.args, (), number, argument) for argument in range(_MOST_OPTIONS))
+    for each in _numbers_in(script, ones, _OF_RANKS)[:_MOST_NUMBERS]:
+        yield Changes(script.what.args, (each,), number or 0)
 
 
 def has_begun(records: Sequence[Record]) -> bool:
@@ -104,37 +121,46 @@ def run_one_by_option(
     Args:
         in_script: whether to try numbers in the script, too.
     """
-    asked, args, first = ranks[0]["facts"]["made"], script.args, first_steps(ranks)
+    asked, before, first = ranks[0]["facts"]["made"], script.changes, first_steps(ranks)
     if not one or one[0]["facts"]["asked"] != asked:
         return []
     needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
     calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
     needed |= {str(each["count"]): str(each["count"] * len(ranks)) for each in calls}
-    for changed in _ways(script, needed, in_script):
-        script.args, script.number = changed
+    for changes in _ways(script, needed, in_script):
+        script.changes = changes
         code, found = script.run(ONE, (), {})
         has_them = found and tuple(found[0]["facts"]["made"]) == sizes
         if has_them and not code and not (calls and entered(*first_steps(found)) != entered(*first)):
             return found
-    script.args, script.number = args, ()
+    script.changes = before
     return []
 
 
-def _ways(script: Script, values: Mapping[str, str], in_script: bool) -> list[tuple[tuple[str, ...], Number]]:
-    """Arguments, and a replaced number, with which one process may get the batches of all ranks."""
-    ways: list[tuple[tuple[str, ...], Number]] = [(args, ()) for args in _with_another(script.args, values)]
-    return ways + ([(script.args, number) for number in _numbers_in(script, values)] if in_script else [])
+def _ways(script: Script, values: Mapping[str, str], in_script: bool) -> list[Changes]:
+    """Changes with which one process may get the batches of all ranks."""
+    now = script.changes
+    ways = [dataclasses.replace(now, args=args) for args in _with_another(now.args, values)]
+    numbers = _numbers_in(script, values, _OF_BATCHES)[:_MOST_OPTIONS] if in_script else []
+    return ways + [dataclasses.replace(now, numbers=(*now.numbers, each)) for each in numbers]
 
 
-def _numbers_in(script: Script, values: Mapping[str, str]) -> list[Number]:
-    """Numbers in the source of the script that may be a batch size, for `VerifySettings.number`, likely ones first."""
+def _numbers_in(script: Script, values: Mapping[str, str], words: Sequence[str]) -> list[Number]:
+    """Numbers in the source of the script that have replacements, to try one after the other.
+
+    Args:
+        script: the script.
+        values: number -> replacement.
+        words: words in the lines of the numbers to try first.
+    """
     try:
         with tokenize.open(script.what.target) as file:
-            found = [each for each in tokenize.generate_tokens(file.readline) if each.string in values]
+            found = [each for each in tokenize.generate_tokens(file.readline) if each.string.strip("\"'") in values]
     except (OSError, SyntaxError, UnicodeError, tokenize.TokenError):  # a module's name, a folder, another program
         return []
-    found.sort(key=lambda each: "batch" not in each.line.lower())
-    return [(*each.start, each.string, values[each.string]) for each in found[:_MOST_OPTIONS]]
+    found.sort(key=lambda each: not any(word in each.line.lower() for word in words))
+    numbers = [(each, each.string.strip("\"'")) for each in found]
+    return [(*each.start, each.string, each.string.replace(number, values[number])) for each, number in numbers]
 
 
 def _needed_batch_sizes(ranks: Sequence[Record], one: Sequence[Record]) -> tuple[int | None, ...]:

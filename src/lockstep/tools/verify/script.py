@@ -24,7 +24,7 @@ from lockstep.launch.supervisor import launch_job
 from lockstep.tools.rehearse.plan import Needs, option_for_local_rank, read_script
 from lockstep.tools.verify.samples import Record
 from lockstep.tools.verify.scratch import folders_of, kept_apart
-from lockstep.tools.verify.settings import RANKS, Number, Orders, Verification, VerifySettings
+from lockstep.tools.verify.settings import RANKS, Changes, Orders, Verification, VerifySettings
 from lockstep.tools.verify.verdict import Verdict, first_steps, train_apart
 
 __all__ = ["Script", "said_number"]
@@ -103,8 +103,7 @@ class Script:
 
     Attributes:
         what, world_size, folder: as given, unless the script asks for another number of ranks, or for GPUs.
-        args: arguments for one process.
-        replaces, number: see `VerifySettings`.
+        changes: what is changed for one process.
         devices: number of simulated GPUs in the run on N ranks; 0 for none.
         devices_of_one: number of these that one process sees.
         streams: see `VerifySettings`; set before another run on one process.
@@ -114,9 +113,7 @@ class Script:
 
     def __init__(self, what: Verification, world_size: int, folder: Path, by_sample: bool = False) -> None:
         self.what, self.world_size, self.folder = what, world_size, folder
-        self.args = what.args
-        self.replaces = 0
-        self.number: Number = ()
+        self.changes = Changes(what.args)
         self.devices = world_size if what.devices == "gpu" else 0
         self.devices_of_one = 1
         self.streams = ""
@@ -150,11 +147,13 @@ class Script:
             time_first=self._time_first,
             padding=self._padding or (),
             by_sample=self._by_sample,
-            replaces=self.replaces,
-            number=self.number,
+            replaces=self.changes.replaces,
+            argument=self.changes.argument,
+            numbers=self.changes.numbers,
             local_rank_option=self._option,
             across=self._across,
             streams=self.streams,
+            target=self._target(),
         )
         if orders is not None:
             torch.save(orders, settings.file("orders"))
@@ -170,7 +169,7 @@ class Script:
 
     def _launch(self, settings: VerifySettings, count: int) -> int:
         what, variables = self.what, env.snapshot()
-        args = what.args if settings.role == RANKS else self.args
+        args = what.args if settings.role == RANKS else self.changes.args
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
         env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(settings.devices))), variables)
         tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
@@ -191,12 +190,16 @@ class Script:
             raise SystemExit(code)
         return code
 
+    def _target(self) -> str:
+        """See `VerifySettings.target`."""
+        file = self.folder / "target"
+        return file.read_text() if file.exists() else ""
+
     def _run_as_many(self) -> tuple[int, list[Record]]:
         """Run on N ranks, or on as many as the script asks for. See [Note: ranks in place] in `starts.py`."""
-        target = self.folder / "target"
-        was_known = target.exists()
+        before = self._target()
         code, ranks = self.run(RANKS)
-        if target.exists() and not was_known:
+        if self._target() != before:
             code, ranks = self.run(RANKS)
         number = said_number(ranks)
         if number is not None and number > 1:
@@ -239,7 +242,7 @@ class Script:
         """Switch to the other layout of draws with several rows per sample; returns whether there was one to try."""
         if self._across or not any(each["facts"]["several"] for each in one):
             return False
-        self._across, self.args = True, self.what.args
+        self._across, self.changes = True, Changes(self.what.args)
         return True
 
     def learns_layout(self, records: Sequence[Record]) -> bool:

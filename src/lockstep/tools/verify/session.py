@@ -21,7 +21,7 @@ from lockstep.tools.verify.reference import (
 )
 from lockstep.tools.verify.samples import Record
 from lockstep.tools.verify.script import Script, said_number
-from lockstep.tools.verify.settings import HALVES, ONE, RANKS, Orders, Verification
+from lockstep.tools.verify.settings import HALVES, ONE, RANKS, Number, Orders, Verification
 from lockstep.tools.verify.step import Runs, counted
 from lockstep.tools.verify.verdict import Verdict, first_steps, judge
 
@@ -45,9 +45,10 @@ _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parame
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
 _BY_NUMBER = "numbers: one process got the batches of all ranks through the script's"
 _OTHER_NUMBER = "the script asks for {ranks}, but verify started another number: pass it the argument that sets this"
+_ALONE = "numbers: to start one process instead of several, one in the script was replaced: the"
 _NEVER_ONE = (
-    "the script starts {number} ranks, and no argument makes it start one: take the number from an argument, "
-    "torch.cuda.device_count() or WORLD_SIZE"
+    "the script starts {number} ranks, and no argument or number in it makes it start one: take the number from an "
+    "argument, torch.cuda.device_count() or WORLD_SIZE"
 )
 _GIVEN = (
     "order: on its own, one process draws a different order of samples from the ranks, which used no sample twice; "
@@ -112,7 +113,9 @@ def _compared(script: Script) -> Verdict:
         return _never_on_one(script, code_of_ranks, ranks)
     if script.learns_layout([*ranks, *one]):
         return _compared(script)
+    alone = [f"{_ALONE} {_in_words(each)}" for each in script.changes.numbers]
     verdict = _on_one(script, code, ranks, one, sizes)
+    verdict.notes.extend(alone)
     if verdict.differences and script.turns_draws(one):
         second = _compared(script)
         return second if _comes_further(second, verdict) else verdict
@@ -163,19 +166,24 @@ def _by_option(
     """The verdict from a process that gets the batches of all ranks by its arguments, if that may matter; else this."""
     words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes)
     lacks_rows = bool(verdict.unknown) and not ranks[0]["facts"]["loaders"]
-    in_script = verdict.first[1] in _COMPUTED
+    in_script, before = verdict.first[1] in _COMPUTED, script.changes
     by_option = run_one_by_option(script, ranks, one, sizes, in_script) if words or lacks_rows else []
     if by_option:
         second = _judged(script, Runs(ranks, *by_option), ())
-        if script.number and not _comes_further(second, verdict):  # that number was not the cause
-            script.number = ()
-        elif script.number:
-            line, _, old, new = script.number
-            verdict, words = second, [f"{_BY_NUMBER} {old} in line {line}, which became {new}"]
+        is_number = script.changes.numbers != before.numbers
+        if is_number and not _comes_further(second, verdict):  # that number was not the cause
+            script.changes = before
+        elif is_number:
+            verdict, words = second, [f"{_BY_NUMBER} {_in_words(script.changes.numbers[-1])}"]
         else:
-            verdict, words = second, [f"{_BY_OPTION} {' '.join(script.args)}"]
+            verdict, words = second, [f"{_BY_OPTION} {' '.join(script.changes.args)}"]
     verdict.notes.extend(words)
     return verdict
+
+
+def _in_words(number: Number) -> str:
+    line, _, old, new = number
+    return f"{old} in line {line}, which became {new}"
 
 
 def _comes_further(second: Verdict, first: Verdict) -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "OF_RANK_0",
     "ONE",
     "RANKS",
+    "Changes",
     "Number",
     "Orders",
     "Verification",
@@ -28,8 +29,8 @@ RANKS, ONE, HALVES = "ranks", "one", "halves"
 # Lockstep's loaders yield rank 0's part.
 Orders = dict[int, list[list[int]]]
 OF_RANK_0 = -1
-# A number in a script that is replaced: line, column, its text, and the new one; empty for none.
-Number = tuple[int, int, str, str] | tuple[()]
+# A number in a script that is replaced: line, column, its text, and the new one.
+Number = tuple[int, int, str, str]
 # How one process is given the batches of the ranks' streams: one batch of each rank at a time, or one after the other.
 JOINED, IN_TURN = "joined", "in turn"
 
@@ -61,6 +62,23 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What is changed in a script for one process, so that it starts alone, or with the batches of all ranks.
+
+    Attributes:
+        args: its arguments.
+        numbers: numbers in its source that are replaced.
+        replaces: the number of ranks that it may start although only the first one is run; 0 for none.
+        argument: which occurrence of `replaces` in the arguments of the ranks is replaced by 1; -1 for none.
+    """
+
+    args: tuple[str, ...]
+    numbers: tuple[Number, ...] = ()
+    replaces: int = 0
+    argument: int = -1
+
+
+@dataclass(frozen=True)
 class VerifySettings:
     """One run of the script.
 
@@ -78,12 +96,12 @@ class VerifySettings:
         padding: numbers that rows may be padded with besides 0 and -100, because many rows end with them.
         batch_sizes: batch sizes of the torch loaders created in one process, in order; None for the script's own.
         by_sample: whether the draws of a sample from torch's loaders depend only on its index.
-        replaces: in one process, the number whose first occurrence in the arguments of ranks is replaced by 1; 0 for
-            none.
-        number: in one process, a number in the script that is replaced.
+        replaces, argument, numbers: in one process, see `Changes`.
         local_rank_option: option with the local rank, put before the script's own arguments; empty for none.
         across: draws with several rows per sample have the first row of all samples, then the second, as for joined
             views; otherwise all rows of the first sample, then of the second, as for attention heads.
+        target: the function of processes that the script starts as ranks, as seen in a run before; empty for none. Not
+            read from the file, as another rank may already have written it in this run.
         streams: in one process, how it is given the batches of the ranks' streams; empty for its own batches.
     """
 
@@ -99,9 +117,11 @@ class VerifySettings:
     batch_sizes: tuple[int | None, ...] = ()
     by_sample: bool = False
     replaces: int = 0
-    number: Number = ()
+    argument: int = -1
+    numbers: tuple[Number, ...] = ()
     local_rank_option: str = ""
     across: bool = False
+    target: str = ""
     streams: str = ""
 
     @property
@@ -116,8 +136,8 @@ class VerifySettings:
             name: "record", a role and a rank: what a process recorded; "state" and a step from 0: parameters, buffers,
                 optimizers and random state of rank 0 at its beginning; "draws", a step and a rank: the rank's random
                 numbers and samples; "stream", a pass, a number and a rank: a batch of a stream; "orders": the indices
-                that loaders of the one process yield instead of their own; "target": the function of processes that a
-                script starts as ranks; "epoch", a number and "goes" or "stops": whether rank 0 records that epoch.
+                that loaders of the one process yield instead of their own; "target": the next run's `target`; "epoch",
+                a number and "goes" or "stops": whether rank 0 records that epoch.
         """
         return Path(self.folder, "-".join(map(str, name)))
 
@@ -129,4 +149,5 @@ class VerifySettings:
     def load(cls) -> VerifySettings:
         """The settings of the run that this process belongs to; see `read_settings`."""
         values = read_settings(env.LOCKSTEP_VERIFY, "verify")
-        return cls(**{**values, "batch_sizes": tuple(values["batch_sizes"])})
+        numbers = tuple((line, column, old, new) for line, column, old, new in values["numbers"])
+        return cls(**{**values, "batch_sizes": tuple(values["batch_sizes"]), "numbers": numbers})

@@ -6,8 +6,11 @@ the script would start: the function is called directly instead of being passed 
 multiprocessing counts as a rank if its function joins a group, as seen in a first run. The script determines the number
 of ranks, by an option or by the number of devices; if it differs from the number that was started, it is noted, and the
 verification starts again with that number. To get a single rank, the script is run with a single device, then with
-other arguments, and finally with the first number in its ranks' arguments replaced, accepted if it then creates a group
-of one.
+other arguments, and finally with one number replaced by 1, in its ranks' arguments or in its source. Changes are
+accepted if the script then creates a group of one and reaches its data.
+
+The ranks meet where their launcher says, whatever the script says: a port that it picks, or a file with a random name,
+would be another one in each process.
 
 Writes the fact `starts`: the number of ranks that the script asked for, if it differs; and the file "target".
 """
@@ -28,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing.spawn  # in `torch.multiprocessing` the name is the function's
+from torch.distributed.launcher.api import elastic_launch
 
 import lockstep
 import lockstep.launch.spawn as launch_spawn
@@ -35,9 +39,12 @@ from lockstep import env
 from lockstep.tools.rehearse.patching import wrap, wrap_everywhere
 from lockstep.tools.verify.recorder import StepRecorder, is_of_library
 from lockstep.tools.verify.settings import RANKS
+from lockstep.torch_private.stores import FileStore, TCPStore
 
 __all__ = ["StartWatch"]
 
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_OF_LAUNCHER = (*_MEETING, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # How long a rank waits for others, which may use another meeting point.
 _PATIENCE = timedelta(minutes=5)
 
@@ -56,14 +63,15 @@ class StartWatch:
         self._count = self._settings.world_size if self._settings.role == RANKS else 1
         self._seed = seed
         self._pid = os.getpid()
+        self._expected: int | None = None
         self._started = 0  # processes that would be ranks
-        target = self._settings.file("target")
-        self._target = target.read_text() if target.exists() else ""
+        self._variables = {each: os.environ[each] for each in _OF_LAUNCHER if each in os.environ}
 
     def install(self) -> None:
         """Watch from now on."""
         wrap_everywhere(torch.distributed.distributed_c10d, "init_process_group", self._join)
         wrap_everywhere(torch.multiprocessing, "start_processes", self._start_processes)
+        wrap(elastic_launch, "__call__", self._launch)
         for place in (lockstep, launch_spawn):  # which horovod.run takes it from
             wrap(place, "spawn", self._spawn)
         wrap(BaseProcess, "start", self._start)
@@ -78,6 +86,12 @@ class StartWatch:
                 self._recorder.facts["starts"] = count
             self._recorder.end()
 
+    def _expect_started(self, count: int) -> None:
+        """`_expect`, where one process may start all ranks, of which it runs one; the first time says which."""
+        if self._expected is None:
+            self._expected = count if count == self._settings.replaces else self._count
+        self._expect(count, self._expected)
+
     def _join(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
@@ -87,19 +101,25 @@ class StartWatch:
                 os._exit(0)
             bound = signature.bind(*args, **kwargs)
             asked = bound.arguments.get("world_size", -1)
-            if asked is not None and int(asked) > 0:
-                self._expect(int(asked), self._count)
-            env.MASTER_ADDR.set("127.0.0.1")  # in case a script names its author's host
+            asked = int(asked if asked is not None and int(asked) > 0 else env.WORLD_SIZE.get() or 0)
+            if asked > 0:
+                self._expect(asked, self._count)
+            os.environ.update({each: self._variables[each] for each in _MEETING if each in self._variables})
+            bound.arguments.pop("init_method", None)
+            if isinstance(bound.arguments.get("store"), FileStore | TCPStore):  # Lockstep's has a prefix
+                del bound.arguments["store"]
             bound.arguments.setdefault("timeout", _PATIENCE)
             return original(*bound.args, **bound.kwargs)
 
         return init_process_group
 
     def _numbers(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments for a rank; as a last resort, with the first number N replaced by 1."""
-        number = self._settings.replaces
-        place = next((at for at, each in enumerate(args) if number and type(each) is int and each == number), None)
-        return args if place is None else (*args[:place], 1, *args[place + 1 :])
+        """The arguments for a rank; if the settings say so, with 1 instead of one of the numbers N."""
+        number, which = self._settings.replaces, self._settings.argument
+        places = [at for at, each in enumerate(args) if number and type(each) is int and each == number]
+        if not 0 <= which < len(places):
+            return args
+        return (*args[: places[which]], 1, *args[places[which] + 1 :])
 
     def _start_processes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def start_processes(
@@ -110,11 +130,22 @@ class StartWatch:
             daemon: bool = False,
             start_method: str = "spawn",
         ) -> Any:
-            self._expect(nprocs, self._settings.replaces or self._count)
+            self._expect_started(nprocs)
             self._run(start_method, lambda: fn(self._recorder.rank, *self._numbers(args)))
             return None if join else _Joined()
 
         return start_processes
+
+    def _launch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(launcher: Any, *args: Any) -> dict[int, Any]:
+            """`torch.distributed.launcher.api.elastic_launch.__call__`, as of Accelerate's `notebook_launcher`."""
+            config, results = launcher._config, list[Any]()
+            self._expect_started(config.max_nodes * config.nproc_per_node)
+            os.environ.update(self._variables)
+            self._run(config.start_method, lambda: results.append(launcher._entrypoint(*args)))
+            return {self._recorder.rank: results[0]}
+
+        return launch
 
     def _spawn(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def spawn(fn: Callable[..., Any], args: Any = (), nproc: Any = "auto", **options: Any) -> list[Any]:
@@ -130,7 +161,7 @@ class StartWatch:
             code = getattr(_function_of(process), "__code__", None)
             if code is not None and is_of_library(code.co_filename):  # such as a worker of a loader
                 original(process)
-            elif self._target != _name_of(process):
+            elif self._settings.target != _name_of(process):
                 process._Popen = ForkProcess._Popen  # whose child has what is installed here
                 original(process)
             else:
