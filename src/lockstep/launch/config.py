@@ -12,10 +12,14 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import LaunchError
 from lockstep.launch.control_groups import available_mib
 from lockstep.launch.environment import visible_cores, visible_gpus
+
+if TYPE_CHECKING:
+    from lockstep.launch.root_cause import RankFailure
 
 __all__ = ["LaunchConfig", "check_target", "resolve_nproc"]
 
@@ -48,6 +52,7 @@ class LaunchConfig:
         local_rank_option: an option, such as `--local_rank`, that each rank gets with its local rank before `args`;
             None for no such option.
         on_end: called with an attempt's private folder after its ranks have ended, before the folder is removed.
+        on_failure: called with the failures of the last attempt, the root cause first, instead of printing a summary.
         explained_code: exit code of ranks that have already told the user what is wrong: no failure summary follows.
         forks: fork the ranks from this process, which has imported what they need; see `forked.py`.
         warns_unjoined: warn at a successful end if several ranks imported torch and none joined a process group.
@@ -70,6 +75,7 @@ class LaunchConfig:
     environment: Mapping[str, str] | None = None
     local_rank_option: str | None = None
     on_end: Callable[[Path], None] | None = None
+    on_failure: Callable[[list[RankFailure]], None] | None = None
     explained_code: int | None = None
     forks: bool = False
     warns_unjoined: bool = True

@@ -47,7 +47,7 @@ _SIGNAL_HINTS = {
     "SIGKILL": "out of memory?",
     "SIGBUS": "is /dev/shm full?",
     "SIGSEGV": "a crash in native code",
-    "SIGABRT": "native code gave up; see its output above",
+    "SIGABRT": "native code gave up; its output says why",
 }
 
 

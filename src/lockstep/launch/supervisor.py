@@ -85,7 +85,10 @@ class Supervisor:
             config = self._config
             if _is_explained(outcome.failures, config.explained_code):
                 return outcome.failures[0].exit_code
-            say(format_summary(outcome.failures, self._num_ranks, config.log_dir, config.rehearsable))
+            if config.on_failure is not None:
+                config.on_failure(outcome.failures)
+            else:
+                say(format_summary(outcome.failures, self._num_ranks, config.log_dir, config.rehearsable))
             return outcome.failures[0].exit_code
 
     def _run_attempt(self, restart_count: int, signals: SignalWatch, reaper: Reaper) -> Outcome:

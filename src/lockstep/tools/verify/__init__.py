@@ -6,7 +6,7 @@ General layout, from the bottom up:
 * `rows`, `state`: samples, tensors and states in a form that two runs can compare and exchange.
 * `recorder`: a process's record of its steps; `loaders`, `training`, `draws`, `outputs`: fill it in.
 * `by_sample`: lets samples draw by their indices.
-* `starts`: ranks that the script starts itself.
+* `waits`: ends ranks that wait for each other; `starts`: ranks that the script starts itself.
 * `scratch`: keeps the script's output apart from the user's files.
 * `rank`: runs in each process before the script.
 * `compare`: distances between tensors; `samples`: matches rows of processes; `step`: the measurements of a step.

@@ -64,6 +64,10 @@ def read_samples(step: StepOfJob) -> Difference | None:
     is_ahead = samples.differ and 0 in (samples.missing, samples.extra) and step.has_same_rows
     if is_ahead or not samples.differ:
         return _all_walked(step) or _filled_late(step)
+    begun = [_passes_begun(each, step.number) for each in step.runs.ranks]
+    if len({*begun}) > 1:
+        measured = f"by this step, the ranks have begun {_joined(begun)} passes over their data"
+        return step.found("steps", "number-of-steps", measured)
     key, more = _cause_of_samples(step)
     measured = (
         f"one process had {counted(samples.one, 'sample')}, the ranks {_joined(samples.ranks)}; {samples.missing} of "

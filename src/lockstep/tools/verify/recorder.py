@@ -29,7 +29,7 @@ from lockstep.tools.verify.rows import brief
 from lockstep.tools.verify.settings import RANKS, VerifySettings
 from lockstep.tools.verify.state import dump_state, load_state, others_than, write_at_once
 
-__all__ = ["FEW_BATCHES", "StepRecorder", "is_of_library", "line_of_script"]
+__all__ = ["FEW_BATCHES", "StepRecorder", "is_of_library", "line_of", "line_of_script"]
 
 # How long a process waits at its end for the others, which may be waiting for it, and how long it runs after the steps.
 _END_S, _AFTERWARDS_S = 5.0, 120.0
@@ -55,9 +55,15 @@ def line_of_script() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not is_of_library(file):
-            return f"{min(file, os.path.relpath(file), key=len)}:{frame.f_lineno}"
+            return line_of(frame)
         frame = frame.f_back
     return ""
+
+
+def line_of(frame: FrameType) -> str:
+    """`train.py:81`, the line that a frame is at."""
+    file = frame.f_code.co_filename
+    return f"{min(file, os.path.relpath(file), key=len)}:{frame.f_lineno}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,6 +181,8 @@ class StepRecorder:
             torch.save(drawn, self.settings.file("draws", len(self.steps) - 1, self.rank))
         self.step = _empty_step()
         self._exchange_state(len(self.steps))
+        if len(self.steps) == self.settings.most_steps:
+            self.end()
         over = len(self.steps) - self.until
         is_round = self.steps[-1]["optimizer"] == len(self.optimizers) - 1
         # With several optimizers, the last step to record may end before the last batch is requested.

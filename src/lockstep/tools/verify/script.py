@@ -8,6 +8,7 @@ import errno
 import functools
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from lockstep import env
 from lockstep.compat.legacy.choice import tell_ranks
 from lockstep.compat.legacy.sources import locate_target
 from lockstep.launch.config import LaunchConfig
-from lockstep.launch.report import read_reports
+from lockstep.launch.root_cause import RankFailure
 from lockstep.launch.supervisor import launch_job
 from lockstep.tools.rehearse.plan import Needs, option_for_local_rank, read_script
 from lockstep.tools.verify.samples import Record
@@ -32,6 +33,7 @@ __all__ = ["Script", "said_number"]
 _RANK_MODULE = "lockstep.tools.verify.rank"
 # Messages of scripts that require a GPU.
 _WANTS_GPU = ("cuda", "nccl", "nvidia", "gpu")
+_LAST_WORDS = "  what():"  # as C++ prints an exception that nothing catches
 _LISTED = 4  # lines of an error after one that ends with a colon
 _SHOWN_FILES = 4
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -126,6 +128,7 @@ class Script:
         self._padding: tuple[int, ...] | None = None
         self._option = _local_rank_option(what)
         self._folders = folders_of(what.target, what.is_module, what.args)
+        self._most_steps = 0
         self._count = 0  # of runs
         self._written: set[str] = set()
         self._not_kept = ""
@@ -154,6 +157,7 @@ class Script:
             across=self._across,
             streams=self.streams,
             target=self._target(),
+            most_steps=self._most_steps,
         )
         if orders is not None:
             torch.save(orders, settings.file("orders"))
@@ -180,7 +184,7 @@ class Script:
             is_module=True,
             log_dir=str(self.folder / f"log-{settings.role}"),
             environment=variables,
-            on_end=functools.partial(self._note_failure, settings.role),
+            on_failure=functools.partial(self._note_failure, settings.role),
             warns_unjoined=False,
             forks=True,
         )
@@ -206,7 +210,15 @@ class Script:
             self.notes.append(f"ranks: the script starts {number} ranks, whatever --nproc says")
             self.world_size = number
             code, ranks = self.run(RANKS)
-        return code, ranks
+        return code, self._until_killed() if len(ranks) < self.world_size else ranks
+
+    def _until_killed(self) -> list[Record]:
+        """Run again, up to the last step of all ranks: a rank that was killed, such as by gloo, left no record."""
+        self._most_steps = min(len([*self.folder.glob(f"draws-*-{rank}")]) for rank in range(self.world_size))
+        for file in self.folder.iterdir():
+            if file.is_file() and file.name != "target":
+                file.unlink()
+        return self.run(RANKS)[1] if self._most_steps else []
 
     def run_ranks(self) -> tuple[int, list[Record]]:
         """Run on N ranks; again with simulated GPUs if the script requires them, or may train independently without.
@@ -263,13 +275,18 @@ class Script:
             lines += [f"{file.stem}: {line}" for line in file.read_text(errors="replace").splitlines()[-most:]]
         return "\n".join(lines[-2 * most :])
 
-    def _note_failure(self, role: str, folder: Path) -> None:
-        reports = read_reports(folder, dict.fromkeys(range(self.world_size), 0)).values()
-        if reports:
-            first = min(reports, key=lambda each: (each.secondary, each.time))
-            lines = f"{first.type}: {first.message}".strip().splitlines()
+    def _note_failure(self, role: str, failures: Sequence[RankFailure]) -> None:
+        report, deadlock = failures[0].report, self.folder / "deadlock"
+        if deadlock.exists():
+            shown = [deadlock.read_text()]
+        elif report is not None:
+            lines = f"{report.type}: {report.message}".strip().splitlines()
             shown = lines[: 1 + _LISTED] if lines[0].endswith(":") else lines[:1]
-            self._failures[self.folder, role] = " ".join(map(str.strip, shown))
+        else:
+            log = self.output(role, sys.maxsize).splitlines()
+            last_words = (line.partition(_LAST_WORDS)[2] for line in log if _LAST_WORDS in line)
+            shown = [failures[0].describe(), *(f"({line.strip()})" for line in last_words)]
+        self._failures[self.folder, role] = " ".join(map(str.strip, shown))
 
     def failure(self, role: str) -> str:
         """The error that ended a run, from the rank that failed first."""

@@ -100,6 +100,7 @@ class VerifySettings:
         local_rank_option: option with the local rank, put before the script's own arguments; empty for none.
         across: draws with several rows per sample have the first row of all samples, then the second, as for joined
             views; otherwise all rows of the first sample, then of the second, as for attention heads.
+        most_steps: number of steps after which ranks end, because one of them is killed in a later step; 0 for none.
         target: the function of processes that the script starts as ranks, as seen in a run before; empty for none. Not
             read from the file, as another rank may already have written it in this run.
         streams: in one process, how it is given the batches of the ranks' streams; empty for its own batches.
@@ -122,6 +123,7 @@ class VerifySettings:
     local_rank_option: str = ""
     across: bool = False
     target: str = ""
+    most_steps: int = 0
     streams: str = ""
 
     @property
@@ -137,7 +139,8 @@ class VerifySettings:
                 optimizers and random state of rank 0 at its beginning; "draws", a step and a rank: the rank's random
                 numbers and samples; "stream", a pass, a number and a rank: a batch of a stream; "orders": the indices
                 that loaders of the one process yield instead of their own; "target": the next run's `target`; "epoch",
-                a number and "goes" or "stops": whether rank 0 records that epoch.
+                a number and "goes" or "stops": whether rank 0 records that epoch; "waits" and a rank: where it waits
+                for others; "deadlock": that all do.
         """
         return Path(self.folder, "-".join(map(str, name)))
 

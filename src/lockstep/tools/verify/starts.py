@@ -39,6 +39,7 @@ from lockstep import env
 from lockstep.tools.rehearse.patching import wrap, wrap_everywhere
 from lockstep.tools.verify.recorder import StepRecorder, is_of_library
 from lockstep.tools.verify.settings import RANKS
+from lockstep.tools.verify.waits import watch_waits
 from lockstep.torch_private.stores import FileStore, TCPStore
 
 __all__ = ["StartWatch"]
@@ -109,7 +110,9 @@ class StartWatch:
             if isinstance(bound.arguments.get("store"), FileStore | TCPStore):  # Lockstep's has a prefix
                 del bound.arguments["store"]
             bound.arguments.setdefault("timeout", _PATIENCE)
-            return original(*bound.args, **bound.kwargs)
+            group = original(*bound.args, **bound.kwargs)
+            watch_waits(self._recorder)
+            return group
 
         return init_process_group
 

@@ -146,8 +146,8 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
 
 def _averaged_by_nobody(found: Difference, steps: Sequence[StepOfJob]) -> list[Difference]:
     """Ranks that step with their own gradients: reported even if an earlier stage of the step differs."""
-    # Ranks that skip batches by themselves use those of different batches.
-    if found.stage in ("gradients", "parameters") or found.cause == "skips":
+    # Ranks that skip batches, or end an epoch, by themselves use those of different batches.
+    if found.stage in ("gradients", "parameters") or found.cause in ("skips", "number-of-steps"):
         return []
     return list(filter(None, map(causes.read_unaveraged, steps)))[:1]
 

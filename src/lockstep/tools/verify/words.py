@@ -71,8 +71,8 @@ _WORDS = {
     # steps
     "fails": (
         "the script cannot train on this number of ranks as it is written",
-        "what the error says; if it asks how many samples a pass holds, first check whether "
-        "that pass compares samples with each other",
+        "what the error says; if ranks wait for each other, let all make the same calls in the same order; if it asks "
+        "how many samples a pass holds, first check whether that pass compares samples with each other",
     ),
     "number-of-steps": (
         "each rank decides for itself when to step, skip or stop: by a length, size or loss of its own part; or the "
