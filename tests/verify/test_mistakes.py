@@ -215,7 +215,7 @@ def judge(
     moved: dict[str, Any] | None = None,
     again: dict[str, Any] | None = None,
 ) -> tuple[list[Difference], list[str]]:
-    runs = ({"facts": each} for each in (one, again or one, moved) if each)
+    runs = ({"facts": each, "steps": []} for each in (one, again or one, moved) if each)
     return judge_aftermath(Runs([{"facts": each} for each in ranks], *runs))
 
 
@@ -247,6 +247,16 @@ def test_a_number_that_one_epoch_has_of_rank_0s_samples_by_chance_is_one_that_pa
     ranks = [facts(20, 0, 0.85, 0.875), facts(20, 17, 0.85, 0.875)]
     (found,), _ = judge(ranks, facts(37, 0, 0.83784, 0.86486), facts(20, 0, 0.85, 0.8))
     assert found.cause == "padded-evaluation"
+
+
+def test_a_small_difference_counts_if_the_ranks_evaluate_other_samples() -> None:
+    """One of 1501 samples counted twice moves a loss by 0.007 %; otherwise rounding may do that."""
+    line = "val loss {}"
+    texts = [line.format(each) for each in (0.750037, 0.750091, 0.749)]
+    (found,), _ = judge([facts_of(texts[0], 751), facts_of(texts[0], 751, 750)], *map(facts_of, texts[1:], (1501, 751)))
+    assert found.cause == "padded-evaluation"
+    ranks = [facts_of(texts[0], 750), facts_of(texts[0], 750, 750)]
+    assert judge(ranks, *map(facts_of, texts[1:], (1500, 750))) == ([], [])
 
 
 def test_seconds_that_are_the_same_twice_by_chance_are_no_number_of_an_evaluation() -> None:

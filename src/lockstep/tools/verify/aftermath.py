@@ -30,9 +30,10 @@ _ALIKE_IN_ONE = (
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 # Times such as 12:59:07,123, whose parts may be equal in two runs of one process, but differ on the ranks.
 _CLOCK = re.compile(r"\d+(?::\d+)+(?:[.,]\d+)?")
-_CLOSE = 5e-4
 # Largest effect of rounding on a number that one process prints in two runs; seconds rarely differ by so little.
 _REPEATED = 1e-5
+# Largest effect of rounding between the ranks and one process, if there is no reason for another difference.
+_CLOSE = 5e-4
 Facts = Mapping[str, Any]
 
 
@@ -60,7 +61,9 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
         *_saved_at_other_times(ranks[0], one, again or one),
         *_other_models(ranks[0], one, again or one),
     ]
-    evaluated, logged = _printed(ranks, one, again, moved)
+    is_rounded = any(step["rounded"] for step in runs.one["steps"])
+    most = _CLOSE if is_rounded or not _evaluates_unevenly(ranks, one) else _REPEATED
+    evaluated, logged = _printed(ranks, one, again, moved, most)
     return found + evaluated, notes + logged
 
 
@@ -160,8 +163,9 @@ def _lines(facts: Facts | None) -> _Lines:
 
 
 def _printed(
-    ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None
+    ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None, most: float
 ) -> tuple[list[Difference], list[str]]:
+    """Differences in numbers that rank 0 prints, and notes; `most`: the largest effect of rounding on them."""
     first, own, second, third = map(_lines, (ranks[0], one, again, moved))
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
     found: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {}  # by form: of each epoch, as few samples may agree
@@ -171,9 +175,8 @@ def _printed(
     for key in [key for key in first if key in own]:
         line, theirs = first[key], own[key].numbers
         pairs = enumerate(zip(line.numbers, theirs, strict=True))
-        wrong = [
-            place for place, each in pairs if not (each in counts or (key[0], place) in unsure or _is_close(*each))
-        ]
+        changes = [place for place, each in pairs if not (each in counts or _is_close(*each, most))]
+        wrong = [place for place in changes if (key[0], place) not in unsure]
         if not wrong:
             continue
         measured = f"rank 0 writes {line.text!r}, one process {own[key].text!r}"
@@ -221,9 +224,9 @@ def _decimals(text: str) -> float:
     return 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
 
 
-def _is_close(a: str, b: str) -> bool:
+def _is_close(a: str, b: str, most: float = _CLOSE) -> bool:
     x, y = float(a), float(b)
-    return abs(x - y) <= max(_CLOSE * max(abs(x), abs(y)), 0.0 if a.isdigit() and b.isdigit() else 1.5 * _decimals(a))
+    return abs(x - y) <= max(most * max(abs(x), abs(y)), 0.0 if a.isdigit() and b.isdigit() else 1.5 * _decimals(a))
 
 
 def _are_close(numbers: list[str], others: list[str]) -> bool:
@@ -243,6 +246,12 @@ def _evaluation_keys(facts: Facts) -> list[Counter[int]]:
         for each in facts["passes"]
         if not each["trains"] and each["finished"]
     ]
+
+
+def _evaluates_unevenly(ranks: Sequence[Facts], one: Facts) -> bool:
+    """Whether ranks evaluate different numbers of samples, or together not those of one process."""
+    passes = zip(*map(_evaluation_keys, (one, *ranks)), strict=False)
+    return any(len({each.total() for each in parts}) > 1 or sum(parts, Counter()) != own for own, *parts in passes)
 
 
 def _evaluated(
