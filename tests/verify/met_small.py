@@ -366,7 +366,7 @@ WRONG = {
 SAID = {
     "words that each rank numbers as it meets them in its part": "its part of the data",
     "gradients without a backward pass, divided by a count": "backward() was not called",
-    "a teacher that follows faster on more ranks": "or the number of ranks",
+    "a teacher that follows faster on more ranks": "follows the number of ranks",
     "rows that are gathered, with a backward pass that keeps only a rank's own gradients": "pass no gradients back",
     "a codebook with an optimizer of its own, which steps in forward()": "from a backward() within forward()",
     "losses of an evaluation that are added up over ranks": "a sum of means",

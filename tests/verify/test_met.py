@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import met
+import met_beside
 import met_projects
 import met_small
 import met_wrong
@@ -21,12 +22,14 @@ from lockstep.tools.verify.report import format_text
 from lockstep.tools.verify.settings import Verification
 from lockstep.tools.verify.verdict import Verdict
 from lockstep.tools.verify.verification import verify
-from met import COMMON, UNKNOWN
+from met import COMMON
 from test_mistakes import is_documented
 
-RIGHT = met.RIGHT | met_projects.RIGHT | met_small.RIGHT
+RIGHT = met.RIGHT | met_projects.RIGHT | met_small.RIGHT | met_beside.RIGHT
 SUM = ("gradients", "sum")
-WRONG = met_wrong.WRONG | met_projects.WRONG | met_small.WRONG
+WRONG = met_wrong.WRONG | met_projects.WRONG | met_small.WRONG | met_beside.WRONG
+UNKNOWN = met.UNKNOWN | met_beside.UNKNOWN
+SAID = met_small.SAID | met_beside.SAID
 
 SHARDS = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")
 
@@ -46,7 +49,7 @@ def verdict_on(
 
 @pytest.mark.parametrize("name", each_name(RIGHT))
 def test_right_programs_are_the_answer_of_one_process(name: str, tmp_path: Path) -> None:
-    verdict, text = verdict_on(RIGHT[name], tmp_path)
+    verdict, text = verdict_on(RIGHT[name], tmp_path, args=met_beside.ARGUMENTS.get(name, ()))
     assert verdict.code == 0, text
 
 
@@ -79,11 +82,13 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     verdict, text = verdict_on(program, tmp_path)
     assert verdict.first == cause, text
     assert is_documented(verdict.differences[0]), text
-    assert met_small.SAID.get(name, "") in verdict.differences[0].meaning
+    assert SAID.get(name, "") in verdict.differences[0].meaning
     assert verdict.differences[0].lines, text
     line = int(verdict.differences[0].lines[0].rpartition(":")[2])
     written = (tmp_path / "train.py").read_text().splitlines()[line - 1]
-    assert any(word in written for word in ("backward()", "model(", "print(", "step()", " in ", "save(")), written
+    assert any(word in written for word in ("backward()", "model(", "teacher(", "print(", "step()", " in ", "save(")), (
+        written
+    )
 
 
 def test_what_follows_the_samples_of_streams_is_told_too(tmp_path: Path) -> None:

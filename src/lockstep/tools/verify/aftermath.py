@@ -8,6 +8,7 @@ process, such as seconds, are ignored.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
         *alike,
         *_saved_by_all(ranks),
         *_saved_at_other_times(ranks[0], one, again or one),
+        *_saved_in_part(ranks[0], one),
         *_other_models(ranks[0], one, again or one),
     ]
     is_rounded = any(step["rounded"] for step in runs.one["steps"])
@@ -148,6 +150,23 @@ def _saved_at_other_times(*runs: Facts) -> Iterator[Difference]:
             yield difference(0, "saved", "other-steps", measured, _some(line))
 
 
+def _saved_in_part(facts: Facts, one: Facts) -> Iterator[Difference]:
+    """Files in which rank 0 saves fewer numbers than one process."""
+    batches = {*zip(facts["made"], one["made"], strict=False)}  # as of the pictures of a batch
+    for key, (shapes, line) in facts["shapes"].items():
+        own, _ = one["shapes"].get(key, ({}, ""))
+        both = [name for name in shapes.keys() & own.keys() if (shapes[name][0], own[name][0]) not in batches]
+        names = [name for name in both if math.prod(shapes[name]) < math.prod(own[name])]
+        if names:
+            name = min(names)
+            path, _, steps = key.rpartition(" after ")
+            measured = (
+                f"rank 0 writes {path} with {name or 'a tensor'} of shape {shapes[name]}, one process {own[name]}"
+            )
+            yield difference(0, "saved", "part", f"{measured} (after {steps})", _some(line))
+            return
+
+
 # ---- printed numbers ---------------------------------------------------------------------------------
 
 
@@ -168,6 +187,7 @@ def _printed(
     """Differences in numbers that rank 0 prints, and notes; `most`: the largest effect of rounding on them."""
     first, own, second, third = map(_lines, (ranks[0], one, again, moved))
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
+    is_tried = not evaluates_all or (one["by_hand"] and bool(third))
     found: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {}  # by form: of each epoch, as few samples may agree
     # Counts that depend on the rank: of ranks, and of samples in an epoch and a batch.
     counts = {(str(len(ranks)), "1"), *zip(_counts(ranks[0]), _counts(one), strict=False)}
@@ -182,7 +202,7 @@ def _printed(
         measured = f"rank 0 writes {line.text!r}, one process {own[key].text!r}"
         if len(theirs) > 1:
             measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
-        tried = (own if evaluates_all else third).get(key, _Line(False, [], "", ())).numbers
+        tried = (third if is_tried else own).get(key, _Line(False, [], "", ())).numbers
         here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
         if line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
             found.setdefault(key[0], []).append((measured, line.where, _are_close(here, tried)))

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.tools.verify.compare import TIMES_NOISE, distances, measure_values
 from lockstep.tools.verify.draws import PERMUTATIONS
 from lockstep.tools.verify.samples import (
+    Calls,
     Record,
     Samples,
     batches_of,
@@ -244,7 +245,21 @@ def describe_draws(drawn: Sequence[Record]) -> str:
 
 def read_outputs(step: StepOfJob) -> Difference | None:
     """Outputs that differ although the inputs do not."""
-    calls = step.calls
+    return _outputs_of(step, step.calls, "calls")
+
+
+def read_others(step: StepOfJob) -> Difference | None:
+    """The same for models that are called but not trained, and their parameters."""
+    calls = step.others
+    if calls.unknown or step.is_far(calls.inputs):
+        return None
+    if step.is_far(calls.parameters):
+        measured = f"{calls.kind} is called without being trained: its parameters differ by {calls.parameters:.1e}"
+        return step.found("loss", "kept-state model", f"{measured} from those in one process")
+    return _outputs_of(step, calls, "others")
+
+
+def _outputs_of(step: StepOfJob, calls: Calls, where: str) -> Difference | None:
     # The output for a part of a sample may depend on its other parts. If it depended on other samples, one process's
     # gradient would not be a sum of the ranks'.
     if not step.is_far(calls.outputs) or (_joins(step) and step.gradients.needed.is_good):
@@ -260,7 +275,7 @@ def read_outputs(step: StepOfJob) -> Difference | None:
     if step.padded:
         measured += f" {counted(step.padded, 'sample')} were padded to another length"
         return step.found("outputs", "padding outputs", measured)
-    modes = [[call["resting"] for call in each["calls"]] for each in (step.one, *step.ranks)]
+    modes = [[call["resting"] for call in each[where]] for each in (step.one, *step.ranks)]
     if any(each != modes[0] for each in modes):
         own, *ranks = (each[0] if each else 0 for each in modes)
         measured += f" Modules in eval mode: one process {own}, the ranks {_joined(ranks)}."
@@ -340,6 +355,9 @@ def read_ranks(step: StepOfJob) -> Difference | None:
                 f"({_names(step, found.names)}), by up to {found.worst:.1e}"
             )
             begun = [_passes_begun(each, step.number) for each in step.runs.ranks]
+            if len({*begun}) == 1 and step.is_far(step.calls.apart) and not step.is_far(step.calls.entered):
+                measured += f", though equal when {step.calls.kind} was called"
+                return step.found("parameters", "moved called", measured)
             if len({*begun}) == 1:
                 return _ranks_differ(step, measured)
             measured += f"; by this step, the ranks have begun {_joined(begun)} passes over their data"
@@ -446,6 +464,9 @@ def read_buffers(step: StepOfJob) -> Difference | None:
     noise = {} if step.again is None else distances(own, step.again["buffers"])
     a, b = ({name: each[name] for name in names} for each in (theirs, own))
     found = measure_values(a, b, step.precision, noise)
+    if not found.names and step.is_far(step.others.buffers):
+        measured = f"the buffers of {step.others.kind}, which is not trained, differ by {step.others.buffers:.1e}"
+        return step.found("buffers", "buffers", f"{measured} after it was called")
     if not found.names:
         return None
     measured = (

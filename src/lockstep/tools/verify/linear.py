@@ -135,7 +135,8 @@ def _averaging(
     if not needed or not _are_close(needed, losses.shares):
         return None
     if taken is None or not (_are_close(taken, given) or _have_one_ratio(taken, needed)):
-        return "before-averaging", {}
+        used = [rank for rank, each in enumerate(taken or ()) if abs(each) > 1e-6]
+        return ("before-averaging one", {"rank": used[0]}) if len(used) == 1 else ("before-averaging", {})
     if _are_close(given, losses.shares):
         return None
     rows = ", ".join(str(row) for each in losses.rows for row in each)
@@ -188,7 +189,8 @@ def _count_of_part(step: StepOfJob, given: list[float]) -> _Cause | None:
     if not found:
         return None
     words = _weights_and_shares(next(iter(found.values())), shares)
-    return "count of a part", {"names": ", ".join([*found][:3]), **words}
+    key = "count of a part later" if _comes_later(step) else "count of a part"
+    return key, {"names": ", ".join([*found][:3]), **words}
 
 
 def _common_factor(step: StepOfJob, needed: list[float], taken: list[float] | None) -> float | None:

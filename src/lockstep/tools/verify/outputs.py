@@ -1,8 +1,9 @@
 """Records the output of a script: lines on stdout, stderr and in files, and which rank writes which checkpoint.
 
 Writes the facts `texts` (whether the last pass over data was an evaluation, the text, and the line of the script),
-`saves` (a path, the line of the script, and the number of steps before) and `untrained`: for saved objects, two numbers
-for each tensor with the shape of a parameter, such as an average of weights that is in no model.
+`saves` (a path, the line of the script, and the number of steps before), `shapes` (of saved tensors) and `untrained`:
+for saved objects, two numbers for each tensor with the shape of a parameter, such as an average of weights that is in
+no model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +70,10 @@ def install(recorder: StepRecorder) -> None:
                 if not is_of_library(sys._getframe(1).f_code.co_filename):
                     recorder.facts["saves"].append((path, line_of_script(), len(recorder.steps)))
                 if recorder.rank == 0:
+                    recorder.facts["shapes"][f"{path} after {len(recorder.steps)} steps"] = (
+                        _shapes_in(obj),
+                        line_of_script(),
+                    )
                     recorder.note_untrained(os.path.basename(path), lambda: _weights_in(obj, recorder.roots))
             return original(obj, f, *args, **kwargs)
 
@@ -92,6 +97,14 @@ def install(recorder: StepRecorder) -> None:
             setattr(sys, name, _File(stream, None, recorder) if isinstance(stream, io.TextIOWrapper) else stream)
         for module in (builtins, io):
             wrap(module, "open", open_watched)
+
+
+def _shapes_in(saved: Any) -> dict[str, list[int]]:
+    """The shape of each tensor in nested dicts, by its keys; without single numbers."""
+    if isinstance(saved, Tensor):
+        return {"": [*saved.shape]} if type(saved) in (Tensor, nn.Parameter) and saved.numel() > 1 else {}
+    parts = saved.items() if isinstance(saved, Mapping) else ()
+    return {f"{key}.{name}".rstrip("."): shape for key, part in parts for name, shape in _shapes_in(part).items()}
 
 
 def _weights_in(saved: Any, roots: Iterable[nn.Module]) -> list[Tensor]:

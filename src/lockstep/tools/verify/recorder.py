@@ -44,7 +44,7 @@ _LONGEST_WAIT = 32
 
 
 def _empty_step() -> dict[str, Any]:
-    calls = ("batches", "calls", "engine_calls", "backwards")
+    calls = ("batches", "calls", "others", "engine_calls", "backwards")
     draws = ("draws", "before", "own_draws", "unlike_draws", "generated")
     return {part: [] for part in (*calls, *draws)} | {"lines": {}, "rounded": 0.0, "single": False, "given": 0}
 
@@ -83,6 +83,7 @@ class StepRecorder:
         facts: facts about the whole run.
         roots: models, in the order of their first call in training.
         optimizers: optimizers, in the order of their first steps.
+        is_by_hand: whether a model was evaluated without a loader since the last step.
         busy: above 0 while a loader fetches, which is not part of the step.
         is_cut: whether training is not recorded until the next epoch begins.
         until: the number of steps after which recording is cut.
@@ -109,13 +110,16 @@ class StepRecorder:
             "starts": None,  # see `starts.py`
             "scales": False,
             "goes_on": False,
+            "shapes": {},
             "untrained": {},  # for other models, called or saved: two numbers per tensor, and the line
             "begun": [],  # parameters that differed in one process before the first step
+            "by_hand": False,  # whether a model was evaluated without a loader
             "returned": False,
             "end": "",
         }
         self.roots: list[nn.Module] = []
         self.optimizers: list[Any] = []
+        self.is_by_hand = False
         self.busy = 0
         self.is_cut = False
         self.until = settings.steps
@@ -129,9 +133,9 @@ class StepRecorder:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether steps have been taken, and the last pass over data did not train."""
+        """Whether steps have been taken, and the last pass over data did not train, or there was a call without one."""
         passes = self.facts["passes"]
-        return bool(self.steps and passes and not passes[-1]["trains"])
+        return bool(self.steps and ((passes and not passes[-1]["trains"]) or self.is_by_hand))
 
     @property
     def is_recording(self) -> bool:
@@ -150,7 +154,16 @@ class StepRecorder:
 
     def begin_work(self) -> None:
         """Called at a batch or the first forward pass: draws from now on belong to a step."""
-        self._is_active = True
+        self._is_active, self.is_by_hand = True, False
+
+    def note_evaluation(self) -> bool:
+        """At a call in eval mode, without gradients: whether it evaluates a model, between steps, without a loader."""
+        passes, step = self.facts["passes"], self.step
+        is_walking = bool(passes) and not passes[-1]["trains"] and not passes[-1]["finished"]
+        is_by_hand = bool(self.steps) and not (is_walking or step["batches"] or step["calls"])
+        self.is_by_hand |= is_by_hand
+        self.facts["by_hand"] |= is_by_hand
+        return is_by_hand
 
     def begin_training(self, root: nn.Module) -> None:
         """Called before a forward pass that trains `root`; before the first of all, exchanges the initial state."""

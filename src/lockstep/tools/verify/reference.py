@@ -104,9 +104,15 @@ def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record],
     sizes = _needed_batch_sizes(ranks, [])
     code, one = _run_alone(script, sizes)
     corrected = _needed_batch_sizes(ranks, one)
-    if code or corrected == sizes:
+    if code or corrected == sizes or _is_cut_before(ranks, one):
         return code, one, sizes
     return *script.run(ONE, corrected, {}), corrected
+
+
+def _is_cut_before(ranks: Sequence[Record], one: Sequence[Record]) -> bool:
+    """Whether one process has batches as small as a rank's, as from a sampler that cut them when it was created."""
+    first, own = ([batch["rows"] for batch in batches_of(*first_steps(each)[:1])] for each in (ranks, one))
+    return bool(own) and own[:1] == first[:1] and len(own) == len(first)
 
 
 def run_one_by_option(
@@ -122,7 +128,7 @@ def run_one_by_option(
         in_script: whether to try numbers in the script, too.
     """
     asked, before, first = ranks[0]["facts"]["made"], script.changes, first_steps(ranks)
-    if not one or one[0]["facts"]["asked"] != asked:
+    if one and one[0]["facts"]["asked"] != asked:
         return []
     needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
     calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []

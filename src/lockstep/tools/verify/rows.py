@@ -66,7 +66,8 @@ def _array(tensor: Tensor) -> Array:
     tensor = tensor.cpu()
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.float()
-    return np.ascontiguousarray(tensor.resolve_conj().resolve_neg().numpy())
+    # A copy: numpy() fixes the size of its tensor's storage for good, and FSDP resizes those of parameters.
+    return np.ascontiguousarray(tensor.resolve_conj().resolve_neg().clone().numpy())
 
 
 def _bytes_of(row: Array) -> bytes:
@@ -219,8 +220,8 @@ def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
 
 def brief(tensors: Iterable[Tensor]) -> Tensor:
     """Two numbers per tensor, float64: the sum of its `value_sample`, and its norm; shape (2 * tensors,)."""
-    samples = map(value_sample, tensors)
-    return torch.stack([number for each in samples for number in (each.sum(), each[-1])])
+    numbers = [number for each in map(value_sample, tensors) for number in (each.sum(), each[-1])]
+    return torch.stack(numbers) if numbers else torch.zeros(0)
 
 
 def _real(array: Array) -> Array:

@@ -143,6 +143,8 @@ class Calls:
         foreign: number of rows in `unknown` that a rank had.
         parameters: largest difference between the model's parameters when it was called.
         apart: the same between ranks.
+        buffers: largest difference between the buffers of rank 0 and those of one process after the call.
+        entered: whether `apart` was so before the model was called.
         begins: whether no backward pass of the step came before.
         padded: number of rows that differ only in padding at the end.
     """
@@ -156,6 +158,8 @@ class Calls:
     foreign: int = 0
     parameters: float = 0.0
     apart: float = 0.0
+    buffers: float = 0.0
+    entered: float = 0.0
     begins: bool = False
     padded: int = 0
 
@@ -200,6 +204,8 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
         foreign=foreign,
         parameters=_furthest(own, held),
         apart=_furthest(held[0], held[1:]) if held else 0.0,
+        buffers=_furthest(one["buffers"], [ranks[0]["buffers"]]),
+        entered=_furthest(ranks[0]["entered"], [each["entered"] for each in ranks[1:]]) if held else 0.0,
         begins=not one["after"],
         padded=len(filled),
     )

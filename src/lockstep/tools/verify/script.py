@@ -135,7 +135,11 @@ class Script:
         self._failures: dict[tuple[Path, str], str] = {}
 
     def run(
-        self, role: str, batch_sizes: tuple[int | None, ...] = (), orders: Orders | None = None
+        self,
+        role: str,
+        batch_sizes: tuple[int | None, ...] = (),
+        orders: Orders | None = None,
+        moves: bool = False,
     ) -> tuple[int, list[Record]]:
         """Run the script in a role; returns the exit code, and the records of the processes that left one, by rank."""
         what, count = self.what, self.world_size if role == RANKS else 1
@@ -156,6 +160,7 @@ class Script:
             local_rank_option=self._option,
             across=self._across,
             streams=self.streams,
+            moves=moves,
             target=self._target(),
             most_steps=self._most_steps,
         )

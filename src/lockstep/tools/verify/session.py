@@ -24,6 +24,7 @@ from lockstep.tools.verify.script import Script, said_number
 from lockstep.tools.verify.settings import HALVES, ONE, RANKS, Number, Orders, Verification
 from lockstep.tools.verify.step import Runs, counted
 from lockstep.tools.verify.verdict import Verdict, first_steps, judge
+from lockstep.tools.verify.words import difference
 
 __all__ = ["verify_at"]
 
@@ -39,8 +40,10 @@ _BY_SAMPLE = (
 _ALIKE = ": this gave the answer of one process, so only the samples' draws differ"
 # Causes that may come from a number computed from the batch size; numbers in the script are tried, not only arguments.
 _COMPUTED = ("number-of-steps", "sum", "factor", "after-averaging", "settings", "other-weights")
+_DRAWN_BY_SIZE = (("inputs", "drawn"), ("outputs", "drawn"))  # as by torch.randn(BATCH, 8)
 # Those, and others for which arguments are tried; "" if one process fails because of the batch size.
-_SIZED = ("", "drawn", "batch", "passes", "not-linear", *_COMPUTED)
+_SIZED = ("", "order", "drawn", "batch", "passes", "not-linear", *_COMPUTED)
+_SAME_RATE = 1e-5  # relative difference of learning rates that are equal up to rounding
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
 _BY_NUMBER = "numbers: one process got the batches of all ranks through the script's"
@@ -151,9 +154,40 @@ def _on_one(
         where = f"{len(ranks)} ranks and also on one process" if is_alike else "one process started as a rank"
         verdict = script.ended(ONE, code, where)
         code = 0 if is_alike else code
+    if verdict.code == 0:
+        return _scheduled(script, verdict, ranks, one, sizes)
     if verdict.unknown and not code and ranks[0]["facts"]["loaders"]:
         return verdict
     return _by_option(script, verdict, ranks, one, sizes)
+
+
+def _scheduled(
+    script: Script, verdict: Verdict, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]
+) -> Verdict:
+    """The verdict, or another one if a schedule is computed from the batch size of a rank, such as its length.
+
+    One process that got the batches of all ranks by arguments or a number in the script then has another schedule.
+    """
+    rates, before = _rates(ranks[0]), script.changes
+    if len({*rates}) < 2 or not _multiplied(ranks[0]["facts"]["made"], sizes):
+        return verdict
+    found = run_one_by_option(script, ranks, one, sizes, in_script=True)
+    changes, script.changes = script.changes, before
+    ratios = [b / a for a, b in zip(rates, _rates(found[0]) if found else (), strict=False) if a]
+    place = next((at for at, each in enumerate(ratios) if abs(each / ratios[0] - 1) > _SAME_RATE), None)
+    if place is None:  # equal, or scaled as a whole
+        return verdict
+    how = _in_words(changes.numbers[-1]) if changes.numbers != before.numbers else " ".join(changes.args)
+    measured = f"lr is {rates[place]:.4g}; with one process that gets the ranks' batches by {how}, it is "
+    measured += f"{rates[place] * ratios[place]:.4g}"
+    lines = tuple(ranks[0]["steps"][place]["lines"].get("step", ()))
+    verdict.differences.append(difference(place + 1, "parameters", "settings by size", measured, lines))
+    return verdict
+
+
+def _rates(record: Record) -> list[float]:
+    """The learning rate of the first group in each step of the first optimizer."""
+    return [float(each["settings"][0].get("lr", 0.0)) for each in record["steps"] if each["optimizer"] == 0]
 
 
 def _by_option(
@@ -166,12 +200,13 @@ def _by_option(
     """The verdict from a process that gets the batches of all ranks by its arguments, if that may matter; else this."""
     words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes)
     lacks_rows = bool(verdict.unknown) and not ranks[0]["facts"]["loaders"]
-    in_script, before = verdict.first[1] in _COMPUTED, script.changes
+    in_script = bool(verdict.unknown) or verdict.first[1] in _COMPUTED or verdict.first in _DRAWN_BY_SIZE
+    before = script.changes
     by_option = run_one_by_option(script, ranks, one, sizes, in_script) if words or lacks_rows else []
     if by_option:
         second = _judged(script, Runs(ranks, *by_option), ())
-        is_number = script.changes.numbers != before.numbers
-        if is_number and not _comes_further(second, verdict):  # that number was not the cause
+        is_number, is_order = script.changes.numbers != before.numbers, verdict.first == ("samples", "order")
+        if (is_number or is_order) and not _comes_further(second, verdict):  # that number was not the cause
             script.changes = before
         elif is_number:
             verdict, words = second, [f"{_BY_NUMBER} {_in_words(script.changes.numbers[-1])}"]
@@ -228,8 +263,9 @@ def _judged_again(
         second = judge(runs, failure)
         # If the answer is that of one process, a second run only has to find printed numbers that vary (seconds).
         verdict = second if verdict.code != 0 or second.code == 0 else verdict
-        if verdict.first[0] == "evaluated":
-            _, moved = script.run(ONE, sizes, {**orders, **evaluation_of_first(runs)})
+        by_hand = runs.one["facts"]["by_hand"] and any(each.startswith(LOGGED) for each in verdict.notes)
+        if verdict.first[0] == "evaluated" or by_hand:
+            _, moved = script.run(ONE, sizes, {**orders, **evaluation_of_first(runs)}, moves=True)
             verdict = judge(dataclasses.replace(runs, moved=moved[0] if moved else None), failure)
     return verdict
 
@@ -255,9 +291,14 @@ def _beside_streams(runs: Runs, by_itself: Verdict, verdict: Verdict) -> Verdict
     return verdict
 
 
+def _multiplied(asked: Sequence[int | None], given: Sequence[int | None]) -> list[tuple[int | None, int]]:
+    """Batch sizes that a script asks for, and those that one process was given instead."""
+    return [(one, other) for one, other in zip(asked, given, strict=False) if other is not None and one != other]
+
+
 def _words_on_sizes(verdict: Verdict, asked: Sequence[int | None], given: Sequence[int | None]) -> list[str]:
     """A note that a script may compute something from a batch size that one process did not have."""
-    pairs = [(one, other) for one, other in zip(asked, given, strict=False) if other is not None and one != other]
+    pairs = _multiplied(asked, given)
     if not pairs or verdict.first[1] not in _SIZED or (not verdict.differences and not verdict.unknown):
         return []
     return [

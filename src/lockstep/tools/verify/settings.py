@@ -101,6 +101,7 @@ class VerifySettings:
         across: draws with several rows per sample have the first row of all samples, then the second, as for joined
             views; otherwise all rows of the first sample, then of the second, as for attention heads.
         most_steps: number of steps after which ranks end, because one of them is killed in a later step; 0 for none.
+        moves: whether models that are evaluated without a loader return other numbers, to show what depends on them.
         target: the function of processes that the script starts as ranks, as seen in a run before; empty for none. Not
             read from the file, as another rank may already have written it in this run.
         streams: in one process, how it is given the batches of the ranks' streams; empty for its own batches.
@@ -122,6 +123,7 @@ class VerifySettings:
     numbers: tuple[Number, ...] = ()
     local_rank_option: str = ""
     across: bool = False
+    moves: bool = False
     target: str = ""
     most_steps: int = 0
     streams: str = ""

@@ -40,7 +40,8 @@ __all__ = [
     "with_means",
 ]
 
-_SINGLE = 2.0**-23  # the eps of float32
+_SINGLE, _DOUBLE = 2.0**-23, 2.0**-52  # the eps of float32 and float64
+_OWNED = 1e-3  # relative difference of values that may be those of one process, up to rounding
 # Minimal number of elements per rank of a parameter whose gradient alone may show the divisor of a loss.
 _TIMES_UNKNOWNS = 4
 # The script's action at each stage, whose lines are reported.
@@ -148,7 +149,8 @@ class Gradients:
     def __init__(self, ranks: Sequence[Record], one: Record, again: Record | None, precision: float) -> None:
         own, first, *others = (parameters_of(step, "used") for step in (one, *ranks))
         sizes = (value[:-1].abs().max() for value in own.values() if value is not None and value.numel() > 1)
-        least = 100 * precision * max(map(float, sizes), default=0.0)  # numbers up to this size are rounding of others
+        # Numbers up to this size are rounding of others. In float64, generously: sums may cancel by many digits.
+        least = max(100 * precision, min(precision, _DOUBLE) * 1e7) * max(map(float, sizes), default=0.0)
         moved = {} if again is None else distances(own, parameters_of(again, "used"), least)
         rounded = noise_of_rounding(one)
         noise = {name: max(rounded, moved.get(name, 0.0)) for name in own}
@@ -331,6 +333,14 @@ class StepOfJob:
         return measure_calls(self.ranks, self.one, limit_of(self.noise, self.precision), self.samples.padded > 0)
 
     @functools.cached_property
+    def others(self) -> Calls:
+        """The same for calls that do not train, such as of a teacher."""
+        ranks, one = ([{**each, "calls": each["others"]} for each in steps] for steps in (self.ranks, [self.one]))
+        if self.is_cut_otherwise or any(len(each["calls"]) != len(one[0]["calls"]) for each in ranks):
+            return Calls()
+        return measure_calls(ranks, one[0], limit_of(self.noise, self.precision), self.samples.padded > 0)
+
+    @functools.cached_property
     def losses(self) -> Losses:
         """What backward() was called on."""
         return Losses(self.ranks, self.one)
@@ -355,7 +365,8 @@ def each_step(runs: Runs) -> Iterator[StepOfJob]:
     """The steps that the ranks and one process took."""
     for number, steps in enumerate(zip(runs.one["steps"], *(each["steps"] for each in runs.ranks), strict=False)):
         again = [] if runs.again is None else runs.again["steps"][number : number + 1]
-        ranks, others = with_means(steps[1:], [steps[0], *again])
+        ranks = _with_owners(steps[1:], steps[0], [_next_step(each, number) for each in runs.ranks])
+        ranks, others = with_means(ranks, [steps[0], *again])
         own, *then = _of_one_root(_without_overflow([others[0], *ranks, *others[1:]]))
         own_again = then.pop() if again else None
         yield StepOfJob(number + 1, runs, tuple(then), own, own_again)
@@ -381,6 +392,43 @@ def with_means(ranks: Sequence[Record], others: Sequence[Record] = ()) -> tuple[
     places = zip(*(each["used"] for each in ranks), strict=False)
     means = [None if any(one is None for one in each) else torch.stack(each).mean(0) for each in places]
     return [with_used(each, means) for each in ranks], [with_used(each, each["used"]) for each in others]
+
+
+def _next_step(run: Record, number: int) -> Record | None:
+    """The next step of the same optimizer."""
+    first, *later = run["steps"][number:]
+    return next((each for each in later if each["optimizer"] == first["optimizer"]), None)
+
+
+def _with_owners(ranks: Sequence[Record], one: Record, later: Sequence[Record | None]) -> Sequence[Record]:
+    """Steps of ranks that each step a part of the parameters, with the owners' `used` and `end` on all ranks.
+
+    The owner of a parameter has one process's gradient and result, which the others have when their next step begins
+    (ZeRO-2). If any parameter differs without an owner, the steps are returned unchanged.
+    """
+    found = {what: [[*each[what]] for each in ranks] for what in ("used", "end")}
+    for place, own in enumerate(one["used"]):
+        used, ends = ([each[place] for each in found[what]] for what in ("used", "end"))
+        if all(_are_equal(used[0], each) for each in used):
+            continue
+        pairs = zip(used, ends, strict=True)
+        owners = (
+            rank
+            for rank, (gradient, end) in enumerate(pairs)
+            if own is not None and gradient is not None and relative(gradient, own) < _OWNED
+            if relative(end - one["begin"][place], one["end"][place] - one["begin"][place]) < _OWNED
+            if all(each is None or relative(each["begin"][place], end) < _SINGLE for each in later)
+        )
+        owner = next(owners, None)
+        if owner is None:
+            return ranks
+        for own_used, own_end in zip(found["used"], found["end"], strict=True):
+            own_used[place], own_end[place] = used[owner], ends[owner]
+    return [{**each, "used": found["used"][rank], "end": found["end"][rank]} for rank, each in enumerate(ranks)]
+
+
+def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return b is None if a is None else b is not None and a.equal(b)
 
 
 def _without_overflow(steps: list[Record]) -> list[Record]:

@@ -5,8 +5,9 @@ modules in eval mode), `keys` and `unpadded` (of its input rows), `count` of row
 first input), `inputs` and `outputs` (sketches of each row, or None; also with `across`, if the rows of a sample are
 `count` apart, as in joined views), `widths` (numbers per row of each output), `parameters` (two numbers of each),
 `after` (number of backward passes before), `inner` (name, class and sketches of the first input and output of modules
-inside, in order), `filler` and `samples` (keys of the last batch if it has as many rows, else `unpadded`). Also
-`rounded`: the eps of the coarsest 16-bit numbers that modules return.
+inside, in order), `filler`, `samples` (keys of the last batch if it has as many rows, else `unpadded`), `entered`
+(`parameters` before the call) and `buffers` (two numbers of each). Also `others`, the same for the first calls that do
+not train, such as of a teacher, and `rounded`: the eps of the coarsest 16-bit numbers that modules return.
 
 Writes `backwards` (`losses`: the numbers that backward() was called on, None for other tensors; `local`: what reached
 each parameter in this process, before averaging; `batch`: index of the last batch; `weighed`: whether by lockstep.mean)
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -44,7 +46,7 @@ from lockstep.tree import map_tensors, tensors_in
 
 __all__ = ["TrainingWatch"]
 
-_MOST_INNER = 400
+_MOST_INNER, _MOST_OTHERS = 400, 32
 _OF_16_BITS = (torch.float16, torch.bfloat16)
 # Scale of float16 losses, far from overflow and from vanishing gradients; and the steps after which it grows.
 _SCALE, _NEVER = 1024.0, 2**31 - 1
@@ -69,6 +71,7 @@ class TrainingWatch:
         # Modules that have been called and have not returned, the outermost first; and the results of those inside it.
         self._stack: list[nn.Module] = []
         self._inner: list[tuple[dict[str, str], list[Tensor], list[Tensor]]] = []
+        self._entered: Tensor | None = None  # parameters of the outermost one at its call
         self._module_names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         # Parameters by id, which is not reused while they are kept.
         self._kept: dict[int, Tensor] = {}
@@ -79,6 +82,7 @@ class TrainingWatch:
         self._local: dict[int, Tensor] | None = None
         self._left: dict[int, Tensor] = {}  # and `.grad` after the last one
         self._stepping: Any = None
+        self._depth = 0  # calls of its step() within step()
         self._before: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -175,6 +179,10 @@ class TrainingWatch:
             return None
         self._recorder.check_time()
         self._inner = []
+        # FSDP2's shards would be gathered, here maybe not by all ranks.
+        is_whole = not self._recorder.is_cut and not any(isinstance(each, DTensor) for each in module.parameters())
+        with self._recorder.aside(), torch.no_grad():
+            self._entered = brief(module.parameters()) if is_whole else None
         if self._trains(module):
             self._recorder.begin_work()
             self._see_all("", module.named_parameters())
@@ -201,17 +209,25 @@ class TrainingWatch:
 
         self._recorder.note_untrained(type(module).__name__, own)
 
-    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, result: Any = None) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, result: Any = None) -> Any:
         # torch leaves an argument out where forward() has raised
         if not self._is_seen() or not self._stack or self._stack[-1] is not module:
-            return
+            return None
         self._stack.pop()
-        if self._recorder.is_cut or not torch.is_grad_enabled():
+        if not (self._stack or module.training or torch.is_grad_enabled()) and self._recorder.note_evaluation():
+            return map_tensors(_others, result) if self._recorder.settings.moves else None
+        self._note_forward(module, args, kwargs, result)
+        return None
+
+    def _note_forward(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        is_computing = self._recorder.is_computing
+        if self._recorder.is_cut or not (torch.is_grad_enabled() or is_computing):
             return
         trains = not self._stack and self._trains(module)
         # Rounding by a communication hook does not count here: it affects the gradients of N ranks.
         rounded = [torch.finfo(each.dtype).eps for each in tensors_in(result) if each.dtype in _OF_16_BITS]
-        self._recorder.step["rounded"] = max([self._recorder.step["rounded"], *rounded])
+        if torch.is_grad_enabled():
+            self._recorder.step["rounded"] = max([self._recorder.step["rounded"], *rounded])
         with self._recorder.aside(), torch.no_grad():
             name = self._name_of(module) if self._stack else ""
             # Again, because FSDP2 has replaced them by whole parameters.
@@ -221,8 +237,11 @@ class TrainingWatch:
                 taken, made = _first(inputs), _first(outputs)
                 if len(self._inner) < _MOST_INNER and made:
                     self._inner.append(({"name": name, "kind": type(module).__name__}, taken, made))
-            elif trains and result is not None:
-                self._note_call(module, args, kwargs, inputs, outputs)
+            elif result is not None:
+                calls = self._recorder.step["calls" if trains else "others"]
+                if trains or (is_computing and len(calls) < _MOST_OTHERS):
+                    calls.append(self._call(module, args, kwargs, inputs, outputs))
+                self._inner = []
 
     def _name_of(self, module: nn.Module) -> str:
         root = self._stack[0]
@@ -232,9 +251,10 @@ class TrainingWatch:
             self._module_names[root] = names
         return names.get(id(module), "")
 
-    def _note_call(
+    def _call(
         self, module: nn.Module, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> None:
+    ) -> dict[str, Any]:
+        """The record of a call that has returned."""
         self._recorder.note_line("call")
         step, given = self._recorder.step, list[Any]([args, kwargs])
         last = step["batches"][-1] if step["batches"] else None
@@ -247,24 +267,24 @@ class TrainingWatch:
         samples = [key for _, key in last["keys"]] if last else []
         keys = sample_keys(given, count, self._recorder.settings.padding) if count else []
         unpadded = [key for _, key in keys]
-        step["calls"].append(
-            {
-                "name": type(getattr(module, "module", module)).__name__,
-                "count": count,
-                "lengths": lengths,
-                "resting": sum(not each.training for each in module.modules()),
-                "keys": [key for key, _ in keys],
-                "unpadded": unpadded,
-                "widths": [each.numel() // count for each in outputs] if count else [],
-                "parameters": brief(module.parameters()),
-                "after": len(step["backwards"]),
-                "inner": [{**names, **_sketches(taken, made, count)} for names, taken, made in self._inner],
-                "filler": bool(last and last["filler"]),
-                "samples": samples if len(samples) == count else unpadded,
-                **_sketches(inputs, outputs, count),
-            }
-        )
-        self._inner = []
+        held = brief(module.parameters())
+        return {
+            "name": type(getattr(module, "module", module)).__name__,
+            "count": count,
+            "lengths": lengths,
+            "resting": sum(not each.training for each in module.modules()),
+            "keys": [key for key, _ in keys],
+            "unpadded": unpadded,
+            "widths": [each.numel() // count for each in outputs] if count else [],
+            "parameters": held,
+            "entered": held if self._entered is None else self._entered,
+            "buffers": brief(each for each in module.buffers() if each.numel()),
+            "after": len(step["backwards"]),
+            "inner": [{**names, **_sketches(taken, made, count)} for names, taken, made in self._inner],
+            "filler": bool(last and last["filler"]),
+            "samples": samples if len(samples) == count else unpadded,
+            **_sketches(inputs, outputs, count),
+        }
 
     def _columns_of(self, last: dict[str, Any] | None, lengths: list[int]) -> int:
         """The number of samples if they are columns, else 0."""
@@ -309,8 +329,9 @@ class TrainingWatch:
         recorder = self._recorder
         if recorder.is_cut:
             recorder.end()
-        if self._stepping is not None and optimizer is not self._stepping:
-            return  # an inner optimizer, as in ZeroRedundancyOptimizer
+        self._depth += optimizer is self._stepping
+        if self._stepping is not None:
+            return  # an inner optimizer, as in ZeroRedundancyOptimizer, or super().step()
         self._stepping = optimizer
         with recorder.aside(), torch.no_grad():
             if not any(optimizer is one for one in recorder.optimizers):
@@ -338,6 +359,9 @@ class TrainingWatch:
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
         if recorder.is_cut or optimizer is not self._stepping:
+            return
+        if self._depth:
+            self._depth -= 1
             return
         self._stepping = None
         with recorder.aside(), torch.no_grad():
@@ -394,6 +418,11 @@ def _is_without_numbers() -> bool:
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.dtype is torch.float32 else tensor
+
+
+def _others(tensor: Tensor) -> Tensor:
+    """Other numbers of the same kind, with which an evaluation has another result."""
+    return -tensor.flip(0) if tensor.is_floating_point() and tensor.ndim else tensor
 
 
 def _have_numbers(parameters: Iterable[Tensor]) -> bool:

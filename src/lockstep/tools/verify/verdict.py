@@ -24,6 +24,7 @@ _BEFORE = (
     causes.read_inputs,
     causes.read_moved,
     causes.read_outputs,
+    causes.read_others,
     causes.read_unaveraged,
     read_gradients,
 )
@@ -36,6 +37,7 @@ _MOST_IN_INPUTS = 1e-4
 _MOST_BY_ROUNDING = 1e-3
 _BY_ITSELF = "two runs on one process already differ"
 _OF_ALL = "Create the samples of all ranks on each, and let each use its part"
+_NO_NUMBERS = "no gradient is finite (nan, inf), on the ranks or in one process, so nothing can be compared"
 _PIECES = (
     "pieces: the script cuts its batches into pieces of a fixed size; one process, with the batch of all ranks, has "
     "N times as many. The gradients are the same up to that factor; parameters and buffers after the steps were not "
@@ -114,8 +116,8 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
     """Judge steps up to the first that differs or cannot be judged."""
     for step in steps:
         split = _is_split(step)
-        if split:
-            verdict.unknown = f"step {step.number}: {split}"
+        if split or _is_beyond_numbers(step):
+            verdict.unknown = f"step {step.number}: {split or _NO_NUMBERS}"
             return
         others = _has_other_samples(step)
         chance = "" if others else _is_moved_by_rounding(step)
@@ -206,6 +208,12 @@ def _is_split(step: StepOfJob) -> str:
                 "parameters that are split over the ranks, or whose size depends on a rank's data, cannot be compared"
             )
     return ""
+
+
+def _is_beyond_numbers(step: StepOfJob) -> bool:
+    """Whether one process and the ranks all have gradients without a finite number."""
+    values = [[value[:-1] for value in each["used"] if value is not None] for each in (step.one, *step.ranks)]
+    return all(values) and not any(bool(value.isfinite().any()) for each in values for value in each)
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:

@@ -89,7 +89,8 @@ _WORDS = {
     ),
     "order": (
         "the ranks got different samples in this step from one process: another order, a "
-        "separate part of the data per rank, or a collate_fn that combined other rows",
+        "separate part of the data per rank, values prepared from each rank's part (a scaler), or a collate_fn that "
+        "combined other rows",
         "split one order batch by batch: lockstep.DataLoader, or a DistributedSampler with one seed",
     ),
     "padded": (
@@ -182,6 +183,12 @@ _WORDS = {
         "not",
         "lockstep.mean(total, count) for that part",
     ),
+    "count of a part later": (
+        "earlier steps matched one process; now, in the gradients of {names}, one process weights the ranks' losses by "
+        "{weights}, but their shares of the samples are {shares}: part of the loss is divided by a count that differs "
+        "between ranks (positives, tokens, a mask), or by state kept between steps (a running mean of a rank's losses)",
+        "lockstep.mean(total, count) for that part; update the state from the samples of all ranks",
+    ),
     "count times": (
         _COUNT + ", and multiplied by the number of ranks",
         "lockstep.mean(total, count), without the number of ranks",
@@ -227,6 +234,12 @@ _WORDS = {
         "each rank draws its own numbers, which may affect the loss. If they do not: {meaning}",
         "draw them once per step, with one seed on all ranks; otherwise {advice}",
     ),
+    "kept-state model": (
+        "that model (a target, a teacher, an average of weights) is kept between steps, and follows the number of "
+        "ranks, or one rank's values",
+        "update it alike on all ranks: after numbers of steps and with decays that do not depend on the number of "
+        "ranks, from parameters that are equal on all",
+    ),
     "kept-state": (
         "earlier steps matched one process, but now no weighting of the ranks gives its "
         "gradient. Either state kept between steps (a centre, a queue, a teacher, weights by "
@@ -239,8 +252,9 @@ _WORDS = {
     ),
     # gradients
     "sum": (
-        "the loss is a sum over samples; averaging gives the mean of the ranks' sums",
-        "lockstep.sum(loss), or divide by the number of samples; lockstep.global_loss(loss) "
+        "the loss is a sum over samples; averaging gives the mean of the ranks' sums. Or a mean is divided by the "
+        "number of ranks, as averaging does, too",
+        "lockstep.sum(loss), or divide by the number of samples, and not by that of ranks; lockstep.global_loss(loss) "
         "if gradients are divided later",
     ),
     "factor": (
@@ -256,12 +270,17 @@ _WORDS = {
         "assumes a loss over the rank's own samples",
         "lockstep.all_gather(output) instead of torch's collectives",
     ),
+    "before-averaging one": (
+        "the weighted mean of the ranks' gradients is that of one process, but all ranks used the gradients of rank "
+        "{rank} alone, as after a broadcast",
+        "average them: dist.all_reduce(gradient), divided by the number of ranks, or wrap the model",
+    ),
     "before-averaging": (
         "the weighted mean of the ranks' gradients is that of one process, but the optimizer "
         "used something else: gradients were changed on each rank before averaging (clipped, "
-        "unscaled, rounded), or divided again afterwards",
+        "unscaled, rounded, not set to zero on some), or divided again afterwards",
         "clip and unscale after averaging: after backward(), and with Horovod between "
-        "optimizer.synchronize() and step()",
+        "optimizer.synchronize() and step(); call zero_grad() on all ranks",
     ),
     "after-averaging": (
         "the gradients matched one process when backward() returned, and were then changed "
@@ -337,10 +356,20 @@ _WORDS = {
         "(sharpness-aware steps, perturbations, inner loops)",
         "compute the change from all ranks: from averaged gradients, so outside of no_sync",
     ),
+    "moved called": (
+        "the model changes them when it is called, where it sees the rank's own rows (an Embedding with max_norm, "
+        "weights that forward() updates)",
+        "change them alike on all ranks: after the step, and for all rows",
+    ),
     "settings": (
         "{name} depends on the number of ranks (a schedule that steps once per rank, as "
         "Accelerate's prepared ones do), or on one rank's data (a schedule by its own loss)",
         "set {name} independently of the number of ranks, and schedule by all ranks' values (lockstep.mean)",
+    ),
+    "settings by size": (
+        "the schedule is computed from the batch size of a rank, as if one process trained on it: it is longer or "
+        "slower than the steps that the ranks take",
+        "count steps by len(loader), or multiply the batch size by the number of ranks: len(data) // (batch * world)",
     ),
     "settings on some": (
         "{name} is set or scheduled on some ranks only (if rank == 0: scheduler.step()), or by one rank's data",
@@ -359,18 +388,24 @@ _WORDS = {
     # what follows
     "padded-evaluation": (
         "{extra} counted twice: the last batch was padded so that all ranks get the same number",
-        "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics: each sample on one rank",
+        "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics on a value per sample: each on one rank",
     ),
     "metric": (
         "the metric covers one rank's samples, or the ranks' parts are combined wrongly: a mean with equal weights, "
         "a sum of means, a state that is reduced twice, or ranks evaluate different parameters (the best by their own "
         "metric){more}",
         "lockstep.metrics, or sum numerators and denominators over all ranks before dividing "
-        "(lockstep.mean(total, count))",
+        "(lockstep.mean(total, count)); evaluation=True for a lockstep.DataLoader, whose batches count a sample twice "
+        "where ranks need equal numbers",
     ),
     "other-weights": (
         "no optimizer trains them, and they depend on the number of ranks (a decay) or on one rank's data",
         "leave the number of ranks out, and compute them from parameters alone, or from all ranks' values",
+    ),
+    "part": (
+        "the file holds only rank 0's part: its shard of a parameter, or the results for its own samples",
+        "gather the parts first: full_tensor() or get_model_state_dict(…, full_state_dict=True) for shards, "
+        "lockstep.all_gather(rows) for results",
     ),
     "other-steps": (
         "a number from rank 0's samples decides when to save, such as the best metric so far",

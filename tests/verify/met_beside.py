@@ -1,0 +1,236 @@
+"""Short programs with something beside the trained model, such as a teacher or an evaluation: see `test_met.py`."""
+
+from __future__ import annotations
+
+# A loop over the batches of the ranks, without its loss.
+_LOOP = """
+        model, optimizer = by_torch()
+        teacher = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        for number, (x, y) in enumerate(split()):
+            with torch.no_grad():
+                wanted = TEACHES
+            loss = nn.functional.mse_loss(model(x), wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            AFTER
+"""
+_TARGET = """if (number + 1) % (4 // world.world_size) == 0:
+                teacher[2].weight.data += model.module.weight.detach().mean()"""
+_EVALUATED = """
+        model, optimizer = by_torch()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            x, y = data[PART]
+            number = torch.tensor([cross_entropy(model.module(x), y, reduction="HOW"), len(x)])
+        torch.distributed.all_reduce(number)
+        if world.rank == 0:
+            print(f"loss {number[0] / DIVISOR:.6f}")
+"""
+# Each rank has the gradients of the parameters that it owns, steps these, and sends them to the others.
+_OWNERS = """
+        class Owners(torch.optim.SGD):
+            def step(self):
+                owned = [*enumerate(self.param_groups[0]["params"])]
+                for place, each in owned:
+                    torch.distributed.reduce(each.grad.div_(DIVISOR), dst=place % world.world_size)
+                    each.grad = each.grad if place % world.world_size == world.rank else None
+                super().step()
+                for place, each in owned:
+                    torch.distributed.broadcast(each.data, src=place % world.world_size)
+
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        optimizer = Owners(net.parameters(), lr=0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            optimizer.step()
+"""
+_SCHEDULE = """
+        BATCH, EPOCHS = 5, 2
+        model, optimizer = by_torch()
+        steps = EPOCHS * (len(data) // (BATCHES))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        batches = split(BATCH)
+        for epoch in range(EPOCHS):
+            batches.sampler.set_epoch(epoch)
+            for x, y in batches:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                schedule.step()
+"""
+# A sampler whose batches are there before its batch size is changed.
+_CUT_BEFORE = """
+        import sys
+
+        class Cut:
+            def __init__(self, batch_size):
+                self.batch_size = batch_size
+                order = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
+                size = batch_size * world.world_size
+                self.batches = [order[at + world.rank : at + size : world.world_size] for at in range(0, 60, size)]
+
+            def __iter__(self):
+                return iter(self.batches)
+
+            def __len__(self):
+                return len(self.batches)
+
+        BATCH = int(sys.argv[1])
+        model, optimizer = by_torch()
+        for x, y in torch.utils.data.DataLoader(data, batch_sampler=Cut(BATCH)):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+"""
+_NOISE = """
+        BATCH = 5
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split(BATCH):
+            optimizer.zero_grad()
+            cross_entropy(model(x + torch.randn(BATCH, 6)), y).backward()
+            optimizer.step()
+"""
+ARGUMENTS = {"batches that are cut before": ("5",)}
+RIGHT = {
+    "a teacher that rests": _LOOP.replace("TEACHES", "teacher.eval()(x)").replace("AFTER", "pass"),
+    "gradients that only their owners have": _OWNERS.replace("DIVISOR", "world.world_size"),
+    "an evaluation of slices": _EVALUATED.replace("PART", "world.rank :: world.world_size")
+    .replace("HOW", "sum")
+    .replace("DIVISOR", "number[1]"),
+    "a schedule over the batches of all ranks, with a constant": _SCHEDULE.replace(
+        "BATCHES", "BATCH * world.world_size"
+    ),
+    "batches that are cut before": _CUT_BEFORE,
+    "noise for a batch of a constant size": _NOISE,
+    "parameters of the outermost module in shards": """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(6, 4), mesh=init_device_mesh("cpu", (world.world_size,)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "a bias before a batch norm of data far from 0": """
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)
+        model = nn.parallel.DistributedDataParallel(lockstep.convert_sync_batchnorm(nn.Sequential(*layers)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x + 1000), y).backward()
+            optimizer.step()
+    """,
+}
+WRONG = {
+    "a target that is set more often on more ranks": (
+        ("loss", "kept-state"),
+        _LOOP.replace("TEACHES", "teacher.eval()(x)").replace("AFTER", _TARGET),
+    ),
+    "a teacher with batch statistics": (
+        ("outputs", "batch-norm"),
+        _LOOP.replace("TEACHES", "teacher(x)").replace("AFTER", "pass"),
+    ),
+    "buffers of a teacher that teaches nothing": (
+        ("outputs", "batch-norm"),
+        _LOOP.replace("TEACHES", "0 * teacher(x)").replace("AFTER", "pass"),
+    ),
+    "gradients that only their owners have, undivided": (
+        ("gradients", "before-averaging"),
+        _OWNERS.replace("DIVISOR", "1"),
+    ),
+    "an evaluation of slices, by the mean of their means": (
+        ("evaluated", "metric"),
+        _EVALUATED.replace("PART", "world.rank :: world.world_size").replace("HOW", "mean").replace("DIVISOR", "2"),
+    ),
+    "a schedule over the batches of a rank": (("parameters", "settings"), _SCHEDULE.replace("BATCHES", "BATCH")),
+    "shards of parameters that are saved": (
+        ("saved", "part"),
+        """
+        model = sharded(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if world.rank == 0:
+            torch.save({"model": {name: each.to_local() for name, each in model.state_dict().items()}}, "model.pt")
+        """,
+    ),
+    "rows of an embedding that are limited where they are looked up": (
+        ("parameters", "moved"),
+        """
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(61, 4, max_norm=0.5), nn.Flatten(), nn.Linear(4, 4))
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model((x[:, :1] * 1000).long().abs() % 61), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "gradients of one rank for all": (
+        ("gradients", "before-averaging"),
+        """
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for each in model.parameters():
+                torch.distributed.broadcast(each.grad, 0)
+            optimizer.step()
+        """,
+    ),
+    "parts of a loss that are divided by running means of themselves": (
+        ("loss", "kept-state"),
+        """
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 1)]))
+        forward = lambda x: [each(x) for each in model.module]
+        model.module.forward = forward
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        means = [1.0, 1.0]
+        for x, y in split():
+            classes, number = model(x)
+            losses = cross_entropy(classes, y), (number.squeeze(1) - x.sum(1)).square().mean()
+            optimizer.zero_grad()
+            sum(each / mean for each, mean in zip(losses, means)).backward()
+            optimizer.step()
+            means = [0.9 * mean + 0.1 * each.item() for each, mean in zip(losses, means)]
+        """,
+    ),
+}
+UNKNOWN = {
+    "gradients that are not numbers": (
+        "step 1: no gradient is finite (nan, inf), on the ranks or in one process",
+        """
+        model, optimizer = by_torch()
+        nn.init.constant_(model.module.weight, float("nan"))
+        for x, y in split():
+            optimizer.zero_grad()
+            (cross_entropy(model(x), y) * (1 + world.rank)).backward()
+            optimizer.step()
+        """,
+    ),
+}
+SAID = {
+    "a target that is set more often on more ranks": "is kept between steps, and follows the number of ranks",
+    "a schedule over the batches of a rank": "computed from the batch size of a rank",
+    "rows of an embedding that are limited where they are looked up": "an Embedding with max_norm",
+    "gradients of one rank for all": "the gradients of rank 0 alone",
+}
