@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lockstep.tools.verify.compare import TIMES_NOISE, distances, measure_values
@@ -19,7 +19,6 @@ from lockstep.tools.verify.samples import (
     Record,
     Samples,
     batches_of,
-    contents,
     entered,
     indices_of,
     passes_are_shared_out,
@@ -138,7 +137,7 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
     fetched = indices_of(*step.ranks).keys()  # not the counts: a padded batch repeats some
     if not fetched or fetched != indices_of(step.one).keys():
         return "order", ""
-    key = "split" if any(_are_elsewhere(contents(rank), contents(one)) for rank in ranks) else "drawn samples"
+    key = "split" if any(_are_elsewhere(rank, one) for rank in ranks) else "drawn samples"
     return key, ", though the loaders fetched the same indices of the dataset"
 
 
@@ -151,9 +150,28 @@ def _epochs_apart(step: StepOfJob) -> Sequence[int | None]:
     return next((each for each in zip(*epochs, strict=False) if len(set(each)) > 1), ())
 
 
-def _are_elsewhere(found: Mapping[tuple[int, int], int], own: Mapping[tuple[int, int], int]) -> bool:
-    """Whether a rank has a sample at an index where one process has another, which it has elsewhere."""
-    return any(key in own.values() and own.get(index, key) != key for index, key in found.items())
+def _are_elsewhere(rank: Record, one: Record) -> bool:
+    """Whether a rank has a sample in a batch whose indices give one process other samples, and that one elsewhere.
+
+    In whole batches, because a collate_fn may sort the rows of a batch.
+    """
+    known, near = set[int](), defaultdict[tuple[int, int], set[int]](set)
+    for indices, keys in _batches_by_index(one):
+        known |= keys
+        for index in indices:
+            near[index] |= keys
+    return any(
+        key in known and all(index in near and key not in near[index] for index in indices)
+        for indices, keys in _batches_by_index(rank)
+        for key in keys
+    )
+
+
+def _batches_by_index(run: Record) -> Iterator[tuple[list[tuple[int, int]], set[int]]]:
+    """(loader and index of each sample, their contents) for each batch with known indices."""
+    for batch in batches_of(*run["steps"]):
+        if batch["indices"]:
+            yield [(batch["loader"], index) for index in batch["indices"]], {key for key, _ in batch["keys"]}
 
 
 def _filled_late(step: StepOfJob) -> Difference | None:
@@ -217,7 +235,9 @@ def _by_draws(step: StepOfJob, stage: str, measured: str) -> Difference:
 def unlike_draws(step: StepOfJob) -> tuple[Sequence[Record], Sequence[Record]]:
     """Draws of one process that differ from the ranks'; and permutations of a rank's rows, which always differ."""
     unlike = [*_unlike_draws(step), *_of_own_generators(step)]
-    permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS)]
+    # Others permute something else, such as the pixels of an image.
+    sizes = [*(batch["rows"] for batch in batches_of(step.one)), *(call["count"] for call in step.one["calls"])]
+    permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS) and {*each["shape"][:1]} <= {*sizes}]
     return [each for each in unlike if each not in permuted], permuted
 
 

@@ -255,7 +255,8 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
     odd = f"one process weights the ranks' losses by {shown}, with sum {sum(weights):.6g} instead of "
     odd += f"{sum(losses.shares):.4g}"
     if times == 1:
-        odd = f"one process weights the ranks' gradients by {shown}, but not their losses"
+        odd = f"one process weights the ranks' gradients by {shown}, but not their losses (if these were reduced in "
+        odd += "place before backward(), the loss is divided by a count)"
     return "function-of-mean", {"odd": odd}
 
 

@@ -403,11 +403,12 @@ class LoaderWatch:
 
 
 def _endings(batch: Any) -> Iterator[tuple[int, int, int]]:
-    """(position, width, last number) for rows of int64 tables whose last two numbers are equal, as if padded."""
+    """(position, width, last number) for rows of tables whose last two numbers are an equal integer, as if padded."""
     for place, table in enumerate(tensors_in(batch)):
-        if table.dtype is torch.int64 and not table.is_nested and table.layout is torch.strided and table.ndim == 2:
+        kinds = table.dtype is torch.int64 or table.is_floating_point()
+        if kinds and not table.is_nested and table.layout is torch.strided and table.ndim == 2:
             ends = table[table[:, -1:].eq(table[:, -2:]).all(1), -1:].flatten().tolist()
-            yield from ((place, table.size(1), end) for end in ends if end not in PADDING)
+            yield from ((place, table.size(1), int(end)) for end in ends if end not in PADDING and end % 1 == 0)
 
 
 def _numbers(indices: Sequence[Any] | None) -> list[int] | None:

@@ -179,10 +179,11 @@ class TrainingWatch:
             return None
         self._recorder.check_time()
         self._inner = []
+        parameters = [] if self._recorder.is_cut else [*module.parameters()]
         # FSDP2's shards would be gathered, here maybe not by all ranks.
-        is_whole = not self._recorder.is_cut and not any(isinstance(each, DTensor) for each in module.parameters())
+        is_whole = _have_numbers(parameters) and not any(isinstance(each, DTensor) for each in parameters)
         with self._recorder.aside(), torch.no_grad():
-            self._entered = brief(module.parameters()) if is_whole else None
+            self._entered = brief(parameters) if is_whole else None
         if self._trains(module):
             self._recorder.begin_work()
             self._see_all("", module.named_parameters())
@@ -239,7 +240,7 @@ class TrainingWatch:
                     self._inner.append(({"name": name, "kind": type(module).__name__}, taken, made))
             elif result is not None:
                 calls = self._recorder.step["calls" if trains else "others"]
-                if trains or (is_computing and len(calls) < _MOST_OTHERS):
+                if trains or (is_computing and self._entered is not None and len(calls) < _MOST_OTHERS):
                     calls.append(self._call(module, args, kwargs, inputs, outputs))
                 self._inner = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -313,14 +314,13 @@ def _notes(runs: Runs) -> Iterator[str]:
     if facts["end"]:
         yield f"end: {facts['end']}"
         return
-    for number, loader in enumerate(facts["loaders"]):
-        passes = [each for each in facts["passes"] if each["loader"] == number and each["keys"]]
-        if loader["shuffles"] and len(passes) == 1 and passes[0]["trains"]:
-            yield (
-                "epochs: one was seen. A shuffling sampler needs set_epoch(epoch) before each further one; to "
-                "compare this, let the script begin a second epoch"
-            )
-            return
+    passes = [each for each in facts["passes"] if each["keys"] and facts["loaders"][each["loader"]]["shuffles"]]
+    counts = Counter(each["line"] for each in passes)  # a loader may be recreated for each epoch
+    if any(each["trains"] and counts[each["line"]] == 1 for each in passes):
+        yield (
+            "epochs: one was seen. A shuffling sampler needs set_epoch(epoch) before each further one; to "
+            "compare this, let the script begin a second epoch"
+        )
 
 
 # ---- ranks by themselves -----------------------------------------------------------------------------
