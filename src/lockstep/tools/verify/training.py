@@ -179,20 +179,26 @@ class TrainingWatch:
             return None
         self._recorder.check_time()
         self._inner = []
-        parameters = [] if self._recorder.is_cut else [*module.parameters()]
-        # FSDP2's shards would be gathered, here maybe not by all ranks.
-        is_whole = _have_numbers(parameters) and not any(isinstance(each, DTensor) for each in parameters)
-        with self._recorder.aside(), torch.no_grad():
-            self._entered = brief(parameters) if is_whole else None
         if self._trains(module):
             self._recorder.begin_work()
             self._see_all("", module.named_parameters())
             self._recorder.begin_training(module)
         else:
             self._note_untrained(module)
+        self._note_entered(module)
         # Data may have a dtype of their own, such as that of images, whatever the default.
         is_wide = self._recorder.settings.double and any(each.dtype is torch.float64 for each in module.parameters())
         return map_tensors(_widened, args) if is_wide else None
+
+    def _note_entered(self, module: nn.Module) -> None:
+        """Record the parameters before a call in a step."""
+        parameters, self._entered = [*module.parameters()], None
+        is_computing = self._recorder.is_computing and len(self._recorder.step["others"]) < _MOST_OTHERS
+        # FSDP2's shards would be gathered, here maybe not by all ranks.
+        is_whole = _have_numbers(parameters) and not any(isinstance(each, DTensor) for each in parameters)
+        if is_whole and (is_computing or self._trains(module)):
+            with self._recorder.aside(), torch.no_grad():
+                self._entered = brief(parameters)
 
     def _trains(self, module: nn.Module) -> bool:
         if not torch.is_grad_enabled() or self._recorder.is_cut:
@@ -240,7 +246,7 @@ class TrainingWatch:
                     self._inner.append(({"name": name, "kind": type(module).__name__}, taken, made))
             elif result is not None:
                 calls = self._recorder.step["calls" if trains else "others"]
-                if trains or (is_computing and self._entered is not None and len(calls) < _MOST_OTHERS):
+                if trains or (is_computing and self._entered is not None):
                     calls.append(self._call(module, args, kwargs, inputs, outputs))
                 self._inner = []
 
