@@ -123,6 +123,21 @@ RIGHT = {
             cross_entropy(model(x), y).backward()
             optimizer.step()
     """,
+    "batches that a rank lacks": """
+        parts = [[at, at + 1] for at in range(0, 14, 2)][world.rank :: world.world_size]
+        parts += [[]] * (-(-7 // world.world_size) - len(parts))
+        join = lambda rows: torch.utils.data.default_collate(rows) if rows else None
+        model, optimizer = by_torch()
+        for batch in torch.utils.data.DataLoader(data, batch_sampler=parts, collate_fn=join):
+            x, y = other = batch or other
+            optimizer.zero_grad()
+            (cross_entropy(model(x), y, reduction="sum") * (batch is not None)).backward()
+            count = torch.tensor(float(len(y)) * (batch is not None))
+            torch.distributed.all_reduce(count)
+            for each in model.parameters():
+                each.grad.mul_(world.world_size / count)
+            optimizer.step()
+    """,
     "a bias before a batch norm of data far from 0": """
         torch.manual_seed(0)
         layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)
@@ -179,6 +194,38 @@ WRONG = {
         for x, y in split():
             optimizer.zero_grad()
             cross_entropy(model((x[:, :1] * 1000).long().abs() % 61), y).backward()
+            optimizer.step()
+        """,
+    ),
+    "frames that are padded, and sorted by length": (
+        ("loss", "padding"),
+        """
+        frames = [(torch.randn(4 + 7 * at % 29, 6), at) for at in range(60)]
+
+        def join(rows):
+            rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
+            frames, ends = torch.zeros(len(rows), len(rows[0][0]), 6), torch.zeros(len(rows), len(rows[0][0]))
+            for place, (each, _) in enumerate(rows):
+                frames[place, : len(each)] = each
+                ends[place, len(each) - 1 :] = 1
+            return frames, ends
+
+        model, optimizer = by_torch()
+        sampler = torch.utils.data.DistributedSampler(frames)
+        for x, ends in torch.utils.data.DataLoader(frames, 5, sampler=sampler, collate_fn=join):
+            optimizer.zero_grad()
+            (model(x).mean(2) - x.mean(2)).square().mean().backward()
+            optimizer.step()
+        """,
+    ),
+    "permutations of parts of a sample": (
+        ("loss", "drawn"),
+        """
+        model, optimizer = by_torch()
+        for number, (x, y) in enumerate(split()):
+            optimizer.zero_grad()
+            losses = [(model(row) ** 2)[torch.randperm(3 + int(label) // 3)[:2]].mean() for row, label in zip(x, y)]
+            torch.stack(losses).mean().backward()
             optimizer.step()
         """,
     ),

@@ -425,6 +425,7 @@ def _length_of(thing: Any) -> int | None:
 
 def _joined(batches: Sequence[Any], dim: int) -> Any:
     """Concatenate batches of one structure; raises ValueError if they hold other than tensors and equal values."""
+    batches = [each for each in batches if each is not None] or batches[:1]  # None from a rank without samples
     flat, specs = zip(*map(tree_flatten, batches), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise ValueError("lockstep verify: the ranks' batches have different structures")

@@ -234,8 +234,9 @@ def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdic
     by_itself = judge(runs, script.failure_of_ranks)
     orders = order_of_ranks(runs, by_itself)
     script.streams = "" if orders else streams_of_ranks(runs, by_itself)
-    _, given = script.run(ONE, sizes, orders) if orders or script.streams else (0, [])
-    if has_begun(given):
+    code, given = script.run(ONE, sizes, orders) if orders or script.streams else (0, [])
+    fails_with_them = code and given and len(given[0]["steps"]) < len(runs.one["steps"])
+    if has_begun(given) and not fails_with_them:
         theirs = Runs(runs.ranks, *given)
         verdict = _judged_again(script, theirs, judge(theirs, script.failure_of_ranks), sizes, orders)
     else:
