@@ -48,8 +48,8 @@ _OF_STREAMS = (
 )
 
 
-def _run_alone(script: Script, sizes: tuple[int | None, ...]) -> tuple[int, list[Record]]:
-    """Run on one process, even a script that sets the number of ranks itself.
+def _run_alone(script: Script, sizes: tuple[int | None, ...], ranks: Sequence[Record]) -> tuple[int, list[Record]]:
+    """Run on one process, even a script that sets the number of ranks itself, or fails alone before it has begun.
 
     See [Note: ranks in place] in `starts.py`.
     """
@@ -58,7 +58,7 @@ def _run_alone(script: Script, sizes: tuple[int | None, ...]) -> tuple[int, list
         # For a script that requires two GPUs; others may use all that they see.
         script.devices_of_one = script.devices
         code, one = script.run(ONE, sizes, {})
-    if said_number(one) is None and (not code or has_begun(one)):
+    if said_number(one) is None and (not code or has_begun(one) or not has_begun(ranks)):
         return code, one
     before = script.changes
     for changes in _ways_alone(script, said_number(one)):
@@ -102,7 +102,7 @@ def _with_another(args: tuple[str, ...], values: Mapping[str, str]) -> list[tupl
 def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record], tuple[int | None, ...]]:
     """Run on one process with the batches of all ranks; returns exit code, record if it left one, and batch sizes."""
     sizes = _needed_batch_sizes(ranks, [])
-    code, one = _run_alone(script, sizes)
+    code, one = _run_alone(script, sizes, ranks)
     corrected = _needed_batch_sizes(ranks, one)
     if code or corrected == sizes or _is_cut_before(ranks, one):
         return code, one, sizes
