@@ -227,6 +227,18 @@ def join_with_sharded_optimizer(divide_by_initial_world_size: bool) -> None:
     assert torch.allclose(flat(model), flat(plain), rtol=0, atol=1e-12)
 
 
+def join_by_torch(divide_by_initial_world_size: bool) -> None:
+    """torch's engine on this group and on gloo."""
+    histories = []
+    for group in (None, dist.new_group(backend="gloo")):
+        torch.manual_seed(1)
+        model = nn.parallel.DistributedDataParallel(mlp().double(), process_group=group)
+        with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+            train(model, 2 + 2 * dist.get_rank())
+        histories.append(flat(model))
+    assert torch.allclose(*histories, rtol=0, atol=1e-12)
+
+
 # How many rows ranks hold in each of their steps; the second leaves first.
 ROWS = ([3, 4, 2, 3], [1], [2, 0, 5])
 
@@ -288,6 +300,11 @@ def losses_within_join() -> None:
 @pytest.mark.parametrize("how", ["rows", "two passes", "samples"])
 def test_other_numbers_of_rows_are_weighted(how: str, divide_by_initial_world_size: bool) -> None:
     run_ranks(join_with_other_numbers_of_rows, 3, how, divide_by_initial_world_size)
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+def test_torchs_engine_joins_on_this_group(divide_by_initial_world_size: bool) -> None:
+    run_ranks(join_by_torch, 2, divide_by_initial_world_size)
 
 
 def test_losses_within_join() -> None:

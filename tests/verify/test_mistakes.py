@@ -203,6 +203,8 @@ def facts_of(line: str, count: int, first: int = 0) -> dict[str, Any]:
         "loaders": [],
         "made": [],
         "saves": [],
+        "shapes": {},
+        "by_hand": False,
         "untrained": {},
         "begun": [],
         "passes": [one],
@@ -410,7 +412,7 @@ def causes_of_epochs(loaders: Sequence[Mapping[str, bool]], *passes: Mapping[str
     """The causes found in passes that all begin with the same samples, of loaders by number."""
     one: dict[str, Any] = {"loader": 0, "anew": False, "line": "", "optimizer": 0, "trains": True, "finished": True}
     one |= {"keys": [[(1, 1), (2, 2)]], "drawn": [[1, 2]]}
-    facts: dict[str, Any] = {"loaders": loaders, "made": [], "saves": [], "untrained": {}, "begun": [], "texts": []}
+    facts = facts_of("", 0) | {"loaders": loaders, "texts": []}
     facts["passes"] = [{**one, **each} for each in passes]
     found, _ = judge([facts, facts], facts)
     return [each.cause for each in found]

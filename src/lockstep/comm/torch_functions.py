@@ -30,6 +30,9 @@ __all__ = ["register", "register_hooks_of_ddp"]
 
 _C10D = "torch.distributed.distributed_c10d"
 
+# The latest work of a forward pass within torch's `DDP.join()`.
+_notices: list[Any] = []
+
 
 def register() -> None:
     """Make the functions of torch.distributed support our groups. Local; may be called again.
@@ -46,6 +49,18 @@ def register() -> None:
 def register_hooks_of_ddp() -> None:
     """Make torch's DDP support our groups with built-in hooks. Local; torch must be completely imported."""
     wrap_once("torch.nn.parallel.distributed.DistributedDataParallel._register_builtin_comm_hook", _register_hook)
+    wrap_once("torch.distributed.algorithms.join.Join.notify_join_context", _keep_notice)
+
+
+def _keep_notice(torchs_own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Keep the Python half of a work, which DDP passes to C++ (`join(divide_by_initial_world_size=False)`)."""
+
+    def notify_join_context(joinable: Any) -> Any:
+        work = torchs_own(joinable)
+        _notices[:] = [work]
+        return work
+
+    return notify_join_context
 
 
 def _or_default(group: Any) -> Any:

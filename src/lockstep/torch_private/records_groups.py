@@ -90,6 +90,13 @@ _PATCHES = (
         _GROUP,
     ),
     NameRecord(
+        "torch.distributed.algorithms.join.Join.notify_join_context",
+        Use.PATCH,
+        "torch's DDP passes its result to C++, which does not keep the Python half of a work alive",
+        "join(divide_by_initial_world_size=False) of torch's DDP hangs",
+        _GROUP,
+    ),
+    NameRecord(
         f"{_C10D}.destroy_process_group",
         Use.PATCH,
         "gloo's threads finish before its groups are destroyed",
