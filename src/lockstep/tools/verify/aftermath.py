@@ -194,9 +194,7 @@ def _printed(
     unsure = _unsure_places(own, second)
     for key in [key for key in first if key in own]:
         line, theirs = first[key], own[key].numbers
-        pairs = enumerate(zip(line.numbers, theirs, strict=True))
-        changes = [place for place, each in pairs if not (each in counts or _is_close(*each, most))]
-        wrong = [place for place in changes if (key[0], place) not in unsure]
+        wrong = [at for at in _unlike_places(line.numbers, theirs, counts, most) if (key[0], at) not in unsure]
         if not wrong:
             continue
         measured = f"rank 0 writes {line.text!r}, one process {own[key].text!r}"
@@ -225,6 +223,14 @@ def _unsure_places(own: _Lines, again: _Lines) -> set[tuple[str, int]]:
         for place, (a, b) in enumerate(zip(own[key].numbers, again[key].numbers, strict=True))
         if abs(float(a) - float(b)) > _REPEATED * abs(float(a))
     }
+
+
+def _unlike_places(
+    numbers: Sequence[str], others: Sequence[str], counts: set[tuple[str, str]], most: float
+) -> list[int]:
+    """Positions of numbers that differ by more than rounding, and not as `counts` do."""
+    pairs = enumerate(zip(numbers, others, strict=True))
+    return [place for place, each in pairs if each not in counts and not _is_close(*each, most)]
 
 
 def _is_of_evaluation(numbers: list[str], own: list[str], tried: list[str], world_size: int) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
     "read_buffers",
     "read_inputs",
     "read_moved",
+    "read_others",
     "read_outputs",
     "read_parameters",
     "read_passes",

@@ -135,8 +135,7 @@ def _averaging(
     if not needed or not _are_close(needed, losses.shares):
         return None
     if taken is None or not (_are_close(taken, given) or _have_one_ratio(taken, needed)):
-        used = [rank for rank, each in enumerate(taken or ()) if abs(each) > 1e-6]
-        return ("before-averaging one", {"rank": used[0]}) if len(used) == 1 else ("before-averaging", {})
+        return _before_averaging(taken)
     if _are_close(given, losses.shares):
         return None
     rows = ", ".join(str(row) for each in losses.rows for row in each)
@@ -144,6 +143,11 @@ def _averaging(
     leaves_out = any(each["own"] for each in step.facts["loaders"])
     key = "uneven means" if by_means else "uneven loader" if leaves_out else "uneven"
     return key, {"rows": rows, "given": _numbers(given)}
+
+
+def _before_averaging(taken: list[float] | None) -> _Cause:
+    used = [rank for rank, each in enumerate(taken or ()) if abs(each) > 1e-6]
+    return ("before-averaging one", {"rank": used[0]}) if len(used) == 1 else ("before-averaging", {})
 
 
 def _meaning(step: StepOfJob, needed: list[float] | None, taken: list[float] | None, given: list[float]) -> _Cause:

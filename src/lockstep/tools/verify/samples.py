@@ -192,8 +192,6 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
     outputs = _sides_differ(one, ranks, "outputs", alike)
     is_unseen = one["outputs"] is None and all(each["outputs"] is None for each in ranks)
     culprit = _culprit(one, ranks, paired, limit) if is_unseen or far(outputs, limit) else ("", "")
-    own = one["parameters"]
-    held = [each["parameters"] for each in ranks if each["parameters"].shape == own.shape]
     return Calls(
         rows=one["count"],
         unknown=len(rest) - len(near) + foreign,
@@ -202,13 +200,22 @@ def _measure_call(one: Record, ranks: Sequence[Record], limit: float, padded: bo
         culprit=culprit,
         kind=one["name"],
         foreign=foreign,
-        parameters=_furthest(own, held),
-        apart=_furthest(held[0], held[1:]) if held else 0.0,
-        buffers=_furthest(one["buffers"], [ranks[0]["buffers"]]),
-        entered=_furthest(ranks[0]["entered"], [each["entered"] for each in ranks[1:]]) if held else 0.0,
         begins=not one["after"],
         padded=len(filled),
+        **_distances_of_state(one, ranks),
     )
+
+
+def _distances_of_state(one: Record, ranks: Sequence[Record]) -> dict[str, float]:
+    """The fields of `Calls` for parameters, if these are whole on the ranks, and buffers."""
+    own = one["parameters"]
+    held = [each for each in ranks if each["parameters"].shape == own.shape]
+    found = {"buffers": _furthest(one["buffers"], [ranks[0]["buffers"]])}
+    if held:
+        found["parameters"] = _furthest(own, [each["parameters"] for each in held])
+        found["apart"] = _furthest(held[0]["parameters"], [each["parameters"] for each in held[1:]])
+        found["entered"] = _furthest(held[0]["entered"], [each["entered"] for each in held[1:]])
+    return found
 
 
 def _furthest(first: Tensor, others: Sequence[Tensor]) -> float:

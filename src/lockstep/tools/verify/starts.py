@@ -44,8 +44,8 @@ from lockstep.torch_private.stores import FileStore, TCPStore
 
 __all__ = ["StartWatch"]
 
-_MEETING = ("MASTER_ADDR", "MASTER_PORT")
-_OF_LAUNCHER = (*_MEETING, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MEETING = {env.MASTER_ADDR.name, env.MASTER_PORT.name}
+_OF_LAUNCHER = {*_MEETING, *(each.name for each in (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE))}
 # How long a rank waits for others, which may use another meeting point.
 _PATIENCE = timedelta(minutes=5)
 
@@ -66,7 +66,7 @@ class StartWatch:
         self._pid = os.getpid()
         self._expected: int | None = None
         self._started = 0  # processes that would be ranks
-        self._variables = {each: os.environ[each] for each in _OF_LAUNCHER if each in os.environ}
+        self._variables = env.snapshot()
 
     def install(self) -> None:
         """Watch from now on."""
@@ -87,6 +87,10 @@ class StartWatch:
                 self._recorder.facts["starts"] = count
             self._recorder.end()
 
+    def _restore(self, names: set[str]) -> None:
+        """Set these variables as the launcher did."""
+        env.replace(env.snapshot() | {name: value for name, value in self._variables.items() if name in names})
+
     def _expect_started(self, count: int) -> None:
         """`_expect`, where one process may start all ranks, of which it runs one; the first time says which."""
         if self._expected is None:
@@ -105,7 +109,7 @@ class StartWatch:
             asked = int(asked if asked is not None and int(asked) > 0 else env.WORLD_SIZE.get() or 0)
             if asked > 0:
                 self._expect(asked, self._count)
-            os.environ.update({each: self._variables[each] for each in _MEETING if each in self._variables})
+            self._restore(_MEETING)
             bound.arguments.pop("init_method", None)
             if isinstance(bound.arguments.get("store"), FileStore | TCPStore):  # Lockstep's has a prefix
                 del bound.arguments["store"]
@@ -144,7 +148,7 @@ class StartWatch:
             """`torch.distributed.launcher.api.elastic_launch.__call__`, as of Accelerate's `notebook_launcher`."""
             config, results = launcher._config, list[Any]()
             self._expect_started(config.max_nodes * config.nproc_per_node)
-            os.environ.update(self._variables)
+            self._restore(_OF_LAUNCHER)
             self._run(config.start_method, lambda: results.append(launcher._entrypoint(*args)))
             return {self._recorder.rank: results[0]}
 

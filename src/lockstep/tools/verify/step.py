@@ -407,24 +407,27 @@ def _with_owners(ranks: Sequence[Record], one: Record, later: Sequence[Record | 
     (ZeRO-2). If any parameter differs without an owner, the steps are returned unchanged.
     """
     found = {what: [[*each[what]] for each in ranks] for what in ("used", "end")}
-    for place, own in enumerate(one["used"]):
-        used, ends = ([each[place] for each in found[what]] for what in ("used", "end"))
-        if all(_are_equal(used[0], each) for each in used):
+    for place in range(len(one["used"])):
+        gradients = [each["used"][place] for each in ranks]
+        if all(_are_equal(gradients[0], each) for each in gradients):
             continue
-        pairs = zip(used, ends, strict=True)
-        owners = (
-            rank
-            for rank, (gradient, end) in enumerate(pairs)
-            if own is not None and gradient is not None and relative(gradient, own) < _OWNED
-            if relative(end - one["begin"][place], one["end"][place] - one["begin"][place]) < _OWNED
-            if all(each is None or relative(each["begin"][place], end) < _SINGLE for each in later)
-        )
-        owner = next(owners, None)
+        owner = next((rank for rank, each in enumerate(ranks) if _is_owner(each, one, later, place)), None)
         if owner is None:
             return ranks
-        for own_used, own_end in zip(found["used"], found["end"], strict=True):
-            own_used[place], own_end[place] = used[owner], ends[owner]
+        for what, values in found.items():
+            for each in values:
+                each[place] = ranks[owner][what][place]
     return [{**each, "used": found["used"][rank], "end": found["end"][rank]} for rank, each in enumerate(ranks)]
+
+
+def _is_owner(step: Record, one: Record, later: Sequence[Record | None], place: int) -> bool:
+    """Whether a rank's gradient and change of a parameter are one process's, and all ranks continue with the result."""
+    (gradient, own), (end, own_end) = ((each[what][place] for each in (step, one)) for what in ("used", "end"))
+    if gradient is None or own is None or relative(gradient, own) >= _OWNED:
+        return False
+    begin = one["begin"][place]
+    then = [each["begin"][place] for each in later if each is not None]
+    return relative(end - begin, own_end - begin) < _OWNED and all(relative(each, end) < _SINGLE for each in then)
 
 
 def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:

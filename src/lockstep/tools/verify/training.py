@@ -230,7 +230,6 @@ class TrainingWatch:
         is_computing = self._recorder.is_computing
         if self._recorder.is_cut or not (torch.is_grad_enabled() or is_computing):
             return
-        trains = not self._stack and self._trains(module)
         # Rounding by a communication hook does not count here: it affects the gradients of N ranks.
         rounded = [torch.finfo(each.dtype).eps for each in tensors_in(result) if each.dtype in _OF_16_BITS]
         if torch.is_grad_enabled():
@@ -244,11 +243,12 @@ class TrainingWatch:
                 taken, made = _first(inputs), _first(outputs)
                 if len(self._inner) < _MOST_INNER and made:
                     self._inner.append(({"name": name, "kind": type(module).__name__}, taken, made))
-            elif result is not None:
-                calls = self._recorder.step["calls" if trains else "others"]
-                if trains or (is_computing and self._entered is not None):
-                    calls.append(self._call(module, args, kwargs, inputs, outputs))
-                self._inner = []
+                return
+        kind = "calls" if self._trains(module) else "others" if is_computing and self._entered is not None else ""
+        with self._recorder.aside(), torch.no_grad():
+            if kind and result is not None:
+                self._recorder.step[kind].append(self._call(module, args, kwargs, inputs, outputs))
+            self._inner = []
 
     def _name_of(self, module: nn.Module) -> str:
         root = self._stack[0]
@@ -274,7 +274,6 @@ class TrainingWatch:
         samples = [key for _, key in last["keys"]] if last else []
         keys = sample_keys(given, count, self._recorder.settings.padding) if count else []
         unpadded = [key for _, key in keys]
-        held = brief(module.parameters())
         return {
             "name": type(getattr(module, "module", module)).__name__,
             "count": count,
@@ -283,15 +282,17 @@ class TrainingWatch:
             "keys": [key for key, _ in keys],
             "unpadded": unpadded,
             "widths": [each.numel() // count for each in outputs] if count else [],
-            "parameters": held,
-            "entered": held if self._entered is None else self._entered,
-            "buffers": brief(each for each in module.buffers() if each.numel()),
             "after": len(step["backwards"]),
             "inner": [{**names, **_sketches(taken, made, count)} for names, taken, made in self._inner],
             "filler": bool(last and last["filler"]),
             "samples": samples if len(samples) == count else unpadded,
+            **self._state_of(module),
             **_sketches(inputs, outputs, count),
         }
+
+    def _state_of(self, module: nn.Module) -> dict[str, Tensor]:
+        held, buffers = brief(module.parameters()), brief(each for each in module.buffers() if each.numel())
+        return {"parameters": held, "entered": held if self._entered is None else self._entered, "buffers": buffers}
 
     def _columns_of(self, last: dict[str, Any] | None, lengths: list[int]) -> int:
         """The number of samples if they are columns, else 0."""

@@ -116,9 +116,9 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
 def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
     """Judge steps up to the first that differs or cannot be judged."""
     for step in steps:
-        split = _is_split(step)
-        if split or _is_beyond_numbers(step):
-            verdict.unknown = f"step {step.number}: {split or _NO_NUMBERS}"
+        why = _is_beyond_compare(step)
+        if why:
+            verdict.unknown = f"step {step.number}: {why}"
             return
         others = _has_other_samples(step)
         chance = "" if others else _is_moved_by_rounding(step)
@@ -199,6 +199,11 @@ def _is_moved_by_rounding(step: StepOfJob) -> str:
     return f"{_BY_ITSELF}, {far[0]}: chance or rounding decides what the script computes" if far else ""
 
 
+def _is_beyond_compare(step: StepOfJob) -> str:
+    """A text if nothing in the step can be compared, else empty."""
+    return _is_split(step) or _is_beyond_numbers(step)
+
+
 def _is_split(step: StepOfJob) -> str:
     """A text if parameters have other shapes on the ranks than in one process, else empty."""
     pairs = (zip(step.one["names"], step.one["shapes"], each["shapes"], strict=False) for each in step.ranks)
@@ -211,10 +216,10 @@ def _is_split(step: StepOfJob) -> str:
     return ""
 
 
-def _is_beyond_numbers(step: StepOfJob) -> bool:
-    """Whether one process and the ranks all have gradients without a finite number."""
+def _is_beyond_numbers(step: StepOfJob) -> str:
+    """A text if one process and the ranks all have gradients without a finite number, else empty."""
     values = [[value[:-1] for value in each["used"] if value is not None] for each in (step.one, *step.ranks)]
-    return all(values) and not any(bool(value.isfinite().any()) for each in values for value in each)
+    return _NO_NUMBERS if all(values) and not any(bool(one.isfinite().any()) for each in values for one in each) else ""
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:
