@@ -422,7 +422,7 @@ def _with_owners(ranks: Sequence[Record], one: Record, later: Sequence[Record | 
 
 def _is_owner(step: Record, one: Record, later: Sequence[Record | None], place: int) -> bool:
     """Whether a rank's gradient and change of a parameter are one process's, and all ranks continue with the result."""
-    (gradient, own), (end, own_end) = ((each[what][place] for each in (step, one)) for what in ("used", "end"))
+    (gradient, own), (end, own_end) = ([each[what][place] for each in (step, one)] for what in ("used", "end"))
     if gradient is None or own is None or relative(gradient, own) >= _OWNED:
         return False
     begin = one["begin"][place]
