@@ -333,8 +333,8 @@ def _advise(first: RankFailure, num_ranks: int, script: str | None) -> list[str]
     """Advice for errors with a known solution."""
     if first.is_blamed:
         return [
-            "lockstep: nothing failed there. If it stopped because of its own value, such as its loss, let all ranks "
-            "agree with lockstep.any(…)"
+            "lockstep: nothing failed there. Call collectives on all ranks, not under `if rank == 0`. If it stopped "
+            "because of its own value, such as its loss, let all ranks agree with lockstep.any(…)"
         ]
     if first.report is not None and gave_accelerate_a_backend(first.report.message):
         return [
