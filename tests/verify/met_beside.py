@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import met_small
+
 # A loop over the batches of the ranks, without its loss.
 _LOOP = """
         model, optimizer = by_torch()
@@ -51,20 +53,7 @@ _OWNERS = """
             cross_entropy(net(x), y).backward()
             optimizer.step()
 """
-_SCHEDULE = """
-        BATCH, EPOCHS = 5, 2
-        model, optimizer = by_torch()
-        steps = EPOCHS * (len(data) // (BATCHES))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        batches = split(BATCH)
-        for epoch in range(EPOCHS):
-            batches.sampler.set_epoch(epoch)
-            for x, y in batches:
-                optimizer.zero_grad()
-                cross_entropy(model(x), y).backward()
-                optimizer.step()
-                schedule.step()
-"""
+_SCHEDULE = met_small.RIGHT["a schedule over the batches of all ranks, by a constant"]
 # A sampler whose batches are there before its batch size is changed.
 _CUT_BEFORE = """
         import sys
@@ -106,9 +95,6 @@ RIGHT = {
     "an evaluation of slices": _EVALUATED.replace("PART", "world.rank :: world.world_size")
     .replace("HOW", "sum")
     .replace("DIVISOR", "number[1]"),
-    "a schedule over the batches of all ranks, with a constant": _SCHEDULE.replace(
-        "BATCHES", "BATCH * world.world_size"
-    ),
     "batches that are cut before": _CUT_BEFORE,
     "noise for a batch of a constant size": _NOISE,
     "parameters of the outermost module in shards": """
@@ -170,7 +156,10 @@ WRONG = {
         ("evaluated", "metric"),
         _EVALUATED.replace("PART", "world.rank :: world.world_size").replace("HOW", "mean").replace("DIVISOR", "2"),
     ),
-    "a schedule over the batches of a rank": (("parameters", "settings"), _SCHEDULE.replace("BATCHES", "BATCH")),
+    "a schedule over the batches of a rank": (
+        ("parameters", "settings"),
+        _SCHEDULE.replace("BATCH * world.world_size", "BATCH"),
+    ),
     "shards of parameters that are saved": (
         ("saved", "part"),
         """

@@ -405,8 +405,8 @@ class LoaderWatch:
 def _endings(batch: Any) -> Iterator[tuple[int, int, int]]:
     """(position, width, last number) for rows of tables whose last two numbers are an equal integer, as if padded."""
     for place, table in enumerate(tensors_in(batch)):
-        kinds = table.dtype is torch.int64 or table.is_floating_point()
-        if kinds and not table.is_nested and table.layout is torch.strided and table.ndim == 2:
+        is_numeric = table.dtype is torch.int64 or table.is_floating_point()
+        if is_numeric and not table.is_nested and table.layout is torch.strided and table.ndim == 2:
             ends = table[table[:, -1:].eq(table[:, -2:]).all(1), -1:].flatten().tolist()
             yield from ((place, table.size(1), int(end)) for end in ends if end not in PADDING and end % 1 == 0)
 

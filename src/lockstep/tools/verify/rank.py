@@ -121,8 +121,8 @@ def main(arguments: list[str]) -> None:
     if settings.keeper:
         enter(settings.keeper)
     recorder = install(settings)
-    if settings.numbers:
-        _replace_numbers(os.path.abspath(arguments[0]), settings.numbers)
+    if settings.changes.numbers:
+        _replace_numbers(os.path.abspath(arguments[0]), settings.changes.numbers)
     try:
         run_target(arguments, settings.local_rank_option)
         recorder.facts["returned"] = True

@@ -154,9 +154,7 @@ class Script:
             time_first=self._time_first,
             padding=self._padding or (),
             by_sample=self._by_sample,
-            replaces=self.changes.replaces,
-            argument=self.changes.argument,
-            numbers=self.changes.numbers,
+            changes=Changes(what.args) if role == RANKS else self.changes,
             local_rank_option=self._option,
             across=self._across,
             streams=self.streams,
@@ -178,13 +176,12 @@ class Script:
 
     def _launch(self, settings: VerifySettings, count: int) -> int:
         what, variables = self.what, env.snapshot()
-        args = what.args if settings.role == RANKS else self.changes.args
         env.LOCKSTEP_VERIFY.set(settings.dump(), variables)
         env.CUDA_VISIBLE_DEVICES.set(",".join(map(str, range(settings.devices))), variables)
         tell_ranks(variables, None if what.with_shims else False, what.target, what.is_module, what.args)
         config = LaunchConfig(
             target=_RANK_MODULE,
-            args=(*(("-m",) if what.is_module else ()), what.target, *args),
+            args=(*(("-m",) if what.is_module else ()), what.target, *settings.changes.args),
             nproc=count,
             is_module=True,
             log_dir=str(self.folder / f"log-{settings.role}"),

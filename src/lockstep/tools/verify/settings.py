@@ -96,7 +96,7 @@ class VerifySettings:
         padding: numbers that rows may be padded with besides 0 and -100, because many rows end with them.
         batch_sizes: batch sizes of the torch loaders created in one process, in order; None for the script's own.
         by_sample: whether the draws of a sample from torch's loaders depend only on its index.
-        replaces, argument, numbers: in one process, see `Changes`.
+        changes: what is changed in the script; for all ranks, nothing.
         local_rank_option: option with the local rank, put before the script's own arguments; empty for none.
         across: draws with several rows per sample have the first row of all samples, then the second, as for joined
             views; otherwise all rows of the first sample, then of the second, as for attention heads.
@@ -118,9 +118,7 @@ class VerifySettings:
     padding: tuple[int, ...] = ()
     batch_sizes: tuple[int | None, ...] = ()
     by_sample: bool = False
-    replaces: int = 0
-    argument: int = -1
-    numbers: tuple[Number, ...] = ()
+    changes: Changes = Changes(())
     local_rank_option: str = ""
     across: bool = False
     moves: bool = False
@@ -154,5 +152,4 @@ class VerifySettings:
     def load(cls) -> VerifySettings:
         """The settings of the run that this process belongs to; see `read_settings`."""
         values = read_settings(env.LOCKSTEP_VERIFY, "verify")
-        numbers = tuple((line, column, old, new) for line, column, old, new in values["numbers"])
-        return cls(**{**values, "batch_sizes": tuple(values["batch_sizes"]), "numbers": numbers})
+        return cls(**{**values, "batch_sizes": tuple(values["batch_sizes"]), "changes": Changes(**values["changes"])})

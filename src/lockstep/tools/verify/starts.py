@@ -94,7 +94,7 @@ class StartWatch:
     def _expect_started(self, count: int) -> None:
         """`_expect`, where one process may start all ranks, of which it runs one; the first time says which."""
         if self._expected is None:
-            self._expected = count if count == self._settings.replaces else self._count
+            self._expected = count if count == self._settings.changes.replaces else self._count
         self._expect(count, self._expected)
 
     def _join(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ class StartWatch:
 
     def _numbers(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments for a rank; if the settings say so, with 1 instead of one of the numbers N."""
-        number, which = self._settings.replaces, self._settings.argument
+        number, which = self._settings.changes.replaces, self._settings.changes.argument
         places = [at for at, each in enumerate(args) if number and type(each) is int and each == number]
         if not 0 <= which < len(places):
             return args
