@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -454,3 +456,30 @@ def test_functions_for_all_ranks_are_called_what_users_call_them(
         assert name in str(outcome.error)
         advised = f"all ranks must call {name.partition(' ')[0]}, {advice}: call it outside of the branch"
         assert advised in str(outcome.error)
+
+
+def pass_over_errors(ending: str) -> list[str]:
+    """What is logged by a script that catches every error of a step and continues."""
+    with warnings_of_lockstep() as messages, attempting_all(ending), lockstep.init():
+        for step in range(4):
+            uneven = ending != "well" and step == 2 and dist.get_rank() == 1
+            attempt(lambda uneven=uneven: dist.all_reduce(ones(5 if uneven else 4)))
+        if ending == "error":
+            raise KeyError("the script's own")
+    return list(messages)
+
+
+def attempting_all(ending: str) -> AbstractContextManager[None]:
+    return contextlib.suppress(KeyError) if ending == "error" else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("ending", ["well", "passed over", "error"])
+def test_errors_that_a_script_passes_over_are_reported_at_the_end(ending: str) -> None:
+    first, second = run_ranks(pass_over_errors, 2, ending, init=False)
+    assert second == []
+    if ending == "passed over":
+        (message,) = first
+        assert message.startswith("1 call(s) of the default group failed, and the script caught the errors")
+        assert "all_reduce(float32[5], SUM)" in message
+    else:
+        assert first == []

@@ -18,7 +18,9 @@ writes nine words, five of them for the launcher (`lockstep.rank_status`), and c
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from lockstep import rank_status
 from lockstep.comm.callsite import CallSite, describe_exception, site_text
@@ -46,6 +48,8 @@ _logger = get_logger(__name__)
 
 __all__ = ["FlightRecorder", "fingerprint"]
 
+
+_E = TypeVar("_E", bound=CollectiveError)
 
 # Errors with which a rank gives up without having failed itself: the ranks that waited for it raise the same.
 _GIVEN_UP: dict[str, type[CollectiveError]] = {
@@ -150,6 +154,8 @@ class FlightRecorder:
         self._alike: set[frozenset[int]] = set()  # lines that lead to the same function
         self.number = 0
         self.broken: CollectiveError | None = None
+        self._first_error: CollectiveError | None = None
+        self._num_failed = 0  # calls that raised it, or another one
         team.on_arrival.append(self.verify)
 
     def _make_slot(self, parity: int) -> _RecordSlot:
@@ -195,8 +201,20 @@ class FlightRecorder:
         self._status.publish_waiting(text)
 
     def close(self) -> None:
-        """Remove the group from the status file. Local."""
+        """Remove the group from the status file. Local; reports errors that the script has caught and passed over."""
         self._status.close()
+        first = self._first_error
+        if first is None or not isinstance(sys.exc_info()[1], SystemExit | None):
+            return  # nothing failed, or the error ends the script
+        if self._rank == 0 or self.global_ranks[0] in first.culprits:
+            get_logger(__name__).warning(
+                "%d call(s) of %s failed, and the script caught the errors and continued: what they should have "
+                "computed is missing, such as the gradients of those steps. The first was %s: %s",
+                self._num_failed,
+                self.group_name,
+                type(first).__name__,
+                str(first),
+            )
 
     def _add_call(self, key: object, text: str) -> tuple[int, int]:
         index = self._blocks.add_call(text)
@@ -244,7 +262,7 @@ class FlightRecorder:
         self._compare_functions(frozenset(lines))
         order = self._reorder_detector.judge(self.number, calls.pop(), lines)
         if order is Order.REORDERED:
-            raise self._damaged() or self._reordered(lines)
+            raise self._damaged() or self._failed(self._reordered(lines))
         if order is Order.SUSPICIOUS:
             own = self._blocks.record(self._rank, self.number)
             warn_once(
@@ -259,7 +277,7 @@ class FlightRecorder:
             return
         sites = [self._blocks.record(rank, self.number).site for rank in range(self._team.world_size)]
         if len({called for _, called in map(split_site, sites) if called}) > 1:
-            raise self._damaged() or self._mismatch()
+            raise self._damaged() or self._failed(self._mismatch())
         if len(self._alike) >= RING:
             self._alike.clear()
         self._alike.add(lines)
@@ -276,7 +294,7 @@ class FlightRecorder:
         )
         shapes = self._flat_shapes.judge(found, texts) if are_whole else Shapes.DIFFERENT
         if shapes is not Shapes.AGREE:
-            raise self._mismatch(_SWAPPED if shapes is Shapes.SWAPPED else "")
+            raise self._failed(self._mismatch(_SWAPPED if shapes is Shapes.SWAPPED else ""))
         own = records[self._rank]
         if "root=" not in own.call and len({one & _LINE_MASK for one in found}) > 1:
             other = next(one for one in records if (one.fingerprint ^ own.fingerprint) & ~_LINE_MASK)
@@ -285,6 +303,12 @@ class FlightRecorder:
                 f"{own.call} of {self.group_name} at {own.site}: another rank called {other.call} at {other.site}. "
                 "Unless these are the same tensors, the results mix unrelated ones",
             )
+
+    def _failed(self, error: _E) -> _E:
+        """Count an error that a call of this rank raises, for `close`."""
+        self._first_error = self._first_error or error
+        self._num_failed += 1
+        return error
 
     def _damaged(self) -> CollectiveError | None:
         """The error if no rank can have written a record of this collective; breaks the group. None otherwise."""
@@ -488,7 +512,7 @@ class FlightRecorder:
             reason: what the peers are told; default the first line of `error`.
         """
         if self.broken is None:
-            self.broken = error
+            self.broken = self._failed(error)
         message = str(error).splitlines()[0] if reason is None else reason
         self._blocks.fail(Failure(type(error).__name__, error.culprits, message))
         return error
@@ -515,6 +539,7 @@ class FlightRecorder:
             message: what it raised, and where.
             culprits: global ranks that caused it; default this rank itself.
         """
+        self._first_error = None  # nobody passes over it: this rank ends with an error
         own = self.global_ranks[self._rank]
         blamed = (own,) if culprits is None else culprits
         if own in blamed:
@@ -525,7 +550,7 @@ class FlightRecorder:
         """The error that broke this group, to be raised again."""
         first = self.broken
         assert first is not None
-        return type(first)(f"{self.group_name} broke earlier on this rank: {first}", first.culprits)
+        return self._failed(type(first)(f"{self.group_name} broke earlier on this rank: {first}", first.culprits))
 
     def _own_call(self) -> str:
         record = self._blocks.record(self._rank, self.number)
