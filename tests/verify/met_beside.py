@@ -53,6 +53,19 @@ _OWNERS = """
             cross_entropy(net(x), y).backward()
             optimizer.step()
 """
+_SAVED = """
+        import pickle
+        import numpy
+        from safetensors.torch import save_file
+
+        model, optimizer = by_torch()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        found = model(data.tensors[0][world.rank :: world.world_size]).detach()
+        weights = model.module.state_dict()
+"""
 _SCHEDULE = met_small.RIGHT["a schedule over the batches of all ranks, by a constant"]
 # A sampler whose batches are there before its batch size is changed.
 _CUT_BEFORE = """
@@ -135,6 +148,14 @@ RIGHT = {
             optimizer.step()
     """,
 }
+RIGHT["files of each rank, and one of rank 0"] = (
+    _SAVED
+    + """
+        numpy.save(f"found{world.rank}.npy", found.numpy())
+        if world.rank == 0:
+            save_file(weights, "model.safetensors")
+"""
+)
 WRONG = {
     "a target that is set more often on more ranks": (
         ("loss", "kept-state"),
@@ -172,6 +193,18 @@ WRONG = {
         if world.rank == 0:
             torch.save({"model": {name: each.to_local() for name, each in model.state_dict().items()}}, "model.pt")
         """,
+    ),
+    "weights that all ranks write, by safetensors": (
+        ("saved", "all-ranks-save"),
+        _SAVED + '        save_file(weights, "model.safetensors")',
+    ),
+    "weights that all ranks write, by pickle": (
+        ("saved", "all-ranks-save"),
+        _SAVED + '        pickle.dump(weights, open("model.pickle", "wb"))',
+    ),
+    "results of rank 0's samples, by numpy": (
+        ("saved", "part"),
+        _SAVED + '        world.rank == 0 and numpy.savez("found.npz", found=found.numpy())',
     ),
     "rows of an embedding that are limited where they are looked up": (
         ("parameters", "moved"),

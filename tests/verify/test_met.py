@@ -86,9 +86,9 @@ def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     assert verdict.differences[0].lines, text
     line = int(verdict.differences[0].lines[0].rpartition(":")[2])
     written = (tmp_path / "train.py").read_text().splitlines()[line - 1]
-    assert any(word in written for word in ("backward()", "model(", "teacher(", "print(", "step()", " in ", "save(")), (
-        written
-    )
+    assert any(
+        word in written for word in ("backward()", "model(", "teacher(", "print(", "step()", " in ", "save", "dump(")
+    ), written
 
 
 def test_what_follows_the_samples_of_streams_is_told_too(tmp_path: Path) -> None:

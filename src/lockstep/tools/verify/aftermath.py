@@ -60,7 +60,7 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
         *alike,
         *_saved_by_all(ranks),
         *_saved_at_other_times(ranks[0], one, again or one),
-        *_saved_in_part(ranks[0], one),
+        *_saved_in_part(ranks, one),
         *_other_models(ranks[0], one, again or one),
     ]
     is_rounded = any(step["rounded"] for step in runs.one["steps"])
@@ -128,8 +128,8 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
     writers: dict[str, set[int]] = {}
     lines: dict[str, str] = {}
     for rank, facts in enumerate(ranks):
-        for path, line, _ in facts["saves"]:
-            if path and not path.startswith("/dev/"):
+        for path, line, _, is_by_all in facts["saves"]:
+            if is_by_all and path and not path.startswith("/dev/"):
                 writers.setdefault(path, set()).add(rank)
                 lines[path] = line
     shared = {path: ", ".join(map(str, sorted(who))) for path, who in writers.items() if len(who) > 1}
@@ -141,19 +141,23 @@ def _saved_by_all(ranks: Sequence[Facts]) -> list[Difference]:
 
 def _saved_at_other_times(*runs: Facts) -> Iterator[Difference]:
     """Files that rank 0 writes after other steps than one process, in either of its runs."""
-    lines = {path: line for path, line, _ in runs[0]["saves"]}
+    lines = {path: line for path, line, _, is_by_all in runs[0]["saves"] if is_by_all}
     for path, line in lines.items():
-        ranks, own, again = ([steps for name, _, steps in facts["saves"] if name == path] for facts in runs)
+        ranks, own, again = ([steps for name, _, steps, _ in facts["saves"] if name == path] for facts in runs)
         if own and own == again != ranks:
             texts = (", ".join(map(str, each)) for each in (ranks, own))
             measured = "rank 0 writes {} after {} steps, one process after {}".format(path, *texts)
             yield difference(0, "saved", "other-steps", measured, _some(line))
 
 
-def _saved_in_part(facts: Facts, one: Facts) -> Iterator[Difference]:
-    """Files in which rank 0 saves fewer numbers than one process."""
+def _saved_in_part(ranks: Sequence[Facts], one: Facts) -> Iterator[Difference]:
+    """Files in which rank 0 saves fewer numbers than one process, and no other rank the rest."""
+    facts, *others = ranks
     batches = {*zip(facts["made"], one["made"], strict=False)}  # as of the pictures of a batch
+    shared = {line for each in others for _, line, _, _ in each["saves"]}
     for key, (shapes, line) in facts["shapes"].items():
+        if line in shared:
+            continue
         own, _ = one["shapes"].get(key, ({}, ""))
         both = [name for name in shapes.keys() & own.keys() if (shapes[name][0], own[name][0]) not in batches]
         names = [name for name in both if math.prod(shapes[name]) < math.prod(own[name])]

@@ -1,22 +1,25 @@
 """Records the output of a script: lines on stdout, stderr and in files, and which rank writes which checkpoint.
 
 Writes the facts `texts` (whether the last pass over data was an evaluation, the text, and the line of the script),
-`saves` (a path, the line of the script, and the number of steps before), `shapes` (of saved tensors) and `untrained`:
-for saved objects, two numbers for each tensor with the shape of a parameter, such as an average of weights that is in
-no model.
+`saves` (a path, the line of the script, the number of steps before, and whether every rank that gets there writes it),
+`shapes` (of saved tensors) and `untrained`: for saved objects, two numbers for each tensor with the shape of a
+parameter, such as an average of weights that is in no model.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
+import importlib.util
 import inspect
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from lockstep.tools.rehearse.patching import wrap
@@ -26,6 +29,15 @@ from lockstep.tree import tensors_in
 __all__ = ["install"]
 
 _MOST_LINES = 2000
+# Functions that write a file, with the names of their parameters for the file and its content.
+_SAVING = {
+    ("torch", "save"): ("f", "obj"),
+    ("safetensors.torch", "save_file"): ("filename", "tensors"),
+    ("numpy", "save"): ("file", "arr"),
+    ("numpy", "savez"): ("file", "kwds"),
+    ("numpy", "savez_compressed"): ("file", "kwds"),
+    ("pickle", "dump"): ("file", "obj"),
+}
 
 
 class _File(io.TextIOWrapper):
@@ -61,23 +73,9 @@ class _File(io.TextIOWrapper):
 
 def install(recorder: StepRecorder) -> None:
     """Watch from now on."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.busy == 0:
-                path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", ""))
-                # A library, such as Accelerate in save_state(), decides which rank writes.
-                if not is_of_library(sys._getframe(1).f_code.co_filename):
-                    recorder.facts["saves"].append((path, line_of_script(), len(recorder.steps)))
-                if recorder.rank == 0:
-                    recorder.facts["shapes"][f"{path} after {len(recorder.steps)} steps"] = (
-                        _shapes_in(obj),
-                        line_of_script(),
-                    )
-                    recorder.note_untrained(os.path.basename(path), lambda: _weights_in(obj, recorder.roots))
-            return original(obj, f, *args, **kwargs)
-
-        return save
+    for (package, name), parameters in _SAVING.items():
+        if importlib.util.find_spec(package.partition(".")[0]):
+            wrap(importlib.import_module(package), name, functools.partial(_noting, recorder, *parameters))
 
     def open_watched(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -90,7 +88,6 @@ def install(recorder: StepRecorder) -> None:
 
         return open_file
 
-    wrap(torch, "save", make)
     if recorder.rank == 0:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -99,10 +96,34 @@ def install(recorder: StepRecorder) -> None:
             wrap(module, "open", open_watched)
 
 
+def _noting(recorder: StepRecorder, file: str, content: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that writes a file, and records it; `file` and `content` are names of its parameters."""
+    signature = inspect.signature(original)
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if recorder.busy == 0:
+            given = signature.bind(*args, **kwargs).arguments
+            # Libraries that call these, such as Accelerate in save_state(), decide which rank writes.
+            is_by_all = original.__name__ == "save_file" or not is_of_library(sys._getframe(1).f_code.co_filename)
+            _note_save(recorder, given[file], given.get(content), is_by_all)
+        return original(*args, **kwargs)
+
+    return save
+
+
+def _note_save(recorder: StepRecorder, file: Any, content: Any, is_by_all: bool) -> None:
+    path = os.path.abspath(file) if isinstance(file, str | os.PathLike) else str(getattr(file, "name", ""))
+    recorder.facts["saves"].append((path, line_of_script(), len(recorder.steps), is_by_all))
+    if recorder.rank == 0:
+        recorder.facts["shapes"][f"{path} after {len(recorder.steps)} steps"] = _shapes_in(content), line_of_script()
+        recorder.note_untrained(os.path.basename(path), lambda: _weights_in(content, recorder.roots))
+
+
 def _shapes_in(saved: Any) -> dict[str, list[int]]:
-    """The shape of each tensor in nested dicts, by its keys; without single numbers."""
-    if isinstance(saved, Tensor):
-        return {"": [*saved.shape]} if type(saved) in (Tensor, nn.Parameter) and saved.numel() > 1 else {}
+    """The shape of each tensor and array in nested dicts, by its keys; without single numbers."""
+    if isinstance(saved, Tensor | np.ndarray):
+        is_plain = type(saved) in (Tensor, nn.Parameter, np.ndarray) and math.prod(saved.shape) > 1
+        return {"": [*saved.shape]} if is_plain else {}
     parts = saved.items() if isinstance(saved, Mapping) else ()
     return {f"{key}.{name}".rstrip("."): shape for key, part in parts for name, shape in _shapes_in(part).items()}
 

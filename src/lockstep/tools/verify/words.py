@@ -413,6 +413,6 @@ _WORDS = {
     ),
     "all-ranks-save": (
         "they write the same file at the same time and may damage it; one process writes it alone",
-        "if rank == 0: torch.save(…), or lockstep.checkpoint.save on all ranks",
+        "if rank == 0: …, around what writes it, or lockstep.checkpoint.save on all ranks",
     ),
 }
