@@ -156,6 +156,23 @@ RIGHT["files of each rank, and one of rank 0"] = (
             save_file(weights, "model.safetensors")
 """
 )
+_IN_TURN = """
+        import random
+
+        model, optimizer = by_torch()
+        random.seed(world.rank)
+        torch.manual_seed(world.rank)
+        for x, y in split():
+            x = x.clone()
+            for row in x:
+                if random.random() < 0.5:
+                    row.neg_()
+                row.add_(torch.randn(6), alpha=ALPHA)
+            optimizer.zero_grad()
+            cross_entropy(nn.functional.dropout(model(x), 0.2), y).backward()
+            optimizer.step()
+"""
+RIGHT["draws in a loop over the samples"] = _IN_TURN.replace("ALPHA", "0.1")
 WRONG = {
     "a target that is set more often on more ranks": (
         ("loss", "kept-state"),
@@ -193,6 +210,14 @@ WRONG = {
         if world.rank == 0:
             torch.save({"model": {name: each.to_local() for name, each in model.state_dict().items()}}, "model.pt")
         """,
+    ),
+    "draws in a loop over the samples, scaled by the batch": (
+        ("inputs", "batch"),
+        _IN_TURN.replace("ALPHA", "float(x.std())"),
+    ),
+    "draws in a loop, and more for some of the samples": (
+        ("inputs", "drawn"),
+        _IN_TURN.replace("neg_()", "add_(torch.randn(6))").replace("ALPHA", "0.1"),
     ),
     "weights that all ranks write, by safetensors": (
         ("saved", "all-ranks-save"),

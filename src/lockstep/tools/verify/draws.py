@@ -4,6 +4,7 @@
 dimension that is longer on one process. N ranks draw different numbers from one process, which must not count as a
 difference. So the one process gets the ranks' rows, in the positions of their samples. If draws cannot be combined in
 this way (one process permutes ten samples, two ranks five each), the one process keeps its own, which is reported.
+Draws in a loop over the samples of a batch repeat on each rank as often as it has samples: each belongs to one sample.
 
 [Note: halves] The effect of rounding is measured: the one process repeats each step, with every product, convolution
 and sum cut in two. Changes of that size are rounding; if more changes, the script does not determine it. Computations
@@ -62,6 +63,7 @@ PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
 _MOST_NUMBERS = 1 << 26
 # Largest draw recorded before the first step; and how many of the last ones are kept, for scripts that draw their data.
 _MOST_BEFORE, _KEPT_BEFORE = 1 << 16, 4096
+_MOST_PER_ROW = 4  # number of draws for a sample in a loop over the samples of a batch
 _Draw = dict[str, Any]
 _Kind = tuple[str, tuple[int, ...]]  # name and shape
 
@@ -79,6 +81,9 @@ class DrawWatch:
         # Number of a step -> what each rank recorded; and -> the samples of all ranks, batch by batch.
         self._files: dict[int, list[Any]] = {}
         self._keys: dict[int, list[list[int]]] = {}
+        # The step and the number of its batches at the last draw; the ranks' draws since then, but those in turn; how
+        # many of them were used; and those in turn, for the next samples.
+        self._now, self._drawn, self._place, self._turns = (-1, 0), list[list[_Draw]](), 0, list[Tensor]()
         self._of_passes = _DrawsOfPasses(self._of_ranks, recorder.settings.world_size)
 
     def install(self) -> None:
@@ -108,15 +113,13 @@ class DrawWatch:
                 step["unlike_draws"].append(_unlike(name, values, [values] * self._settings.world_size, by_pass=True))
                 step["given"] += not torch.equal(joined, values)
                 return joined
-            # Counted from the last batch, so that earlier draws on only one rank, such as to show samples, are ignored.
-            place = step["own_draws"].count(after)
             step["own_draws"].append(after)
-            every = [
-                [draw for draw in rank["draws"] if draw["after"] == after]
-                for rank in self._of_ranks(len(self._recorder.steps))
-            ]
+            every, place = self._place_of(after)
             joined = None if self._order_of_ranks() else self._of_other_batches(name, values)
-            joined = self._joined(name, values, every, place) if joined is None else joined
+            joined = self._in_turn(name, values, every, place) if joined is None else joined
+            if joined is None:
+                joined = self._joined(name, values, every, place)
+                self._place += 1
             if joined is None:
                 drawn = [draws[place]["values"] for draws in every if place < len(draws)]
                 step["unlike_draws"].append(_unlike(name, values, drawn))
@@ -143,6 +146,42 @@ class DrawWatch:
             batches = itertools.zip_longest(*(each["keys"] for each in found), fillvalue=[])
             self._keys[number] = [[key for part in parts for key in part] for parts in batches]
         return self._files[number]
+
+    def _place_of(self, after: int) -> tuple[list[list[_Draw]], int]:
+        """The draws of each rank after a batch of this step, without those in turn, and the position of the next one.
+
+        From the batch on, so that earlier draws on only one rank, such as to show samples, are ignored.
+        """
+        number = len(self._recorder.steps)
+        if self._now != (number, after):
+            self._now, self._place, self._turns = (number, after), 0, []
+            self._drawn = [
+                [draw for draw in rank["draws"] if draw["after"] == after] for rank in self._of_ranks(number)
+            ]
+        return self._drawn, self._place
+
+    def _in_turn(self, name: str, own: Tensor, every: list[list[_Draw]], place: int) -> Tensor | None:
+        """The draw of a rank for a sample, if ranks draw for their samples in turn; takes these draws out of `every`.
+
+        Each rank then repeats the same few kinds of draws as often as it has samples.
+        """
+        if not self._turns:
+            order, (step, after) = self._order_of_ranks(), self._now
+            rows = [*map(len, (each["keys"][after - 1] for each in self._of_ranks(step)))] if order else []
+            per_row = _draws_per_row([_kinds(draws[place:]) for draws in every], rows)
+            if not per_row or _kinds(every[0][place : place + 1]) != [(name, tuple(own.shape))]:
+                return None
+            drawn = [draws[place : place + per_row * count] for draws, count in zip(every, rows, strict=True)]
+            if all(
+                torch.equal(a["values"], b["values"]) for each in drawn for a, b in zip(each, drawn[0], strict=False)
+            ):
+                return None  # drawn for all samples, with one seed
+            joined = list(itertools.chain(*drawn))
+            self._turns = [joined[at * per_row + number]["values"] for at in order for number in range(per_row)]
+            for draws, each in zip(every, drawn, strict=True):
+                del draws[place : place + len(each)]
+        values = self._turns.pop(0)
+        return values.to(own.device) if values.shape == own.shape else None
 
     def _joined(self, name: str, own: Tensor, every: list[list[_Draw]], place: int) -> Tensor | None:
         """The ranks' numbers that replace a draw of the one process; None if they cannot be combined."""
@@ -284,6 +323,18 @@ class _DrawsOfPasses:
 def _noted(name: str, values: Tensor) -> _Draw:
     """The record of a draw, including whether gradients were on."""
     return {"name": name, "values": values.detach().cpu().clone(), "trains": torch.is_grad_enabled()}
+
+
+def _kinds(draws: list[_Draw]) -> list[_Kind]:
+    return [(each["name"], tuple(each["values"].shape)) for each in draws]
+
+
+def _draws_per_row(kinds: list[list[_Kind]], rows: list[int]) -> int:
+    """How many draws each rank makes for a sample, if it makes the same ones for all its samples in turn; else 0."""
+    most = _MOST_PER_ROW if max(rows, default=0) > 1 else 0
+    every = [*zip(kinds, rows, strict=False)]
+    fits = (n for n in range(most, 0, -1) if all(own[: n * count] == kinds[0][:n] * count for own, count in every))
+    return next(fits, 0)
 
 
 def _by_kind(draws: list[_Draw]) -> dict[_Kind, list[Tensor]]:
