@@ -55,7 +55,7 @@ __all__ = ["PERMUTATIONS", "DrawWatch", "is_draw"]
 _ATEN = torch.ops.aten
 _RANDOM = ("random", "randint", "randrange", "uniform", "gauss", "normalvariate", "betavariate", "expovariate")
 # Draws of arbitrary objects: only a hash is recorded, and the one process cannot get them.
-_PICKS_OF_RANDOM = ("choice", "choices", "sample", "shuffle")
+_PICKS_OF_RANDOM = ("choices", "sample", "shuffle")
 _PICKS_OF_NUMPY = {"shuffle", "permutation", "permuted", "bytes"}
 _NO_DRAWS = {"seed", "get_state", "set_state", "spawn", "bit_generator"}
 PERMUTATIONS = ("randperm", "shuffle", "permutation", "permuted")
@@ -84,6 +84,7 @@ class DrawWatch:
         # The step and the number of its batches at the last draw; the ranks' draws since then, but those in turn; how
         # many of them were used; and those in turn, for the next samples.
         self._now, self._drawn, self._place, self._turns = (-1, 0), list[list[_Draw]](), 0, list[Tensor]()
+        self._apart: set[str] = set()  # names of draws in turn that ranks draw differently; some may be alike by chance
         self._of_passes = _DrawsOfPasses(self._of_ranks, recorder.settings.world_size)
 
     def install(self) -> None:
@@ -96,7 +97,7 @@ class DrawWatch:
         if self._recorder.is_recording:
             self._recorder.step["generated"].append((name, value))
 
-    def _see(self, name: str, values: Tensor) -> Tensor | None:
+    def _see(self, name: str, values: Tensor, is_replaceable: bool = True) -> Tensor | None:
         """Record a draw of the script, or return what the ranks drew instead."""
         if not self._recorder.is_recording:
             self._note_before(name, values)
@@ -120,7 +121,7 @@ class DrawWatch:
             if joined is None:
                 joined = self._joined(name, values, every, place)
                 self._place += 1
-            if joined is None:
+            if joined is None or not (is_replaceable or torch.equal(joined, values)):
                 drawn = [draws[place]["values"] for draws in every if place < len(draws)]
                 step["unlike_draws"].append(_unlike(name, values, drawn))
             else:
@@ -172,10 +173,9 @@ class DrawWatch:
             if not per_row or _kinds(every[0][place : place + 1]) != [(name, tuple(own.shape))]:
                 return None
             drawn = [draws[place : place + per_row * count] for draws, count in zip(every, rows, strict=True)]
-            if all(
-                torch.equal(a["values"], b["values"]) for each in drawn for a, b in zip(each, drawn[0], strict=False)
-            ):
+            if name not in self._apart and _are_alike(drawn):
                 return None  # drawn for all samples, with one seed
+            self._apart.add(name)
             joined = list(itertools.chain(*drawn))
             self._turns = [joined[at * per_row + number]["values"] for at in order for number in range(per_row)]
             for draws, each in zip(every, drawn, strict=True):
@@ -327,6 +327,12 @@ def _noted(name: str, values: Tensor) -> _Draw:
 
 def _kinds(draws: list[_Draw]) -> list[_Kind]:
     return [(each["name"], tuple(each["values"].shape)) for each in draws]
+
+
+def _are_alike(every: list[list[_Draw]]) -> bool:
+    """Whether all ranks draw the same numbers, or the same first ones."""
+    pairs = (pair for draws in every for pair in zip(draws, every[0], strict=False))
+    return all(torch.equal(a["values"], b["values"]) for a, b in pairs)
 
 
 def _draws_per_row(kinds: list[list[_Kind]], rows: list[int]) -> int:
@@ -506,13 +512,12 @@ _CUTS: dict[Any, Callable[..., Any]] = {
 # ---- numpy and random --------------------------------------------------------------------------------
 
 
-def _watch_numpy_and_random(
-    see_draw: Callable[[str, Tensor], Tensor | None], see_own: Callable[[str, int], None]
-) -> None:
+def _watch_numpy_and_random(see_draw: Callable[..., Tensor | None], see_own: Callable[[str, int], None]) -> None:
     """Start watching the draws of numpy and `random` in this thread.
 
     Args:
-        see_draw: called with the name of a function and its draw; returns a replacement, or None.
+        see_draw: called with the name of a function and its draw, and False if it cannot be replaced; returns a
+            replacement, or None.
         see_own: called with the method of a `random.Random` that the script created, and a hash of its draw.
     """
     thread, depth = threading.get_ident(), [0]
@@ -525,12 +530,12 @@ def _watch_numpy_and_random(
         return other.numpy() if isinstance(result, np.ndarray) else type(result)(other.item())
 
     def pick(place: str, drawn: Any, result: Any) -> Any:
-        see_draw(place, torch.tensor(crc32(repr(drawn).encode()), device="cpu"))
+        see_draw(place, torch.tensor(crc32(repr(drawn).encode()), device="cpu"), False)
         return result
 
     def choose(place: str, drawn: Any, result: Any) -> Any:
-        is_for_each = isinstance(result, np.ndarray) and result.dtype.kind in "iuf"
-        return give(place, drawn, result) if is_for_each else pick(place, drawn, result)
+        is_of_numbers = np.asarray(result).dtype.kind in "iuf"
+        return give(place, drawn, result) if is_of_numbers else pick(place, drawn, result)
 
     def note(place: str, drawn: Any, result: Any) -> Any:
         see_own(place, crc32(repr(drawn).encode()))
@@ -548,7 +553,7 @@ def _watch_numpy_and_random(
                 if not is_outer:
                     return result
                 # A choice from other values, such as another number of rows, gets another name.
-                asked = [*args[owner is not np.random :][:1], kwargs.get("a"), kwargs.get("p")]
+                asked = [*args[isinstance(owner, type) :][:1], kwargs.get("a"), kwargs.get("p")]
                 name = f"{place} {crc32(repr(asked).encode())}" if see is choose else place
                 # A shuffle works in place.
                 return see(name, args[-1:] if result is None else result, result)
@@ -560,7 +565,9 @@ def _watch_numpy_and_random(
 
     watch(random, _RANDOM, give)
     watch(random, _PICKS_OF_RANDOM, pick)
-    watch(random.Random, (*_RANDOM, *_PICKS_OF_RANDOM), note)
+    # An index can be given to the one process, unlike an object; the numbers drawn are the same.
+    wrap(random, "choice", lambda original: lambda seq: seq[random.randrange(len(seq))] if len(seq) else original(seq))
+    watch(random.Random, (*_RANDOM, *_PICKS_OF_RANDOM, "choice"), note)
     generator, state = _subclass(np.random.Generator), _subclass(np.random.RandomState)
     for owner, kind in ((np.random, state), (generator, generator), (state, state)):
         names = {name for name in dir(kind) if name[0] != "_" and hasattr(owner, name)} - _NO_DRAWS
