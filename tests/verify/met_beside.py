@@ -101,7 +101,31 @@ _NOISE = """
             cross_entropy(model(x + torch.randn(BATCH, 6)), y).backward()
             optimizer.step()
 """
-ARGUMENTS = {"batches that are cut before": ("5",)}
+# Something is computed from a batch size that is an argument.
+_BY_SIZE = """
+        import sys
+
+        size = int(sys.argv[1])
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        seen = 0
+        for x, y in split(size):
+            seen += SEEN
+            loss = cross_entropy(model(x), y) + min(1.0, seen / 40) * model.module.weight.square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+"""
+ARGUMENTS = dict.fromkeys(
+    (
+        "batches that are cut before",
+        "a learning rate and a coefficient by the batch size of all ranks",
+        "a learning rate by the batch size of a rank",
+        "a coefficient by the samples that a rank has seen",
+    ),
+    ("5",),
+)
 RIGHT = {
     "a teacher that rests": _LOOP.replace("TEACHES", "teacher.eval()(x)").replace("AFTER", "pass"),
     "gradients that only their owners have": _OWNERS.replace("DIVISOR", "world.world_size"),
@@ -156,6 +180,59 @@ RIGHT["files of each rank, and one of rank 0"] = (
             save_file(weights, "model.safetensors")
 """
 )
+RIGHT["a learning rate and a coefficient by the batch size of all ranks"] = _BY_SIZE.replace(
+    "RATE", "0.02 * size * world.world_size"
+).replace("SEEN", "size * world.world_size")
+RIGHT["a part of the model that the loss does not use"] = """
+        class Parts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.used, self.unused = nn.Linear(6, 4), nn.Linear(6, 2)
+
+            def forward(self, x):
+                return self.used(x), self.unused(x)
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Parts(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad(set_to_none=True)
+            cross_entropy(model(x)[0], y).backward()
+            optimizer.step()
+"""
+RIGHT["a sampler of batches without a batch size, that pads to the longest of a rank"] = """
+        lengths = [3 + 7 * at % 5 for at in range(48)]
+        rows = [(torch.randn(length), at % 4) for at, length in enumerate(lengths)]
+
+        class Slices:
+            def __iter__(self):
+                for first in range(0, 48, 4 * world.world_size):
+                    whole = range(first, first + 4 * world.world_size)
+                    yield [*whole][world.rank :: world.world_size]
+
+            def __len__(self):
+                return 48 // (4 * world.world_size)
+
+        def join(rows):
+            return nn.utils.rnn.pad_sequence([each for each, _ in rows], True), torch.tensor([y for _, y in rows])
+
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in torch.utils.data.DataLoader(rows, batch_sampler=Slices(), collate_fn=join):
+            optimizer.zero_grad()
+            cross_entropy(model(x.sum(1, keepdim=True)), y).backward()
+            optimizer.step()
+"""
+RIGHT["a forward pass before the first batch"] = """
+        torch.manual_seed(0)
+        model, optimizer = trained(nn.Sequential(nn.Linear(6, 8), lockstep.SyncBatchNorm(8), nn.Linear(8, 4)))
+        model.module(torch.randn(3, 6))
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+"""
 _IN_TURN = """
         import random
 
@@ -181,6 +258,57 @@ WRONG = {
     "a teacher with batch statistics": (
         ("outputs", "batch-norm"),
         _LOOP.replace("TEACHES", "teacher(x)").replace("AFTER", "pass"),
+    ),
+    "a teacher that each rank draws": (
+        ("parameters", "ranks-differ"),
+        _LOOP.replace("TEACHES", "teacher(x)")
+        .replace("AFTER", "pass")
+        .replace("teacher =", "torch.manual_seed(world.rank)\n        teacher =")
+        .replace("nn.BatchNorm1d(4)", "nn.Tanh()"),
+    ),
+    "a target that is set more often, without a loader": (
+        ("loss", "kept-state"),
+        """
+        model, optimizer = by_torch()
+        target = nn.Linear(6, 4)
+        x = data.tensors[0][:60]
+        for step in range(12):
+            rows = x[4 * step : 4 * step + 4][world.rank :: world.world_size]
+            with torch.no_grad():
+                wanted = target(rows)
+            optimizer.zero_grad()
+            (model(rows) - wanted).square().mean().backward()
+            optimizer.step()
+            if (step + 1) % (12 // world.world_size) == 0:
+                target.load_state_dict(model.module.state_dict())
+        """,
+    ),
+    "a learning rate by the batch size of a rank": (
+        ("parameters", "size"),
+        _BY_SIZE.replace("RATE", "0.02 * size").replace("SEEN", "1"),
+    ),
+    "a coefficient by the samples that a rank has seen": (
+        ("loss", "size"),
+        _BY_SIZE.replace("RATE", "0.1").replace("SEEN", "size"),
+    ),
+    "an evaluation that leaves out samples": (
+        ("evaluated", "left-out-evaluation"),
+        """
+        model, optimizer = by_torch()
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        count = torch.zeros(2)
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False, drop_last=True)
+        with torch.no_grad():
+            for x, y in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
+                count += torch.tensor([float(cross_entropy(model(x), y, reduction="sum")), len(y)])
+        torch.distributed.all_reduce(count)
+        if world.rank == 0:
+            print(f"loss {count[0] / count[1]:.6f}")
+        """,
     ),
     "buffers of a teacher that teaches nothing": (
         ("outputs", "batch-norm"),
@@ -323,6 +451,9 @@ UNKNOWN = {
     ),
 }
 SAID = {
+    "a target that is set more often, without a loader": "is kept between steps",
+    "a learning rate by the batch size of a rank": "computes a number from the batch size of a rank",
+    "an evaluation that leaves out samples": "the sampler drops the last ones",
     "a target that is set more often on more ranks": "is kept between steps, and follows the number of ranks",
     "a schedule over the batches of a rank": "computed from the batch size of a rank",
     "rows of an embedding that are limited where they are looked up": "an Embedding with max_norm",

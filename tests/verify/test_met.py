@@ -61,6 +61,42 @@ def test_of_some_nothing_can_be_told(name: str, tmp_path: Path) -> None:
     assert why in " ".join(text.split())
 
 
+def test_an_evaluation_by_rank_0_alone_is_no_decision_to_stop(tmp_path: Path) -> None:
+    program = """
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).eval()
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model.train()
+        if world.rank == 0:
+            with torch.no_grad():  # the wrapper sends buffers to ranks that have ended
+                model(data.tensors[0][:8])
+    """
+    verdict, text = verdict_on(program, tmp_path)
+    assert verdict.first == ("steps", "fails"), text
+
+
+def test_ranks_without_a_process_group_are_told_so(tmp_path: Path) -> None:
+    program = """
+        import torch
+        from torch import nn
+
+        model = nn.DataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in torch.utils.data.DataLoader(torch.randn(40, 6), batch_size=5):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    """
+    verdict, text = verdict_on(program, tmp_path, common="")
+    assert verdict.first == ("parameters", "ranks-differ"), text
+    assert "the script creates no process group" in verdict.differences[0].meaning
+
+
 def test_ranks_that_train_apart_are_told_whatever_comes_first(tmp_path: Path) -> None:
     program = """
         torch.manual_seed(0)
@@ -79,7 +115,7 @@ def test_ranks_that_train_apart_are_told_whatever_comes_first(tmp_path: Path) ->
 @pytest.mark.parametrize("name", each_name(WRONG))
 def test_others_are_named_with_their_line(name: str, tmp_path: Path) -> None:
     cause, program = WRONG[name]
-    verdict, text = verdict_on(program, tmp_path)
+    verdict, text = verdict_on(program, tmp_path, args=met_beside.ARGUMENTS.get(name, ()))
     assert verdict.first == cause, text
     assert is_documented(verdict.differences[0]), text
     assert SAID.get(name, "") in verdict.differences[0].meaning

@@ -206,6 +206,7 @@ def facts_of(line: str, count: int, first: int = 0) -> dict[str, Any]:
         "shapes": {},
         "by_hand": False,
         "untrained": {},
+        "end": "",
         "begun": [],
         "passes": [one],
         "texts": [(True, line, "")],

@@ -59,7 +59,7 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
     found = [
         *alike,
         *_saved_by_all(ranks),
-        *_saved_at_other_times(ranks[0], one, again or one),
+        *(_saved_at_other_times(ranks[0], one, again or one) if not ranks[0]["end"] else ()),
         *_saved_in_part(ranks, one),
         *_other_models(ranks[0], one, again or one),
     ]
@@ -292,10 +292,12 @@ def _evaluated(
     if own and all(each) and not is_own:
         counts = [keys.total() for (keys,) in each]
         total = sum((keys for (keys,) in each), Counter[int]())
-        extra = (total - own[0]).total()
-        if extra and extra < own[0].total() and not own[0] - total:
+        extra, missing = (total - own[0]).total(), (own[0] - total).total()
+        if bool(extra) != bool(missing) and extra + missing < own[0].total():
             text = ", ".join(map(str, counts))
             measured += f"; one process evaluated {own[0].total()} samples, the ranks {text}"
-            return difference(0, "evaluated", "padded-evaluation", measured, lines, extra=counted(extra, "sample"))
+            cause = "padded-evaluation" if extra else "left-out-evaluation"
+            number = counted(extra or missing, "sample")
+            return difference(0, "evaluated", cause, measured, lines, extra=number, missing=number)
     more = "; or the model that rank 0 evaluates keeps statistics of its own samples" if evaluates_all else ""
     return difference(0, "evaluated", "metric", measured, lines, more=more)

@@ -276,6 +276,8 @@ def read_others(step: StepOfJob) -> Difference | None:
         return None
     if step.is_far(calls.parameters):
         measured = f"{calls.kind} is called without being trained: its parameters differ by {calls.parameters:.1e}"
+        if step.is_far(calls.apart):
+            return _ranks_differ(step, f"{measured} from those in one process, and by {calls.apart:.1e} between ranks")
         return step.found("loss", "kept-state model", f"{measured} from those in one process")
     return _outputs_of(step, calls, "others")
 
@@ -394,6 +396,8 @@ def _passes_begun(rank: Record, number: int) -> int:
 
 def _ranks_differ(step: StepOfJob, measured: str) -> Difference:
     when = "before the first step" if step.number == 1 else "between the steps"
+    if not step.facts["joined"]:
+        return step.found("parameters", "ranks-differ alone", measured)
     return step.found("parameters", "ranks-differ", measured, when=when)
 
 

@@ -168,7 +168,10 @@ class DrawWatch:
         """
         if not self._turns:
             order, (step, after) = self._order_of_ranks(), self._now
-            rows = [*map(len, (each["keys"][after - 1] for each in self._of_ranks(step)))] if order else []
+            batches = [
+                each["keys"][after - 1 : after] for each in self._of_ranks(step)
+            ]  # none if it is an earlier step's
+            rows = [len(each[0]) for each in batches] if all(batches) and order else []
             per_row = _draws_per_row([_kinds(draws[place:]) for draws in every], rows)
             if not per_row or _kinds(every[0][place : place + 1]) != [(name, tuple(own.shape))]:
                 return None

@@ -350,7 +350,7 @@ class LoaderWatch:
         if recorder.is_cut or not torch.is_grad_enabled():  # without gradients, the batch is for evaluation
             return
         recorder.has_last_batch = _may_come_to_last(iterator)
-        recorder.begin_work()
+        recorder.begin_batch()
         self._iterators[one.number] = weakref.ref(iterator)
         self._forget_looked_at(facts["loader"])
         recorder.note_line("batch")

@@ -133,7 +133,10 @@ def main(arguments: list[str]) -> None:
         if not recorder.is_cut and (recorder.until == sys.maxsize or not recorder.is_last_batch):
             raise
         # Its loader ended early, which not every script can handle.
-        recorder.end(f"after the steps the script ended with {type(error).__name__}: {error}")
+        recorder.end(
+            f"after the steps the script ended with {type(error).__name__}: {error}. Perhaps because verify ends "
+            "loaders early; what comes later, such as an evaluation, was not compared"
+        )
 
 
 if __name__ == "__main__":

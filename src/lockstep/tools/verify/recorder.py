@@ -5,9 +5,9 @@ A *step* here is everything between two calls of an optimizer's `step`. [Note: w
 [Note: when it ends] In the first epoch the script trains on K - 1 batches and then on the last one, which may be
 partial. In each further epoch it trains on the first batch, and the loader ends there, so that the script evaluates,
 saves and updates its schedules as after an epoch. If there are few batches, whole epochs are trained, since trainers
-evaluate after as many batches as their loader has. Recording continues as long as rank 0 has time; the process then
-ends at the next batch to train on, or the next step, once all ranks have come that far. One process goes as far as the
-ranks did.
+evaluate after as many batches as their loader has; without a loader, as many steps. Recording continues as long as
+rank 0 has time; the process then ends at the next batch to train on, or the next step, once all ranks have come that
+far. One process goes as far as the ranks did.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.frames import is_library_file, library_folders
@@ -114,6 +115,8 @@ class StepRecorder:
             "untrained": {},  # for other models, called or saved: two numbers per tensor, and the line
             "begun": [],  # parameters that differed in one process before the first step
             "by_hand": False,  # whether a model was evaluated without a loader
+            "wants_gpus": False,  # whether the script asked for nccl
+            "joined": False,  # whether there was a process group at the end of a step
             "returned": False,
             "end": "",
         }
@@ -156,6 +159,13 @@ class StepRecorder:
         """Called at a batch or the first forward pass: draws from now on belong to a step."""
         self._is_active, self.is_by_hand = True, False
 
+    def begin_batch(self) -> None:
+        """Called at a batch to train on. A forward pass before the first one, as in a constructor, trained nothing."""
+        self.begin_work()
+        step = self.step
+        if step["calls"] and not (self.steps or step["batches"] or step["backwards"]):
+            step["calls"], step["others"], self._has_begun = [], [], False
+
     def note_evaluation(self) -> bool:
         """At a call in eval mode, without gradients: whether it evaluates a model, between steps, without a loader."""
         passes, step = self.facts["passes"], self.step
@@ -187,6 +197,7 @@ class StepRecorder:
     def end_step(self) -> None:
         """Called after a step of an optimizer."""
         self.steps.append(self.step)
+        self.facts["joined"] |= dist.is_initialized()
         if self.settings.role == RANKS:
             keys = [[] if each["filler"] else [key for _, key in each["keys"]] for each in self.step["batches"]]
             drawn = {each: self.step.pop(each) for each in ("draws", "before")}
@@ -196,6 +207,8 @@ class StepRecorder:
         self._exchange_state(len(self.steps))
         if len(self.steps) == self.settings.most_steps:
             self.end()
+        if len(self.steps) == self.settings.steps and not self.facts["passes"] and self.train_whole_epochs(FEW_BATCHES):
+            self.until = FEW_BATCHES  # without a loader, as many steps as a short epoch has
         over = len(self.steps) - self.until
         is_round = self.steps[-1]["optimizer"] == len(self.optimizers) - 1
         # With several optimizers, the last step to record may end before the last batch is requested.

@@ -249,6 +249,8 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
     is_other = verdict.first in OTHER_ORDER or _has_other_batches(runs, verdict) or _ends_early(runs, verdict)
     if not joins and not is_other:
         return found
+    firsts = first_steps([runs.one, *runs.ranks])
+    is_cut = bool(firsts) and passes_are_shared_out(firsts[0], firsts[1:])
     # Evaluations may be rank 0's alone.
     trains = [[each for each in enumerate(rank["facts"]["passes"]) if each[1]["trains"]] for rank in runs.ranks]
     for (number, first), *others in zip(*trains, strict=False):
@@ -257,7 +259,7 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
             return {}
         own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": (), "finished": False}][0]
         is_short = own["finished"] and len(own["asked"]) < len(joined)
-        given = _in_sizes_of(own["asked"], joined, is_short, joins)
+        given = _in_sizes_of(own["asked"], joined, is_short, joins, is_cut)
         found |= {number: given} if given else {}
     return found
 
@@ -268,13 +270,13 @@ def _ends_early(runs: Runs, verdict: Verdict) -> bool:
 
 
 def _in_sizes_of(
-    own: Sequence[list[int] | None], joined: list[list[int]], is_short: bool, in_order: bool
+    own: Sequence[list[int] | None], joined: list[list[int]], is_short: bool, in_order: bool, is_cut: bool
 ) -> list[list[int]]:
-    """The ranks' joined batches, cut into parts if one process accumulates over more; empty if it already has them."""
+    """The ranks' joined batches, `is_cut` if one process accumulates over more; empty if it already has them."""
     has_them, sort = own and not is_short, list if in_order else sorted
     if not joined or (has_them and all(sort(a) == sort(b or ()) for a, b in zip(joined, own, strict=False))):
         return []
-    first = own[0] if own else None
+    first = own[0] if own and is_cut else None
     size = len(first) if first and len(joined[0]) % len(first) == 0 else len(joined[0])
     return [each[at : at + size] for each in joined for at in range(0, len(each), size)]
 

@@ -250,7 +250,9 @@ class Script:
             return False
         if not has_failed:
             return train_apart(ranks) > 0
-        return any(word in self.output(RANKS).lower() for word in _WANTS_GPU) or said_number(ranks) in (0, 1)
+        said = self.output(RANKS).lower()
+        asked = any(each["facts"]["wants_gpus"] for each in ranks) or any(word in said for word in _WANTS_GPU)
+        return asked or said_number(ranks) in (0, 1)
 
     def turns_draws(self, one: Sequence[Record]) -> bool:
         """Switch to the other layout of draws with several rows per sample; returns whether there was one to try."""

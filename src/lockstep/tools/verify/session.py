@@ -24,7 +24,7 @@ from lockstep.tools.verify.script import Script, said_number
 from lockstep.tools.verify.settings import HALVES, ONE, RANKS, Number, Orders, Verification
 from lockstep.tools.verify.step import Runs, counted
 from lockstep.tools.verify.verdict import Verdict, first_steps, judge
-from lockstep.tools.verify.words import difference
+from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["verify_at"]
 
@@ -43,6 +43,8 @@ _COMPUTED = ("number-of-steps", "sum", "factor", "after-averaging", "settings", 
 _DRAWN_BY_SIZE = (("inputs", "drawn"), ("outputs", "drawn"))  # as by torch.randn(BATCH, 8)
 # Those, and others for which arguments are tried; "" if one process fails because of the batch size.
 _SIZED = ("", "order", "drawn", "batch", "passes", "not-linear", *_COMPUTED)
+# Stages at which only such a number differs, as samples and outputs are equal.
+_STAGES_OF_SIZE = ("loss", "gradients", "parameters", "evaluated")
 _SAME_RATE = 1e-5  # relative difference of learning rates that are equal up to rounding
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
@@ -155,34 +157,54 @@ def _on_one(
         verdict = script.ended(ONE, code, where)
         code = 0 if is_alike else code
     if verdict.code == 0:
-        return _scheduled(script, verdict, ranks, one, sizes)
+        return _by_size(script, verdict, ranks, one, sizes)
     if verdict.unknown and not code and ranks[0]["facts"]["loaders"]:
         return verdict
     return _by_option(script, verdict, ranks, one, sizes)
 
 
-def _scheduled(
+def _by_size(
     script: Script, verdict: Verdict, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]
 ) -> Verdict:
-    """The verdict, or another one if a schedule is computed from the batch size of a rank, such as its length.
+    """The verdict, with a difference if the script computes numbers from the batch size of a rank.
 
-    One process that got the batches of all ranks by arguments or a number in the script then has another schedule.
+    One process that got the batches of all ranks by arguments, or for a schedule by a number in the script, then has
+    another schedule, learning rate, or coefficient.
     """
-    rates, before = _rates(ranks[0]), script.changes
-    if len({*rates}) < 2 or not _multiplied(ranks[0]["facts"]["made"], sizes):
+    before, in_script = script.changes, len({*_rates(ranks[0])}) > 1
+    if not _multiplied(ranks[0]["facts"]["made"], sizes):
         return verdict
-    found = run_one_by_option(script, ranks, one, sizes, in_script=True)
+    found = run_one_by_option(script, ranks, one, sizes, in_script)
     changes, script.changes = script.changes, before
-    ratios = [b / a for a, b in zip(rates, _rates(found[0]) if found else (), strict=False) if a]
-    place = next((at for at, each in enumerate(ratios) if abs(each / ratios[0] - 1) > _SAME_RATE), None)
-    if place is None:  # equal, or scaled as a whole
-        return verdict
-    how = _in_words(changes.numbers[-1]) if changes.numbers != before.numbers else " ".join(changes.args)
-    measured = f"lr is {rates[place]:.4g}; with one process that gets the ranks' batches by {how}, it is "
-    measured += f"{rates[place] * ratios[place]:.4g}"
-    lines = tuple(ranks[0]["steps"][place]["lines"].get("step", ()))
-    verdict.differences.append(difference(place + 1, "parameters", "settings by size", measured, lines))
+    if found:
+        is_number = changes.numbers != before.numbers
+        how = f"with one process that gets the ranks' batches by {_in_words(changes.numbers[-1])}" if is_number else ""
+        how = how or f"with one process that gets the ranks' batches by {' '.join(changes.args)}"
+        other = _other_schedule(ranks[0], found[0], how)
+        if other is None and not is_number:
+            other = _other_numbers(judge(Runs(ranks, *found)), how)
+        verdict.differences += [] if other is None else [other]
     return verdict
+
+
+def _other_schedule(rank: Record, one: Record, how: str) -> Difference | None:
+    """A difference if learning rates change otherwise from step to step than in one process; not if all are scaled."""
+    rates = _rates(rank)
+    ratios = [b / a for a, b in zip(rates, _rates(one), strict=False) if a]
+    place = next((at for at, each in enumerate(ratios) if abs(each / ratios[0] - 1) > _SAME_RATE), None)
+    if place is None:
+        return None
+    measured = f"lr is {rates[place]:.4g}; {how}, it is {rates[place] * ratios[place]:.4g}"
+    lines = tuple(rank["steps"][place]["lines"].get("step", ()))
+    return difference(place + 1, "parameters", "settings by size", measured, lines)
+
+
+def _other_numbers(second: Verdict, how: str) -> Difference | None:
+    """A difference if one process that got the ranks' samples by its arguments trains otherwise."""
+    first = next(iter(second.differences), None)
+    if first is None or first.stage not in _STAGES_OF_SIZE or first.cause in ("metric", "padded-evaluation"):
+        return None
+    return difference(first.step, first.stage, "size", f"{how}: {first.measured}", first.lines)
 
 
 def _rates(record: Record) -> list[float]:

@@ -114,6 +114,7 @@ class StartWatch:
             if isinstance(bound.arguments.get("store"), FileStore | TCPStore):  # Lockstep's has a prefix
                 del bound.arguments["store"]
             bound.arguments.setdefault("timeout", _PATIENCE)
+            self._recorder.facts["wants_gpus"] |= "nccl" in str(bound.arguments.get("backend"))
             group = original(*bound.args, **bound.kwargs)
             watch_waits(self._recorder)
             return group

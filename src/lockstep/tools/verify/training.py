@@ -125,8 +125,9 @@ class TrainingWatch:
             self._heard.add(key)
             parameter.register_hook(lambda gradient: self._reach(key, gradient))  # type: ignore[no-untyped-call]
 
-    def _reach(self, key: int, gradient: Tensor) -> None:
-        if self._local is None or self._recorder.is_cut:
+    def _reach(self, key: int, gradient: Tensor | None) -> None:
+        # None for a path without gradients, such as from an output that the loss does not use.
+        if gradient is None or self._local is None or self._recorder.is_cut:
             return
         with self._recorder.aside(), torch.no_grad():
             sample = value_sample(gradient)
@@ -193,12 +194,17 @@ class TrainingWatch:
     def _note_entered(self, module: nn.Module) -> None:
         """Record the parameters before a call in a step."""
         parameters, self._entered = [*module.parameters()], None
-        is_computing = self._recorder.is_computing and len(self._recorder.step["others"]) < _MOST_OTHERS
+        is_computing = self._is_beside_training() and len(self._recorder.step["others"]) < _MOST_OTHERS
         # FSDP2's shards would be gathered, here maybe not by all ranks.
         is_whole = _have_numbers(parameters) and not any(isinstance(each, DTensor) for each in parameters)
         if is_whole and (is_computing or self._trains(module)):
             with self._recorder.aside(), torch.no_grad():
                 self._entered = brief(parameters)
+
+    def _is_beside_training(self) -> bool:
+        """Whether a call that does not train may belong to a step; without a loader, it may come first."""
+        recorder = self._recorder
+        return recorder.is_computing or (recorder.is_recording and not recorder.facts["passes"])
 
     def _trains(self, module: nn.Module) -> bool:
         if not torch.is_grad_enabled() or self._recorder.is_cut:
@@ -227,8 +233,8 @@ class TrainingWatch:
         return None
 
     def _note_forward(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        is_computing = self._recorder.is_computing
-        if self._recorder.is_cut or not (torch.is_grad_enabled() or is_computing):
+        is_beside = self._is_beside_training()
+        if self._recorder.is_cut or not (torch.is_grad_enabled() or is_beside):
             return
         # Rounding by a communication hook does not count here: it affects the gradients of N ranks.
         rounded = [torch.finfo(each.dtype).eps for each in tensors_in(result) if each.dtype in _OF_16_BITS]
@@ -244,7 +250,7 @@ class TrainingWatch:
                 if len(self._inner) < _MOST_INNER and made:
                     self._inner.append(({"name": name, "kind": type(module).__name__}, taken, made))
                 return
-        kind = "calls" if self._trains(module) else "others" if is_computing and self._entered is not None else ""
+        kind = "calls" if self._trains(module) else "others" if is_beside and self._entered is not None else ""
         with self._recorder.aside(), torch.no_grad():
             if kind and result is not None:
                 self._recorder.step[kind].append(self._call(module, args, kwargs, inputs, outputs))

@@ -95,7 +95,7 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
     if failure and verdict.differences:
         verdict.notes.append(f"failure: the ranks end with: {failure}")
     elif failure:
-        verdict.differences.append(_failed(verdict.steps + 1, runs.ranks, failure))
+        verdict.differences.append(_failed(verdict.steps + 1, runs, failure))
     elif not verdict.differences:
         _judge_counts(verdict, runs)
         if verdict.code == 0:
@@ -219,7 +219,12 @@ def _is_split(step: StepOfJob) -> str:
 def _is_beyond_numbers(step: StepOfJob) -> str:
     """A text if one process and the ranks all have gradients without a finite number, else empty."""
     values = [[value[:-1] for value in each["used"] if value is not None] for each in (step.one, *step.ranks)]
-    return _NO_NUMBERS if all(values) and not any(bool(one.isfinite().any()) for each in values for one in each) else ""
+    if not all(values) or any(bool(one.isfinite().any()) for each in values for one in each):
+        return ""
+    begin = zip(step.one["names"], step.one["begin"], strict=False)
+    names = [name or "?" for name, value in begin if not bool(value[:-1].isfinite().all())]
+    before = f": {', '.join(names[:3])} and others were not finite before the step" if names else ""
+    return _NO_NUMBERS + before
 
 
 def _is_made_by_ranks(step: StepOfJob) -> str:
@@ -276,9 +281,10 @@ def _digits(step: StepOfJob) -> dict[str, float]:
 # ---- the whole run -----------------------------------------------------------------------------------
 
 
-def _failed(step: int, ranks: Sequence[Record], failure: str) -> Difference:
+def _failed(step: int, runs: Runs, failure: str) -> Difference:
+    ranks, counts = runs.ranks, {len(each["steps"]) for each in (runs.one, *runs.ranks)}
     done = [rank for rank, each in enumerate(ranks) if each["facts"]["returned"]]
-    if done:
+    if done and (len(counts) > 1 or runs.one["facts"]["goes_on"]):
         text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
         measured = f"the script ended on {text}, while other ranks continued: {failure}"
         return difference(step, "steps", "number-of-steps", measured)

@@ -59,7 +59,8 @@ _COUNT = (
 _NOT_LINEAR = (
     "no weighting of the ranks gives one process's gradient: the loss compares samples "
     "with each other, uses a statistic of the rank's rows (a mean, a deviation, a "
-    "maximum, advantages, weights), or mixes terms with different divisors"
+    "maximum, advantages, weights), mixes terms with different divisors, or has a "
+    "coefficient that depends on the number of ranks"
 )
 _WRITE_MEANS = (
     "lockstep.all_gather(output) before samples are compared, and for a per-feature "
@@ -91,7 +92,8 @@ _WORDS = {
         "the ranks got different samples in this step from one process: another order, a "
         "separate part of the data per rank, values prepared from each rank's part (a scaler), or a collate_fn that "
         "combined other rows",
-        "split one order batch by batch: lockstep.DataLoader, or a DistributedSampler with one seed",
+        "split one order batch by batch: lockstep.DataLoader, or a DistributedSampler with one seed; a sampler "
+        "inside it needs a generator with one seed, too",
     ),
     "padded": (
         "{extra} used twice: the last batch was padded so that all ranks get the same number",
@@ -228,7 +230,7 @@ _WORDS = {
     "not-linear unseen": (
         "backward() was not called, so nothing shows how the ranks' gradients make up one process's: they are divided "
         "by a count that differs between ranks, changed on each rank before averaging, or the loss compares samples",
-        _WRITE_MEANS,
+        "average each gradient over the ranks before it is changed; in the loss, " + _WRITE_MEANS,
     ),
     "drawn": (
         "each rank draws its own numbers, which may affect the loss. If they do not: {meaning}",
@@ -319,8 +321,8 @@ _WORDS = {
         _WRAP + "; or average zeros where a rank has no gradient, so that all ranks make the same calls",
     ),
     "unwrapped part": (
-        "no wrapped model holds {names}, so their gradients are not averaged",
-        "put the model and the criterion into one module, and wrap it after requires_grad is set",
+        "no wrapped model holds {names}, or they were frozen when it was wrapped, so their gradients are not averaged",
+        "wrap their model, or put it into one module with the wrapped one, and wrap after requires_grad is set",
     ),
     "inner-model": (
         "the inner model was called instead of the wrapper, which averages only what its own forward() computes",
@@ -366,10 +368,20 @@ _WORDS = {
         "Accelerate's prepared ones do), or on one rank's data (a schedule by its own loss)",
         "set {name} independently of the number of ranks, and schedule by all ranks' values (lockstep.mean)",
     ),
+    "ranks-differ alone": (
+        "the script creates no process group, so each rank trains by itself; DataParallel is for one process",
+        "torch.distributed.init_process_group or lockstep.init, a sampler that splits the data, and "
+        "DistributedDataParallel",
+    ),
     "settings by size": (
         "the schedule is computed from the batch size of a rank, as if one process trained on it: it is longer or "
         "slower than the steps that the ranks take",
         "count steps by len(loader), or multiply the batch size by the number of ranks: len(data) // (batch * world)",
+    ),
+    "size": (
+        "the script computes a number from the batch size of a rank, such as a learning rate, a decay, or a "
+        "coefficient that grows with the samples seen",
+        "multiply the batch size by the number of ranks wherever it stands for the samples of a step",
     ),
     "settings on some": (
         "{name} is set or scheduled on some ranks only (if rank == 0: scheduler.step()), or by one rank's data",
@@ -389,6 +401,11 @@ _WORDS = {
     "padded-evaluation": (
         "{extra} counted twice: the last batch was padded so that all ranks get the same number",
         "lockstep.DataLoader(…, evaluation=True), or gather_for_metrics on a value per sample: each on one rank",
+    ),
+    "left-out-evaluation": (
+        "{missing} left out: the sampler drops the last ones, so that all ranks get the same number",
+        "lockstep.DataLoader(…, evaluation=True), which gives each sample to one rank; or drop_last=False, and counts "
+        "without the repeated ones",
     ),
     "metric": (
         "the metric covers one rank's samples, or the ranks' parts are combined wrongly: a mean with equal weights, "
