@@ -166,25 +166,29 @@ class DrawWatch:
 
         Each rank then repeats the same few kinds of draws as often as it has samples.
         """
-        if not self._turns:
-            order, (step, after) = self._order_of_ranks(), self._now
-            batches = [
-                each["keys"][after - 1 : after] for each in self._of_ranks(step)
-            ]  # none if it is an earlier step's
-            rows = [len(each[0]) for each in batches] if all(batches) and order else []
-            per_row = _draws_per_row([_kinds(draws[place:]) for draws in every], rows)
-            if not per_row or _kinds(every[0][place : place + 1]) != [(name, tuple(own.shape))]:
-                return None
-            drawn = [draws[place : place + per_row * count] for draws, count in zip(every, rows, strict=True)]
-            if name not in self._apart and _are_alike(drawn):
-                return None  # drawn for all samples, with one seed
-            self._apart.add(name)
-            joined = list(itertools.chain(*drawn))
-            self._turns = [joined[at * per_row + number]["values"] for at in order for number in range(per_row)]
-            for draws, each in zip(every, drawn, strict=True):
-                del draws[place : place + len(each)]
+        if not self._turns and not self._take_turns((name, tuple(own.shape)), every, place):
+            return None
         values = self._turns.pop(0)
         return values.to(own.device) if values.shape == own.shape else None
+
+    def _take_turns(self, kind: _Kind, every: list[list[_Draw]], place: int) -> bool:
+        """Take the draws in turn that begin with one of this kind out of `every`, in the order of this process."""
+        order, (step, after) = self._order_of_ranks(), self._now
+        # No batch of this step if several steps use one.
+        batches = [each["keys"][after - 1 : after] for each in self._of_ranks(step)]
+        rows = [len(each[0]) for each in batches] if order and all(batches) else []
+        per_row = _draws_per_row([_kinds(draws[place:]) for draws in every], rows)
+        if not per_row or _kinds(every[0][place : place + 1]) != [kind]:
+            return False
+        drawn = [draws[place : place + per_row * count] for draws, count in zip(every, rows, strict=True)]
+        if kind[0] not in self._apart and _are_alike(drawn):
+            return False  # drawn for all samples, with one seed
+        self._apart.add(kind[0])
+        joined = list(itertools.chain(*drawn))
+        self._turns = [joined[at * per_row + number]["values"] for at in order for number in range(per_row)]
+        for draws, each in zip(every, drawn, strict=True):
+            del draws[place : place + len(each)]
+        return True
 
     def _joined(self, name: str, own: Tensor, every: list[list[_Draw]], place: int) -> Tensor | None:
         """The ranks' numbers that replace a draw of the one process; None if they cannot be combined."""

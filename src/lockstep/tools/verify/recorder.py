@@ -207,8 +207,7 @@ class StepRecorder:
         self._exchange_state(len(self.steps))
         if len(self.steps) == self.settings.most_steps:
             self.end()
-        if len(self.steps) == self.settings.steps and not self.facts["passes"] and self.train_whole_epochs(FEW_BATCHES):
-            self.until = FEW_BATCHES  # without a loader, as many steps as a short epoch has
+        self._train_like_an_epoch()
         over = len(self.steps) - self.until
         is_round = self.steps[-1]["optimizer"] == len(self.optimizers) - 1
         # With several optimizers, the last step to record may end before the last batch is requested.
@@ -216,6 +215,12 @@ class StepRecorder:
         if over >= 0 and (is_round or over >= _LONGEST_ROUND) and not waits:
             self.is_cut, self._cut_at = True, time.monotonic()
             self._first_cut_at = self._first_cut_at or self._cut_at
+
+    def _train_like_an_epoch(self) -> None:
+        """Without a loader, record as many steps as a short epoch has, if there is time for them."""
+        is_time = len(self.steps) == self.settings.steps and not self.facts["passes"]
+        if is_time and self.train_whole_epochs(FEW_BATCHES):
+            self.until = FEW_BATCHES
 
     def begin_epoch(self) -> None:
         """Record the first step of a further epoch, if there is time. See [Note: when it ends]."""

@@ -311,7 +311,7 @@ _WORDS = {
     ),
     "own-steps": (
         "each rank steps with its own gradients, and parameters are averaged or combined "
-        "afterwards (local SGD, Adasum), which is a different algorithm from one process's",
+        "afterwards (local SGD, Adasum): the steps of one process only with plain SGD, averaged after each step",
         "average gradients before each step if you want the answer of one process",
     ),
     "unwrapped": ("no gradient is averaged: no model was wrapped", _WRAP),
