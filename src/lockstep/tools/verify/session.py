@@ -44,7 +44,7 @@ _DRAWN_BY_SIZE = (("inputs", "drawn"), ("outputs", "drawn"))  # as by torch.rand
 # Those, and others for which arguments are tried; "" if one process fails because of the batch size.
 _SIZED = ("", "order", "drawn", "batch", "passes", "not-linear", *_COMPUTED)
 # Stages at which only such a number differs, as samples and outputs are equal.
-_STAGES_OF_SIZE = ("loss", "gradients", "parameters", "evaluated")
+_STAGES_OF_SIZE = ("loss", "gradients", "parameters")
 _SAME_RATE = 1e-5  # relative difference of learning rates that are equal up to rounding
 _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parameters", "buffers", "evaluated", "saved")
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
@@ -178,8 +178,8 @@ def _by_size(
     changes, script.changes = script.changes, before
     if found:
         is_number = changes.numbers != before.numbers
-        how = f"with one process that gets the ranks' batches by {_in_words(changes.numbers[-1])}" if is_number else ""
-        how = how or f"with one process that gets the ranks' batches by {' '.join(changes.args)}"
+        by = _in_words(changes.numbers[-1]) if is_number else " ".join(changes.args)
+        how = f"with one process that gets the ranks' batches by {by}"
         other = _other_schedule(ranks[0], found[0], how)
         if other is None and not is_number:
             other = _other_numbers(judge(Runs(ranks, *found)), how)
@@ -202,7 +202,7 @@ def _other_schedule(rank: Record, one: Record, how: str) -> Difference | None:
 def _other_numbers(second: Verdict, how: str) -> Difference | None:
     """A difference if one process that got the ranks' samples by its arguments trains otherwise."""
     first = next(iter(second.differences), None)
-    if first is None or first.stage not in _STAGES_OF_SIZE or first.cause in ("metric", "padded-evaluation"):
+    if first is None or (first.stage not in _STAGES_OF_SIZE and first.cause != "other-weights"):
         return None
     return difference(first.step, first.stage, "size", f"{how}: {first.measured}", first.lines)
 
