@@ -123,6 +123,7 @@ ARGUMENTS = dict.fromkeys(
         "a learning rate and a coefficient by the batch size of all ranks",
         "a learning rate by the batch size of a rank",
         "a coefficient by the samples that a rank has seen",
+        "an average whose decay is computed from the batch size of a rank",
     ),
     ("5",),
 )
@@ -290,6 +291,23 @@ WRONG = {
     "a coefficient by the samples that a rank has seen": (
         ("loss", "size"),
         _BY_SIZE.replace("RATE", "0.1").replace("SEEN", "size"),
+    ),
+    "an average whose decay is computed from the batch size of a rank": (
+        ("evaluated", "size"),
+        """
+        import sys
+
+        size = int(sys.argv[1])
+        model, optimizer = by_torch()
+        average = model.module.weight.detach().clone()
+        for x, y in split(size):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            average.lerp_(model.module.weight.detach(), 1 - 0.5 ** (size / 20))
+        if world.rank == 0:
+            torch.save({"average": average}, "average.pt")
+        """,
     ),
     "an evaluation that leaves out samples": (
         ("evaluated", "left-out-evaluation"),
