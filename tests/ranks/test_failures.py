@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -456,6 +457,34 @@ def test_functions_for_all_ranks_are_called_what_users_call_them(
         assert name in str(outcome.error)
         advised = f"all ranks must call {name.partition(' ')[0]}, {advice}: call it outside of the branch"
         assert advised in str(outcome.error)
+
+
+def pass_over_other_batches() -> list[str]:
+    """The same, for ranks that leave out a step each, but not the same one."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3))
+    with warnings_of_lockstep() as messages, lockstep.init(seed=0) as world:
+        model = lockstep.DistributedDataParallel(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(number: int, x: torch.Tensor) -> None:
+            if number == 2 + world.rank:
+                raise OSError("unreadable")
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        for number, (x,) in enumerate(lockstep.DataLoader(data, batch_size=8)):
+            attempt(functools.partial(step, number, x))
+    return list(messages)
+
+
+def test_gradients_of_other_batches_that_a_script_passes_over_are_reported() -> None:
+    first, second = run_ranks(pass_over_other_batches, 2, init=False)
+    assert second == []
+    (message,) = first
+    assert message.startswith("1 call(s) of the default group failed")
+    assert "the ranks averaged gradients of different batches" in message
 
 
 def pass_over_errors(ending: str) -> list[str]:

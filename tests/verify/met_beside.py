@@ -110,9 +110,10 @@ _BY_SIZE = """
         model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         seen = 0
+        rest = torch.utils.data.DataLoader(data, batch_size=7)
         for x, y in split(size):
-            seen += SEEN
             loss = cross_entropy(model(x), y) + min(1.0, seen / 40) * model.module.weight.square().sum()
+            seen += SEEN
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -126,7 +127,7 @@ ARGUMENTS = dict.fromkeys(
         "an average whose decay is computed from the batch size of a rank",
     ),
     ("5",),
-)
+) | {"a sampler of batches without a batch size, that pads to the longest of a rank": ("4",)}
 RIGHT = {
     "a teacher that rests": _LOOP.replace("TEACHES", "teacher.eval()(x)").replace("AFTER", "pass"),
     "gradients that only their owners have": _OWNERS.replace("DIVISOR", "world.world_size"),
@@ -202,24 +203,27 @@ RIGHT["a part of the model that the loss does not use"] = """
             optimizer.step()
 """
 RIGHT["a sampler of batches without a batch size, that pads to the longest of a rank"] = """
+        import sys
+
+        size = int(sys.argv[1])
         lengths = [3 + 7 * at % 5 for at in range(48)]
         rows = [(torch.randn(length), at % 4) for at, length in enumerate(lengths)]
 
         class Slices:
             def __iter__(self):
-                for first in range(0, 48, 4 * world.world_size):
-                    whole = range(first, first + 4 * world.world_size)
+                for first in range(0, 48, size * world.world_size):
+                    whole = range(first, first + size * world.world_size)
                     yield [*whole][world.rank :: world.world_size]
 
             def __len__(self):
-                return 48 // (4 * world.world_size)
+                return 48 // (size * world.world_size)
 
         def join(rows):
             return nn.utils.rnn.pad_sequence([each for each, _ in rows], True), torch.tensor([y for _, y in rows])
 
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(nn.Linear(1, 4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.02 * size * world.world_size)
         for x, y in torch.utils.data.DataLoader(rows, batch_sampler=Slices(), collate_fn=join):
             optimizer.zero_grad()
             cross_entropy(model(x.sum(1, keepdim=True)), y).backward()
@@ -251,6 +255,9 @@ _IN_TURN = """
             optimizer.step()
 """
 RIGHT["draws in a loop over the samples"] = _IN_TURN.replace("ALPHA", "0.1")
+RIGHT["draws in a loop over the samples, alike on all ranks"] = _IN_TURN.replace("ALPHA", "0.1").replace(
+    "seed(world.rank)", "seed(0)"
+)
 WRONG = {
     "a target that is set more often on more ranks": (
         ("loss", "kept-state"),
@@ -356,6 +363,17 @@ WRONG = {
         if world.rank == 0:
             torch.save({"model": {name: each.to_local() for name, each in model.state_dict().items()}}, "model.pt")
         """,
+    ),
+    "columns that are shuffled, sample by sample": (
+        ("inputs", "drawn"),
+        _IN_TURN.replace("ALPHA", "0.1").replace(
+            "if random.random() < 0.5:\n                    row.neg_()",
+            "order = [*range(6)]\n                random.shuffle(order)\n                row.copy_(row[order].clone())",
+        ),
+    ),
+    "results of rank 0's samples, in a list": (
+        ("saved", "part"),
+        _SAVED + '        world.rank == 0 and pickle.dump(found[:, 0].tolist(), open("found.pickle", "wb"))',
     ),
     "draws in a loop over the samples, scaled by the batch": (
         ("inputs", "batch"),

@@ -32,7 +32,7 @@ from lockstep.comm.shared_memory import make_engine
 from lockstep.comm.tensors import check_output, check_pairs, check_tensor
 from lockstep.comm.wire import current_wire
 from lockstep.comm.wording import describe_group
-from lockstep.errors import InputError, SetupError
+from lockstep.errors import CollectiveMismatch, InputError, SetupError
 from lockstep.shm.bootstrap import FIRST_KEY, Bootstrap, SeveralHosts
 from lockstep.shm.team import SharedMemoryTeam
 from lockstep.shm.terms import Terms
@@ -47,6 +47,7 @@ __all__ = [
     "find_nonce",
     "is_default_group",
     "make_group",
+    "mismatch_in",
     "nonce_of",
     "ranks_of",
 ]
@@ -458,6 +459,12 @@ def engine_of(group: object, device: torch.device | None = None) -> Engine | Non
     if ours is None or (device is not None and ours.behind(device) is not None):
         return None
     return ours.engine
+
+
+def mismatch_in(group: object, text: str) -> CollectiveMismatch:
+    """The error for ranks whose calls matched, but not what they sent. Counted: see `FlightRecorder.close`. Local."""
+    error, engine = CollectiveMismatch(text), engine_of(group)
+    return error if engine is None else engine.recorder.note_failed(error)
 
 
 def _connect(new: NewGroup, default: Engine | None) -> Engine:

@@ -208,8 +208,8 @@ class FlightRecorder:
             return  # nothing failed, or the error ends the script
         if self._rank == 0 or self.global_ranks[0] in first.culprits:
             get_logger(__name__).warning(
-                "%d call(s) of %s failed, and the script caught the errors and continued: what they should have "
-                "computed is missing, such as the gradients of those steps. The first was %s: %s",
+                "%d call(s) of %s failed, and the script caught the errors and continued without their results (for an "
+                "averaging of gradients: without that step). The first was %s: %s",
                 self._num_failed,
                 self.group_name,
                 type(first).__name__,
@@ -262,7 +262,7 @@ class FlightRecorder:
         self._compare_functions(frozenset(lines))
         order = self._reorder_detector.judge(self.number, calls.pop(), lines)
         if order is Order.REORDERED:
-            raise self._damaged() or self._failed(self._reordered(lines))
+            raise self._damaged() or self.note_failed(self._reordered(lines))
         if order is Order.SUSPICIOUS:
             own = self._blocks.record(self._rank, self.number)
             warn_once(
@@ -277,7 +277,7 @@ class FlightRecorder:
             return
         sites = [self._blocks.record(rank, self.number).site for rank in range(self._team.world_size)]
         if len({called for _, called in map(split_site, sites) if called}) > 1:
-            raise self._damaged() or self._failed(self._mismatch())
+            raise self._damaged() or self.note_failed(self._mismatch())
         if len(self._alike) >= RING:
             self._alike.clear()
         self._alike.add(lines)
@@ -294,7 +294,7 @@ class FlightRecorder:
         )
         shapes = self._flat_shapes.judge(found, texts) if are_whole else Shapes.DIFFERENT
         if shapes is not Shapes.AGREE:
-            raise self._failed(self._mismatch(_SWAPPED if shapes is Shapes.SWAPPED else ""))
+            raise self.note_failed(self._mismatch(_SWAPPED if shapes is Shapes.SWAPPED else ""))
         own = records[self._rank]
         if "root=" not in own.call and len({one & _LINE_MASK for one in found}) > 1:
             other = next(one for one in records if (one.fingerprint ^ own.fingerprint) & ~_LINE_MASK)
@@ -304,8 +304,8 @@ class FlightRecorder:
                 "Unless these are the same tensors, the results mix unrelated ones",
             )
 
-    def _failed(self, error: _E) -> _E:
-        """Count an error that a call of this rank raises, for `close`."""
+    def note_failed(self, error: _E) -> _E:
+        """Count an error that a call of this rank raises, for `close`; returns it. Local."""
         self._first_error = self._first_error or error
         self._num_failed += 1
         return error
@@ -512,7 +512,7 @@ class FlightRecorder:
             reason: what the peers are told; default the first line of `error`.
         """
         if self.broken is None:
-            self.broken = self._failed(error)
+            self.broken = self.note_failed(error)
         message = str(error).splitlines()[0] if reason is None else reason
         self._blocks.fail(Failure(type(error).__name__, error.culprits, message))
         return error
@@ -550,7 +550,7 @@ class FlightRecorder:
         """The error that broke this group, to be raised again."""
         first = self.broken
         assert first is not None
-        return self._failed(type(first)(f"{self.group_name} broke earlier on this rank: {first}", first.culprits))
+        return self.note_failed(type(first)(f"{self.group_name} broke earlier on this rank: {first}", first.culprits))
 
     def _own_call(self) -> str:
         record = self._blocks.record(self._rank, self.number)

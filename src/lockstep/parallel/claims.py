@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.agreement import all_reduce_options, first_that_differ
+from lockstep.comm.backend import mismatch_in
 from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.staging import is_capturing
-from lockstep.errors import CollectiveMismatch
 
 __all__ = ["ADVICE", "NUM_ELEMENTS", "Claims"]
 
@@ -123,10 +123,9 @@ class Claims:
         if not is_late:  # otherwise ranks may have moved on by now
             found = first_that_differ(claim, self._group, self._device)
             had = ", ".join(f"rank {rank} had {each or 'no sample count'}" for rank, each in found)
-        raise CollectiveMismatch(
-            f"the ranks averaged gradients of different batches: {had}. Every rank must run the same passes, and "
-            f"take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
-        )
+        text = f"the ranks averaged gradients of different batches: {had}. Every rank must run the same passes, and "
+        text += f"take the batches of a lockstep.DataLoader in the same order. {ADVICE}"
+        raise mismatch_in(self._group, text)
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,11 +42,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.agreement import gather, texts_that_differ
+from lockstep.comm.backend import mismatch_in
 from lockstep.comm.flight_recorder import fingerprint
 from lockstep.comm.staging import is_capturing
 from lockstep.comm.wording import describe_tensor
 from lockstep.drift.comparison import rounding_of
-from lockstep.errors import CollectiveMismatch, ModelMismatch
+from lockstep.errors import ModelMismatch
 from lockstep.parallel.claims import Claims
 from lockstep.torch_private.autograd import version_of
 
@@ -83,7 +84,8 @@ _ADVICE_ON_DATA = (
 _ADVICE_ON_BATCHES = (
     "One rank has left out a backward pass, or used an extra batch. Every rank must take the batches of a "
     "lockstep.DataLoader in the same order, and run the same backward passes. If one skips a step (a loss that is "
-    "not finite, an error), all must: agree on it first with lockstep.any(flag)"
+    "not finite, an error), all must: agree on it first with lockstep.any(flag). A closure must return the loss of all "
+    "ranks: lockstep.mean(loss * len(y), len(y))"
 )
 _ADVICE_AT_FIRST = (
     "All had rank 0's values when DistributedDataParallel was created. Initialize or load the model before "
@@ -92,7 +94,7 @@ _ADVICE_AT_FIRST = (
 _ADVICE_ON_PARAMETERS = (
     "So one rank has a different learning rate (give ReduceLROnPlateau, and anything else that uses a loss, the loss "
     "of all ranks: lockstep.mean(loss * len(y), len(y))), has left out a step, or has changed parameters by itself: "
-    "loaded them, or added random noise. All ranks must do the same"
+    "loaded them, added noise, or clipped its gradients by a value of its own. All ranks must do the same"
 )
 _ADVICE_ON_STRAYS = (
     "Since then, gradients bypassed DistributedDataParallel, which averages those of its own forward passes. Call "
@@ -273,12 +275,10 @@ class RankAgreement:
         known = {rank: describe_batches(value) for rank, value in enumerate(batches) if value}
         if len(set(known.values())) == 1:
             what, advice = f"{known.popitem()[1]}, but with different data", _ADVICE_ON_DATA
-            raise CollectiveMismatch(f"the ranks averaged gradients of {what}: {advice}")
+            raise mismatch_in(self._group, f"the ranks averaged gradients of {what}: {advice}")
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in known.items())
-        raise CollectiveMismatch(
-            "the ranks averaged gradients of different batches (ranks as numbered in the "
-            f"group):\n{lines}\n{_ADVICE_ON_BATCHES}"
-        )
+        what = f"different batches (ranks as numbered in the group):\n{lines}\n{_ADVICE_ON_BATCHES}"
+        raise mismatch_in(self._group, f"the ranks averaged gradients of {what}")
 
     # ---- parameters -------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.agreement import texts_that_differ
-from lockstep.comm.backend import engine_of
-from lockstep.errors import CollectiveMismatch
+from lockstep.comm.backend import engine_of, mismatch_in
 from lockstep.parallel.sharded.shares import Share
 from lockstep.torch_private.tensors import foreach_copy_
 
@@ -72,8 +71,9 @@ def compare(description: str, group: dist.ProcessGroup, device: torch.device) ->
     """Check that all ranks request the same, if there is no shared memory that shows it. Collective."""
     said = "; ".join(f"rank {rank} {text}" for rank, text in texts_that_differ(description, group, device))
     if said:
-        raise CollectiveMismatch(
+        raise mismatch_in(
+            group,
             f"the ranks take different steps: {said}. Every rank must step with the same options, state and "
             "gradients. Give ReduceLROnPlateau, and anything else that uses a loss, the loss of all ranks "
-            "(lockstep.mean(loss * len(y), len(y))), and load states on every rank"
+            "(lockstep.mean(loss * len(y), len(y))), and load states on every rank",
         )

@@ -238,7 +238,11 @@ def unlike_draws(step: StepOfJob) -> tuple[Sequence[Record], Sequence[Record]]:
     unlike = [*_unlike_draws(step), *_of_own_generators(step)]
     # Others permute something else, such as the pixels of an image.
     sizes = [*(batch["rows"] for batch in batches_of(step.one)), *(call["count"] for call in step.one["calls"])]
-    permuted = [each for each in unlike if each["name"].endswith(PERMUTATIONS) and {*each["shape"][:1]} <= {*sizes}]
+    permuted = [
+        each
+        for each in unlike
+        if each["name"].endswith(PERMUTATIONS) and {*each["shape"][:1]} <= {*sizes} and not each["in_turn"]
+    ]
     return [each for each in unlike if each not in permuted], permuted
 
 
@@ -253,7 +257,10 @@ def _of_own_generators(step: StepOfJob) -> list[Record]:
     own, *ranks = ([tuple(each) for each in one["generated"]] for one in (step.one, *step.ranks))
     if all(each == own for each in ranks) or Counter(own) == sum(map(Counter, ranks), Counter()):
         return []
-    return [{"name": name, "shape": [], "ranks": [[] for _ in ranks]} for name in {name for name, _ in own}]
+    return [
+        {"name": name, "shape": [], "ranks": [[] for _ in ranks], "in_turn": False}
+        for name in {name for name, _ in own}
+    ]
 
 
 def describe_draws(drawn: Sequence[Record]) -> str:

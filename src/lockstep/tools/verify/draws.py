@@ -24,7 +24,7 @@ Fields of a step that this module writes:
   backward passes, and for the first step what was drawn `before` it;
 * on one process, `own_draws` (after how many batches each draw came), `given` (how many were replaced) and
   `unlike_draws` (name and shape of draws that were not replaced, and the shapes on the ranks; `by_pass` if the process
-  runs N times as many passes as a rank);
+  runs N times as many passes as a rank, `in_turn` if for one sample);
 * on both, `generated`: hashes of what the script's own generators drew; and `single`: 64-bit numbers were rounded to 32
   bits, so the step's result is no more precise.
 """
@@ -117,13 +117,14 @@ class DrawWatch:
             step["own_draws"].append(after)
             every, place = self._place_of(after)
             joined = None if self._order_of_ranks() else self._of_other_batches(name, values)
-            joined = self._in_turn(name, values, every, place) if joined is None else joined
+            turn = self._in_turn(name, values, every, place) if joined is None else None
+            joined = turn if joined is None else joined
             if joined is None:
                 joined = self._joined(name, values, every, place)
                 self._place += 1
             if joined is None or not (is_replaceable or torch.equal(joined, values)):
-                drawn = [draws[place]["values"] for draws in every if place < len(draws)]
-                step["unlike_draws"].append(_unlike(name, values, drawn))
+                drawn = [draws[place]["values"] for draws in every if place < len(draws)] if turn is None else [turn]
+                step["unlike_draws"].append(_unlike(name, values, drawn, in_turn=turn is not None))
             else:
                 step["given"] += not torch.equal(joined, values)
             return joined
@@ -182,7 +183,10 @@ class DrawWatch:
             return False
         drawn = [draws[place : place + per_row * count] for draws, count in zip(every, rows, strict=True)]
         if kind[0] not in self._apart and _are_alike(drawn):
-            return False  # drawn for all samples, with one seed
+            # With one seed on all ranks: drawn for all samples, unless that leads to a difference.
+            self._recorder.facts["several"] = True
+            if not self._settings.across:
+                return False
         self._apart.add(kind[0])
         joined = list(itertools.chain(*drawn))
         self._turns = [joined[at * per_row + number]["values"] for at in order for number in range(per_row)]
@@ -358,9 +362,11 @@ def _by_kind(draws: list[_Draw]) -> dict[_Kind, list[Tensor]]:
     return found
 
 
-def _unlike(name: str, own: Tensor, drawn: list[Tensor], by_pass: bool = False) -> dict[str, Any]:
+def _unlike(
+    name: str, own: Tensor, drawn: list[Tensor], by_pass: bool = False, in_turn: bool = False
+) -> dict[str, Any]:
     shapes = [list(each.shape) for each in drawn]
-    return {"name": name, "shape": list(own.shape), "ranks": shapes, "by_pass": by_pass}
+    return {"name": name, "shape": list(own.shape), "ranks": shapes, "by_pass": by_pass, "in_turn": in_turn}
 
 
 def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[int, Tensor]:

@@ -12,7 +12,8 @@ in order of creation, as the script set them and as they are), `loaders` (see `_
 `passes` (`loader`; `anew`: whether it is the first over this object; `line`; `keys`; `trains`; `optimizer`: the last
 that stepped with its batches; `finished`; `asked`: the indices of each batch, None if they are not integers; `endless`:
 whether it has no length; `drawn`: the first batch's indices as the loader chose them, before others were given to it;
-`stream` and `kept`: see [Note: given streams]; `epoch`: that of its sampler).
+`stream` and `kept`: see [Note: given streams]; `epoch`: that of its sampler). `made` of a pass is the position of its
+loader in the fact of this name.
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ class LoaderWatch:
             "asked": one.asked,
             "drawn": one.drawn,
             "endless": _length_of(iterator) is None,
+            "made": vars(loader).get(_MADE),
             "stream": one.has_own_batches,
             "kept": True,
             "epoch": getattr(distributed_sampler(loader), "epoch", None),

@@ -120,10 +120,12 @@ def _note_save(recorder: StepRecorder, file: Any, content: Any, is_by_all: bool)
 
 
 def _shapes_in(saved: Any) -> dict[str, list[int]]:
-    """The shape of each tensor and array in nested dicts, by its keys; without single numbers."""
+    """The shape of each tensor, array and list of numbers in nested dicts, by its keys; without single numbers."""
     if isinstance(saved, Tensor | np.ndarray):
         is_plain = type(saved) in (Tensor, nn.Parameter, np.ndarray) and math.prod(saved.shape) > 1
         return {"": [*saved.shape]} if is_plain else {}
+    if isinstance(saved, list) and len(saved) > 1 and all(isinstance(each, int | float) for each in saved):
+        return {"": [len(saved)]}
     parts = saved.items() if isinstance(saved, Mapping) else ()
     return {f"{key}.{name}".rstrip("."): shape for key, part in parts for name, shape in _shapes_in(part).items()}
 

@@ -101,7 +101,7 @@ class StepRecorder:
             "loaders": [],
             "made": [],
             "asked": [],
-            "several": False,  # whether draws with several rows per sample were replaced, see `across` of the settings
+            "several": False,  # whether draws were replaced that may have another layout, see `across` of the settings
             "passes": [],
             "ends": [],  # the last numbers of rows of batches, which may be padding
             "engines": [],

@@ -132,15 +132,32 @@ def run_one_by_option(
         return []
     needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
     calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
-    needed |= {str(each["count"]): str(each["count"] * len(ranks)) for each in calls}
+    rows = [each["count"] for each in calls]
+    if None in asked:  # a sampler of batches that does not tell its size
+        rows += [int(each["rows"]) for each in batches_of(*first[:1])]
+    needed |= {str(count): str(count * len(ranks)) for count in rows}
     for changes in _ways(script, needed, in_script):
         script.changes = changes
         code, found = script.run(ONE, (), {})
-        has_them = found and tuple(found[0]["facts"]["made"]) == sizes
-        if has_them and not code and not (calls and entered(*first_steps(found)) != entered(*first)):
+        if not code and first_steps(found) and _has_sizes(found[0], ranks[0], sizes) and _has_rows(found[0], first):
             return found
     script.changes = before
     return []
+
+
+def _has_sizes(one: Record, rank: Record, sizes: tuple[int | None, ...]) -> bool:
+    """Whether the loaders that train have these batch sizes; others may have a fixed one, as for an evaluation."""
+    made, trains = one["facts"]["made"], {each["made"] for each in rank["facts"]["passes"] if each["trains"]}
+    pairs = enumerate(zip(made, sizes, strict=False))
+    return len(made) == len(sizes) and all(size == other for place, (size, other) in pairs if place in trains)
+
+
+def _has_rows(one: Record, first: Sequence[Record]) -> bool:
+    """Whether the first step of one process has the rows of all ranks: without a loader, the same ones."""
+    own = one["steps"][0]
+    if own["batches"]:
+        return rows_of(own) == sum(map(rows_of, first))
+    return not calls_of(own) or entered(own) == entered(*first)
 
 
 def _ways(script: Script, values: Mapping[str, str], in_script: bool) -> list[Changes]:

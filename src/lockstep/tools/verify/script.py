@@ -255,7 +255,7 @@ class Script:
         return asked or said_number(ranks) in (0, 1)
 
     def turns_draws(self, one: Sequence[Record]) -> bool:
-        """Switch to the other layout of draws with several rows per sample; returns whether there was one to try."""
+        """Switch to the other layout of draws, see `VerifySettings.across`; returns whether there was one to try."""
         if self._across or not any(each["facts"]["several"] for each in one):
             return False
         self._across, self.changes = True, Changes(self.what.args)

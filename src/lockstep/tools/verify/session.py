@@ -172,7 +172,7 @@ def _by_size(
     another schedule, learning rate, or coefficient.
     """
     before, in_script = script.changes, len({*_rates(ranks[0])}) > 1
-    if not _multiplied(ranks[0]["facts"]["made"], sizes):
+    if not _multiplied(ranks[0]["facts"]["made"], sizes) and None not in ranks[0]["facts"]["made"]:
         return verdict
     found = run_one_by_option(script, ranks, one, sizes, in_script)
     changes, script.changes = script.changes, before
@@ -224,17 +224,31 @@ def _by_option(
     lacks_rows = bool(verdict.unknown) and not ranks[0]["facts"]["loaders"]
     in_script = bool(verdict.unknown) or verdict.first[1] in _COMPUTED or verdict.first in _DRAWN_BY_SIZE
     before = script.changes
-    by_option = run_one_by_option(script, ranks, one, sizes, in_script) if words or lacks_rows else []
+    is_sized = bool(words) or lacks_rows
+    may_be = is_sized or verdict.first[0] in (*_STAGES_OF_SIZE, "inputs", "outputs")
+    by_option = run_one_by_option(script, ranks, one, sizes, in_script) if may_be else []
     if by_option:
-        second = _judged(script, Runs(ranks, *by_option), ())
+        second = _with_size(_judged(script, Runs(ranks, *by_option), ()), ranks, one)
         is_number, is_order = script.changes.numbers != before.numbers, verdict.first == ("samples", "order")
-        if (is_number or is_order) and not _comes_further(second, verdict):  # that number was not the cause
+        # Otherwise that number was not the cause.
+        if (is_number or is_order or not is_sized) and not _comes_further(second, verdict):
             script.changes = before
         elif is_number:
             verdict, words = second, [f"{_BY_NUMBER} {_in_words(script.changes.numbers[-1])}"]
         else:
             verdict, words = second, [f"{_BY_OPTION} {' '.join(script.changes.args)}"]
     verdict.notes.extend(words)
+    return verdict
+
+
+def _with_size(verdict: Verdict, ranks: Sequence[Record], one: Sequence[Record]) -> Verdict:
+    """The verdict; if one process had other settings only with another batch size, they are computed from that."""
+    if verdict.first != ("parameters", "settings"):
+        return verdict
+    found, *more = verdict.differences
+    own, theirs = (each[0]["steps"][found.step - 1 :] if each else [] for each in (one, ranks))
+    if own and own[0]["settings"] == theirs[0]["settings"]:
+        verdict.differences = [difference(found.step, found.stage, "size", found.measured, found.lines), *more]
     return verdict
 
 
