@@ -33,7 +33,8 @@ def test_means_over_a_selection() -> None:
 
 
 def test_statistics_of_a_batch() -> None:
-    assert_same(another_answers.by_statistics)
+    for training in (another_answers.by_statistics, another_answers.by_square, another_answers.by_the_hardest):
+        assert_same(training)
 
 
 def test_ready_made_batches() -> None:

@@ -143,6 +143,24 @@ def by_statistics(site: Site) -> None:
     steps(site, loss)
 
 
+def by_square(site: Site) -> None:
+    def loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+        losses = cross_entropy(model(x), labels, reduction="none")
+        mean = lockstep.mean(losses.sum(), len(losses)) if site.changes else losses.mean()
+        return mean * mean
+
+    steps(site, loss)
+
+
+def by_the_hardest(site: Site) -> None:
+    def loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+        losses = cross_entropy(model(x), labels, reduction="none")
+        losses = lockstep.all_gather(losses) if site.changes else losses
+        return losses.topk(max(1, len(losses) // 2)).values.mean()
+
+    steps(site, loss, batch_size=12)
+
+
 class AllGatherGrad(torch.autograd.Function):
     """As nnU-Net has it for a Dice loss over the whole batch."""
 
@@ -389,6 +407,8 @@ def noisy(site: Site) -> None:
 ANOTHER_ANSWERS: dict[str, tuple[Row, str, str]] = {
     "by_selection": (by_selection, "loss", "count"),
     "by_statistics": (by_statistics, "loss", "not-linear"),
+    "by_square": (by_square, "loss", "function-of-mean"),
+    "by_the_hardest": (by_the_hardest, "loss", "not-linear"),
     "by_torchs_collectives": (functools.partial(by_torchs_collectives, 23), "gradients", "whole-batch"),
     "divided_behind": (divided_behind, "gradients", "sum"),
     "ready_made": (ready_made, "gradients", "uneven"),
