@@ -167,27 +167,29 @@ class DrawWatch:
 
         Each rank then repeats the same few kinds of draws as often as it has samples.
         """
-        if not self._turns and not self._take_turns((name, tuple(own.shape)), every, place):
+        # Of most draws, the ranks' have other shapes, with a row for each of their samples.
+        is_alike = bool(every) and _kinds(every[0][place : place + 1]) == [(name, tuple(own.shape))]
+        if not self._turns and not (is_alike and self._take_turns(name, every, place)):
             return None
         values = self._turns.pop(0)
         return values.to(own.device) if values.shape == own.shape else None
 
-    def _take_turns(self, kind: _Kind, every: list[list[_Draw]], place: int) -> bool:
-        """Take the draws in turn that begin with one of this kind out of `every`, in the order of this process."""
+    def _take_turns(self, name: str, every: list[list[_Draw]], place: int) -> bool:
+        """Take the draws in turn that begin at this place out of `every`, in the order of this process's samples."""
         order, (step, after) = self._order_of_ranks(), self._now
         # No batch of this step if several steps use one.
         batches = [each["keys"][after - 1 : after] for each in self._of_ranks(step)]
         rows = [len(each[0]) for each in batches] if order and all(batches) else []
         per_row = _draws_per_row([_kinds(draws[place:]) for draws in every], rows)
-        if not per_row or _kinds(every[0][place : place + 1]) != [kind]:
+        if not per_row:
             return False
         drawn = [draws[place : place + per_row * count] for draws, count in zip(every, rows, strict=True)]
-        if kind[0] not in self._apart and _are_alike(drawn):
+        if name not in self._apart and _are_alike(drawn):
             # With one seed on all ranks: drawn for all samples, unless that leads to a difference.
             self._recorder.facts["several"] = True
             if not self._settings.across:
                 return False
-        self._apart.add(kind[0])
+        self._apart.add(name)
         joined = list(itertools.chain(*drawn))
         self._turns = [joined[at * per_row + number]["values"] for at in order for number in range(per_row)]
         for draws, each in zip(every, drawn, strict=True):
