@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,10 @@ class World:
         self._clock_start_s = clock.total()
         self._stop_signals = StopSignals()
         self._pid = os.getpid()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = ", ".join(each for each in (*vars(self), *vars(World)) if not each.startswith("_"))
+        raise AttributeError(f"World has no attribute {name!r}. It has {known}", name=name, obj=self)
 
     def _is_open(self) -> bool:
         # The script may also have destroyed the default group itself.

@@ -544,6 +544,13 @@ def test_a_loss_with_dimensions_is_an_error(function: Callable[[Any], Tensor]) -
         lockstep.mean(torch.ones(()), torch.ones(2))
 
 
+@pytest.mark.parametrize("count", ["3", -1, None, [2]])
+def test_a_count_that_counts_nothing_is_an_error(count: Any) -> None:
+    """Text that is a number was taken, and so was -1."""
+    with pytest.raises(lockstep.errors.InputError, match="expected how many items"):
+        lockstep.mean(torch.ones(()), count)
+
+
 def test_a_count_with_a_gradient_is_an_error() -> None:
     """Its gradient was left out without a word."""
     with pytest.raises(lockstep.errors.InputError, match=r"lockstep\.sum\(total\) / lockstep\.sum\(count\)"):

@@ -253,6 +253,7 @@ def use_wrongly() -> list[tuple[type, str]]:
         error_of(ZeroRedundancyOptimizer, model.parameters(), torch.optim.SparseAdam),
         error_of(ZeroRedundancyOptimizer, model.parameters(), nn.Linear),
         error_of(ZeroRedundancyOptimizer, model.parameters(), torch.optim.SGD(model.parameters(), lr=1)),
+        error_of(ZeroRedundancyOptimizer, model, torch.optim.SGD),
         error_of(model.register_comm_hook, None, lambda state, bucket: None),
     ]
     with model.no_sync():
@@ -275,12 +276,13 @@ def test_what_cannot_be_sharded_is_refused_by_name(backend: str) -> None:
         (InputError, "ZeroRedundancyOptimizer cannot shard SparseAdam"),
         (InputTypeError, "optimizer_class must be a class, such as torch.optim.AdamW, got Linear"),
         (InputTypeError, "optimizer_class must be a class, such as torch.optim.AdamW, got SGD"),
+        (InputTypeError, "ZeroRedundancyOptimizer: params is the model. Pass model.parameters()"),
         (ModelError, "a communication hook would get gradients that ZeroRedundancyOptimizer has sharded"),
         (ModelError, "a parameter of ZeroRedundancyOptimizer has a gradient that DistributedDataParallel has not"),
         (InputError, "weight has sparse gradients and cannot be sharded"),
         (InputError, "parameters 0.weight and 1.weight are two views of the same memory"),
     ]
     for errors in run_ranks(use_wrongly, 2, backend=backend):
-        for (kind, text), (expected_kind, words) in zip(errors, expected[: 7 + (backend == "lockstep")], strict=True):
+        for (kind, text), (expected_kind, words) in zip(errors, expected[: 8 + (backend == "lockstep")], strict=True):
             assert kind is expected_kind, text
             assert text.startswith(words)

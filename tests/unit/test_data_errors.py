@@ -38,6 +38,8 @@ class BatchesByRank(list):
         ({"dataset": []}, "list is empty"),
         ({"dataset": Endless()}, "Endless is iterable-style.*__getitem__"),
         ({"dataset": iter([1])}, "iterable-style"),
+        ({"dataset": 5}, r"dataset is 5 \(int\); expected an object with __getitem__"),
+        ({"dataset": None}, "dataset is None"),
         ({"dataset": Lengthless()}, "Lengthless has no length.*__len__"),
         ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
         ({"batch_size": -3}, "batch_size is -3"),

@@ -97,6 +97,14 @@ class TestMean:
             Mean().update(1.0, torch.ones(3))
         with pytest.raises(InputTypeError, match="complex64"):
             Mean().update(torch.ones(2, dtype=torch.complex64))
+        for wrong in ("1", None, ["a"]):
+            with pytest.raises(InputTypeError, match="expected a number, or several, got"):
+                Mean().update(wrong)
+
+    def test_a_list_counts_each_number_once(self):
+        mean = Mean()
+        mean.update([1.0, 2.0, 6.0])
+        assert mean.state().tolist() == [9, 3]
 
 
 def test_sum_adds_everything():

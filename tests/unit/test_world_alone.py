@@ -80,6 +80,11 @@ def test_one_process_alone_is_a_world() -> None:
     assert not dist.is_initialized()
 
 
+def test_an_attribute_that_a_world_does_not_have() -> None:
+    with lockstep.init() as world, pytest.raises(AttributeError, match=r"no attribute 'size'.*has rank, world_size"):
+        world.size  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_init_twice() -> None:
     with (
         lockstep.init() as world,

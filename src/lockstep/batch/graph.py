@@ -11,18 +11,11 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import Node
 
-__all__ = [
-    "find_marks",
-    "mark",
-    "marks_tell_shares",
-    "names_behind",
-    "reset",
-]
+__all__ = ["find_marks", "mark", "marks_tell_shares", "names_behind", "reset"]
 
 _KEY = "lockstep.forward"
 # Number of nodes after which a walk stops: a mark would have been found by then.
 _MAX_NODES = 100_000
-
 
 _tells_shares = False  # whether any marked forward pass knows its share, or will
 

@@ -99,6 +99,8 @@ def find_rank_and_size() -> tuple[int, int]:
 def check_dataset(dataset: Any) -> int:
     """A map-style dataset with at least one sample; returns its length."""
     name = type(dataset).__name__
+    if not isinstance(dataset, Iterable) and not hasattr(type(dataset), "__getitem__"):
+        raise DataError(f"dataset is {dataset!r} ({name}); expected an object with __getitem__(index) and __len__")
     if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
         raise DataError(
             f"dataset {name} is iterable-style: it yields samples in its own order, so the loader cannot assign them "

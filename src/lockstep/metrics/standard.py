@@ -14,9 +14,13 @@ from lockstep.metrics.metric import Metric
 __all__ = ["Accuracy", "Mean", "Sum"]
 
 
-def _as_values(name: str, value: Tensor | float) -> Tensor:
+def _as_values(name: str, value: Tensor | float | Sequence[float]) -> Tensor:
     """`value` as a detached real tensor, float64 if its device supports that."""
-    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError):
+        raise InputTypeError(f"{name}: expected a number, or several, got {value!r} ({type(value).__name__})") from None
+    tensor = tensor.detach()
     if tensor.is_complex():
         raise InputTypeError(f"{name}: expected real numbers, got {tensor.dtype}. Pass value.abs() or its real part")
     return tensor if tensor.device.type == "mps" else tensor.to(torch.float64)
@@ -36,12 +40,12 @@ class Mean(Metric):
 
     num_sums = 2  # weighted values, weights
 
-    def update(self, value: Tensor | float, weight: Tensor | float | None = None) -> None:
+    def update(self, value: Tensor | float | Sequence[float], weight: Tensor | float | None = None) -> None:
         """Add a batch.
 
         Args:
             value: a scalar (number or 0-dim tensor) is taken as the mean over this rank's samples, as losses are; the
-                elements of a tensor of any other shape count once each.
+                elements of a list, array, or tensor of any other shape count once each.
             weight: how often `value` counts; a tensor is broadcast against `value`. By default a scalar is weighted by
                 this rank's number of samples in the current batch, and by 1 outside a loader. A filler batch never
                 counts, even with a weight. For a loss that is a mean over tokens, pass the number of tokens.
@@ -49,7 +53,7 @@ class Mean(Metric):
         Raises:
             InputError: `weight` does not broadcast to the shape of `value`; or a scalar has no weight and the current
                 batch is unknown (a loop that fetches ahead).
-            InputTypeError: complex numbers.
+            InputTypeError: complex numbers, or no numbers.
         """
         values = _as_values("Mean.update", value)
         if weight is None:
@@ -79,11 +83,11 @@ class Sum(Metric):
 
     num_sums = 1
 
-    def update(self, value: Tensor | float) -> None:
-        """Add `value`, a number or a tensor of any shape, which is summed. Adds nothing for a filler batch.
+    def update(self, value: Tensor | float | Sequence[float]) -> None:
+        """Add `value`, a number, or a tensor, list or array of any shape, which is summed; nothing for a filler batch.
 
         Raises:
-            InputTypeError: complex numbers.
+            InputTypeError: complex numbers, or no numbers.
         """
         self.accumulate(_as_values("Sum.update", value).sum())
 

@@ -52,16 +52,7 @@ from lockstep.parallel.rows import rows_in, show_inputs
 from lockstep.torch_private.autograd import outside_transforms
 from lockstep.tree import tensors_in
 
-__all__ = [
-    "PLAIN",
-    "Feed",
-    "Feeding",
-    "Parts",
-    "Slice",
-    "describe_share",
-    "share_said",
-    "slice_of",
-]
+__all__ = ["PLAIN", "Feed", "Feeding", "Parts", "Slice", "describe_share", "share_said", "slice_of"]
 
 
 @dataclass(frozen=True)

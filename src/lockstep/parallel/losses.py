@@ -41,6 +41,7 @@ by its weight and takes the mean over W ranks, each rank returns this sum, divid
 from __future__ import annotations
 
 import builtins
+import numbers
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,8 +63,7 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     For a loss that is divided by something other than the number of samples: valid tokens (`ignore_index`, padding),
     class weights, pixels under a mask, boxes, positives. The total of a rank with a count of 0 still counts, such as
     that of a focal loss with negatives only. Only a total of nan with a count of 0 counts as 0, as results from a model
-    that
-    returns the mean over its items: `lockstep.mean(out.loss * n, n)`.
+    that returns the mean over its items: `lockstep.mean(out.loss * n, n)`.
 
     Collective: one all_reduce of three numbers, and one of two in the backward pass; every rank calls it, and runs its
     backward pass, at the same places.
@@ -82,8 +82,8 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
 
     Raises:
         InputTypeError: `total` is not a floating 0-dim tensor.
-        InputError: `total` comes from forward passes in which this rank holds different shares; or `count` requires a
-            gradient, which is not computed.
+        InputError: `total` comes from forward passes in which this rank holds different shares; or `count` is no
+            number, negative, or requires a gradient, which is not computed.
 
         >>> logits, labels = torch.zeros(3, 2), torch.tensor([0, 1, -100])
         >>> loss_sum = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
@@ -99,8 +99,8 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
                 "constant; else divide by lockstep.sum(count) yourself: lockstep.sum(total) / lockstep.sum(count)"
             )
         own = count
-    else:  # written where it is needed: a copy from the host would wait for a GPU
-        own = torch.full((), float(count), dtype=torch.float64, device=total.device)
+    else:
+        own = _as_count(count, total.device)
     if own.dim() != 0:
         raise InputTypeError(f"mean: count is a tensor of shape {list(own.shape)}; pass one number: count.sum()")
     sums = origin.add_up(total, own)
@@ -226,6 +226,14 @@ def _check_scalar(name: str, loss: object) -> None:
             f"{name}: expected a floating tensor without dimensions, got {shape}. Reduce it with .sum(), or pass each "
             "of its numbers separately. A per-feature mean is lockstep.all_gather(x).mean(0)"
         )
+
+
+def _as_count(count: object, device: torch.device) -> Tensor:
+    """A number of items as a tensor, float64 []."""
+    if not isinstance(count, numbers.Real) or count < 0:
+        raise InputError(f"mean: count is {count!r}; expected how many items `total` adds up, a number or 0-dim tensor")
+    # Written where it is needed: a copy from the host would wait for a GPU.
+    return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
 def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None, asks_the_loop: bool = True) -> Origin:

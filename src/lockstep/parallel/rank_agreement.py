@@ -51,14 +51,7 @@ from lockstep.errors import ModelMismatch
 from lockstep.parallel.claims import Claims
 from lockstep.torch_private.autograd import version_of
 
-__all__ = [
-    "NO_WORDS",
-    "RankAgreement",
-    "Words",
-    "check_same_model",
-    "describe_batches",
-    "fingerprint_of",
-]
+__all__ = ["NO_WORDS", "RankAgreement", "Words", "check_same_model", "describe_batches", "fingerprint_of"]
 
 _COMPARED_VALUES = 4096  # per parameter
 _MEASURED_PARAMETERS = 8  # of those that differ

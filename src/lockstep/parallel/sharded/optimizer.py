@@ -14,7 +14,7 @@ from lockstep.agreement import collective_device
 from lockstep.comm.backend import engine_of
 from lockstep.drift.comparison import digest
 from lockstep.drift.engines import engines
-from lockstep.errors import CheckpointError, InputError, ModelError
+from lockstep.errors import CheckpointError, InputError, InputTypeError, ModelError
 from lockstep.parallel.checks import check_group
 from lockstep.parallel.rank_agreement import check_same_model
 from lockstep.parallel.sharded.backings import Backing, HostBacking
@@ -66,6 +66,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     Raises:
         InputError: there are no parameters, the class cannot be sharded (`LBFGS`, `SparseAdam`), or a gradient is
             sparse.
+        InputTypeError: `params` is a model, or `optimizer_class` no class of optimizers.
         ModelMismatch: on every rank; classes, groups, options or parameters differ between ranks.
         ModelError: from `step`, if a parameter has a gradient that was not averaged, was written to elsewhere, has
             another memory layout than on construction, or was put into a group by hand.
@@ -86,6 +87,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         elementwise: bool | None = None,
         **defaults: Any,
     ) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise InputTypeError("ZeroRedundancyOptimizer: params is the model. Pass model.parameters()")
         self._class = check_class(optimizer_class)
         if overlap_with_ddp:
             raise InputError(
