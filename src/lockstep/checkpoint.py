@@ -29,7 +29,9 @@ import functools
 import hashlib
 import io
 import os
+import random
 import re
+import struct
 import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -41,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep import seeding
 from lockstep.agreement import collective_device
 from lockstep.errors import CheckpointError, CheckpointNotWritten, CollectiveMismatch, InputError, InputTypeError
 from lockstep.log import get_logger
@@ -143,27 +146,66 @@ def available(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def gather_rng() -> State:
-    """The random-number state of every rank, to be saved. Collective: every rank calls it.
+    """The state of the process-wide generators of every rank, to be saved. Collective: every rank calls it.
 
     Returns:
-        `{"cpu": uint8 (world_size, 5056)}`, plus `"cuda"` if GPUs are in use.
+        `{"cpu": uint8 [world_size, 5056], "numpy": uint8 [world_size, 2512], "random": uint8 [world_size, 2512]}`:
+        those of torch, `np.random` and `random`; plus `"cuda"`, of the current GPU, if GPUs are in use.
     """
-    states = {"cpu": torch.get_rng_state()}
+    states = {"cpu": torch.get_rng_state(), "numpy": _numpy_state(), "random": _python_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return {kind: torch.stack(_all_gather(state)) for kind, state in states.items()}
 
 
 def restore_rng(states: Mapping[str, torch.Tensor]) -> None:
-    """Restore this rank's random-number state. Local.
+    """Restore this rank's generators, before or after the model is wrapped. Local.
 
-    A rank that did not exist when the states were saved (the run resumes with more ranks) keeps its current state.
+    A rank that did not exist when the states were saved (the run resumes with more ranks) keeps its current states.
     """
+    seeding.begin_rank_streams_of_engine()  # otherwise an engine that is created later would leave the restored streams
     rank = _own_rank()
-    if rank < len(states["cpu"]):
-        torch.set_rng_state(states["cpu"][rank].cpu().clone())  # it does not accept a view of a larger tensor
-    if torch.cuda.is_available() and rank < len(states.get("cuda", ())):
-        torch.cuda.set_rng_state(states["cuda"][rank].cpu().clone())
+    own = {kind: of_ranks[rank].cpu().clone() for kind, of_ranks in states.items() if rank < len(of_ranks)}
+    if "cpu" in own:
+        torch.set_rng_state(own["cpu"])
+    if "numpy" in own:
+        _restore_numpy(own["numpy"])
+    if "random" in own:
+        _restore_python(own["random"])
+    if "cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["cuda"])
+
+
+# Both are Mersenne Twisters: their numbers, position, and the second normal number of a pair, if there is one.
+_TWISTER = struct.Struct("=625Iid")
+
+
+def _numpy_state() -> torch.Tensor:
+    """The state of `np.random`; of another generator than a Mersenne Twister only that it was another."""
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return torch.zeros(_TWISTER.size, dtype=torch.uint8)
+    return _packed(*state["state"]["key"].tolist(), state["state"]["pos"], state["has_gauss"], state["gauss"])
+
+
+def _restore_numpy(packed: torch.Tensor) -> None:
+    *key, position, has_gauss, gauss = _TWISTER.unpack(packed.numpy().tobytes())
+    if any(key):
+        np.random.set_state(("MT19937", np.array(key, np.uint32), position, has_gauss, gauss))
+
+
+def _python_state() -> torch.Tensor:
+    _, numbers, second = random.getstate()
+    return _packed(*numbers, second is not None, second or 0.0)
+
+
+def _restore_python(packed: torch.Tensor) -> None:
+    *numbers, has_second, second = _TWISTER.unpack(packed.numpy().tobytes())
+    random.setstate((random.Random.VERSION, tuple(numbers), second if has_second else None))
+
+
+def _packed(*values: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_TWISTER.pack(*values)), dtype=torch.uint8)
 
 
 def _own_rank() -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep import checkpoint
+from lockstep import DistributedDataParallel, checkpoint, seeding
 from lockstep.errors import InputError, LockstepError, WorkerFailed
 from lockstep.rank_zero import on_rank_zero
 from lockstep.testing import run_ranks
@@ -78,16 +80,41 @@ def test_a_failed_write_is_an_error_on_every_rank(world_size: int, tmp_path: Pat
     assert all("Not a directory" in said for said in run_ranks(save_where_nothing_can_be_written, world_size, tmp_path))
 
 
+def seed_and_draw(seed: int) -> list[float]:
+    """Seed all generators; the numbers drawn leave the second one of a pair in numpy's and `random`'s."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return draw()
+
+
+def draw() -> list[float]:
+    return [*torch.rand(3).tolist(), np.random.normal(), np.random.rand(), random.gauss(0, 1), random.random()]
+
+
 def draw_after_saving(folder: Path) -> list[float]:
-    torch.manual_seed(dist.get_rank())
+    seed_and_draw(dist.get_rank())
     checkpoint.save(folder, {"rng": checkpoint.gather_rng()}, step=1)
-    return torch.rand(3).tolist()
+    return draw()
 
 
 def draw_after_loading(folder: Path) -> list[float]:
-    torch.manual_seed(100)
+    seed_and_draw(100)
     checkpoint.restore_rng(checkpoint.load(folder)["rng"])
-    return torch.rand(3).tolist()
+    return draw()
+
+
+def resume_under_a_seed(folder: Path, wraps_first: bool) -> list[float]:
+    """An engine moves the ranks to their own streams, but not from those that were restored."""
+    seeding.begin_common_stream(7, dist.get_rank())
+    model: torch.nn.Module = torch.nn.Linear(2, 1)
+    for wraps in (wraps_first, not wraps_first):
+        if wraps:
+            model = DistributedDataParallel(model)
+        else:
+            checkpoint.restore_rng(checkpoint.load(folder)["rng"])
+    model(torch.zeros(1, 2))
+    return draw()
 
 
 def test_each_rank_goes_on_with_its_own_random_numbers(world_size: int, tmp_path: Path) -> None:
@@ -96,8 +123,11 @@ def test_each_rank_goes_on_with_its_own_random_numbers(world_size: int, tmp_path
     # One rank more than before keeps the state it has; ranks that are gone are not missed.
     *known, new = run_ranks(draw_after_loading, world_size + 1, tmp_path)
     assert known == drawn
-    assert new == torch.rand(3, generator=torch.Generator().manual_seed(100)).tolist()
+    seed_and_draw(100)
+    assert new == draw()
     assert run_ranks(draw_after_loading, 1, tmp_path) == drawn[:1]
+    for wraps_first in (True, False):
+        assert run_ranks(resume_under_a_seed, world_size, tmp_path, wraps_first) == drawn
 
 
 def log_something() -> list[tuple[str, str, str, int]]:
