@@ -57,8 +57,8 @@ mixed up two tensors, so Lockstep warns. A message that is shorter than the tens
 `tensor[:size]`. When a rank leaves cleanly, only messages with that rank end with `RankLost`; a rank that fails or dies
 breaks the group.
 
-Ranks that wait for each other, in several groups or for messages, are found at once, unless one of them may still do
-what the others wait for. That is so if a rank:
+Ranks that wait for each other, in several groups or for messages, are found within a second in the cases above, unless
+one of them may still do what the others wait for. That is so if a rank:
 
 - runs a thread of the script's own, or one that has communicated before;
 - runs a thread that may call the script's functions: a timer, an event loop with tasks, a busy pool, a server;

@@ -10,11 +10,11 @@ from lockstep.torch_private.table import table
 __all__ = ["render"]
 
 _HEAD = """\
-# What Lockstep uses of torch's inside
+# Which private parts of PyTorch Lockstep uses
 
 Written by `python -m docs.site.torch_internals` from the table in `src/lockstep/torch_private`. One test compares the
 two, another finds uses without a record. Checked against torch 2.13. A release of torch that lacks one of these names
-costs what the last column says, with one warning where something is off.
+has the effect in the last column; Lockstep warns once if something is disabled.
 """
 
 _SECTIONS = (
@@ -22,7 +22,7 @@ _SECTIONS = (
     ("Added", (Use.ADD,)),
     ("Overridden in subclasses, where torch calls them", (Use.OVERRIDE,)),
     ("Read or called", (Use.READ, Use.ATTRIBUTE)),
-    ("Relied on without being promised", (Use.BEHAVIOUR,)),
+    ("Undocumented behaviour that Lockstep relies on", (Use.BEHAVIOUR,)),
 )
 
 

@@ -102,13 +102,13 @@ _ELSEWHERE = {
     "barrier": "torch.distributed.barrier()",
     "broadcast": "torch.distributed.broadcast",
     "gather": "lockstep.all_gather",
-    "local_rank": "world.local_rank, of what lockstep.init() returns",
+    "local_rank": "world.local_rank, where world = lockstep.init()",
     "print": "print where world.rank == 0, or lockstep.get_logger",
-    "rank": "world.rank, of what lockstep.init() returns",
+    "rank": "world.rank, where world = lockstep.init()",
     "save": "lockstep.checkpoint.save",
-    "shutdown": "world.shutdown(), of what lockstep.init() returns",
-    "size": "world.world_size, of what lockstep.init() returns",
-    "world_size": "world.world_size, of what lockstep.init() returns",
+    "shutdown": "world.shutdown(), where world = lockstep.init()",
+    "size": "world.world_size, where world = lockstep.init()",
+    "world_size": "world.world_size, where world = lockstep.init()",
 }
 
 __all__ = ["__version__", *_PUBLIC]

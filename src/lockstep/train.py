@@ -187,7 +187,7 @@ class Update:
         """Add the gradient of a micro-batch.
 
         Args:
-            loss: 0-dim; the mean over this rank's samples, divided by the number of micro-batches in a step.
+            loss: 0-dim; the mean over this rank's samples, times the micro-batch's part of a full step's samples.
             share: this rank's share of the micro-batch.
             closes_step: whether this is the last micro-batch of its step.
         """

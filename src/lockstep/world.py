@@ -106,7 +106,7 @@ class World:
 
     def __getattr__(self, name: str) -> NoReturn:
         known = ", ".join(each for each in (*vars(self), *vars(World)) if not each.startswith("_"))
-        raise AttributeError(f"World has no attribute {name!r}. It has {known}", name=name, obj=self)
+        raise AttributeError(f"World has no attribute {name!r}. It has {known}")
 
     def _is_open(self) -> bool:
         # The script may also have destroyed the default group itself.
@@ -138,8 +138,8 @@ class World:
                 sys.exit(lockstep.EXIT_STOPPED)
 
         From the first call on, every rank catches SIGTERM and SIGUSR1; `stop_on` chooses others. The signal may reach
-        one rank, all of them, or the launcher (`lockstep run`, torchrun, srun). Handlers that the script had installed
-        are called as well. After the first True, every call returns True.
+        one rank, all of them, or the launcher (torchrun, srun, or `lockstep run`, which passes on SIGTERM only). The
+        script's own handlers are called as well. After the first True, every call returns True.
 
         Collective: one all_reduce of one number. If the group only takes GPU tensors, each call returns the answer to
         the previous one, so that the host does not wait for the GPU.
@@ -175,7 +175,9 @@ class World:
         self._stop_signals.catch(signals)
 
     def shutdown(self) -> None:
-        """Leave the world. Local; may be called twice. Ranks that still wait for this one raise RankLost.
+        """Leave the world, and compare wrapped models with the ranks that answer in time. May be called twice.
+
+        Ranks that still wait for this one raise RankLost.
 
         Raises:
             ModelError: the models that a `lockstep.DistributedDataParallel` wraps differ between ranks
@@ -383,14 +385,7 @@ def _meet(backend: str, topology: Topology, store: Store | None, init_method: st
         return
     names_given = group_count()
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            init_method=init_method,
-            rank=topology.rank,
-            world_size=topology.world_size,
-            timeout=timeout,
-        )
+        dist.init_process_group(backend, init_method, timeout, topology.world_size, topology.rank, store)
     except dist.DistError as error:
         raise RendezvousError(
             f"rank {topology.rank} of {topology.world_size} did not meet the others "

@@ -176,7 +176,7 @@ def scheduled(site: Site) -> None:
 
 
 def test_schedules_based_on_a_loss() -> None:
-    assert_refused(functools.partial(unheeded, scheduled), "have got the same gradients since")
+    assert_refused(functools.partial(unheeded, scheduled), "have received the same gradients since")
     assert_same(scheduled)
 
 
@@ -196,7 +196,7 @@ def shaken(site: Site) -> None:
 
 
 def test_noise_on_parameters() -> None:
-    assert_refused(functools.partial(unheeded, shaken), "have got the same gradients since")
+    assert_refused(functools.partial(unheeded, shaken), "have received the same gradients since")
     assert_same(shaken)
 
 

@@ -541,7 +541,7 @@ def decided(site: Site) -> None:
 def test_optimizers_that_use_the_loss() -> None:
     # A line search passes on what a mean is rounded by.
     assert max(run_ranks(distance, 3, minimised)) <= 1e-9
-    assert_refused(functools.partial(unheeded, decided), "have got the same gradients since")
+    assert_refused(functools.partial(unheeded, decided), "have received the same gradients since")
     assert_same(decided)
 
 

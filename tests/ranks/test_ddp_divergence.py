@@ -92,7 +92,9 @@ def test_what_comes_apart_is_an_error_within_steps(cause: Callable[..., None], w
 
 @backends
 def test_a_scheduler_that_goes_by_the_loss_of_its_rank(backend: str) -> None:
-    assert all("have got the same gradients since" in error for error in run_ranks(run_plateau, 2, backend=backend))
+    assert all(
+        "have received the same gradients since" in error for error in run_ranks(run_plateau, 2, backend=backend)
+    )
 
 
 # ---- what is right, or different on purpose ------------------------------------------------------------------------

@@ -165,5 +165,5 @@ def test_training_converges(engine: str) -> None:
 
 @pytest.mark.parametrize("wrong", [{"matrix_rank": 0}, {"start_step": -1}, {"min_compression": 0.5}])
 def test_wrong_numbers(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="expected a rank of at least 1"):
+    with pytest.raises(InputError, match="expected a matrix_rank of at least 1"):
         PowerSGDState(**wrong)

@@ -256,7 +256,7 @@ class TestResuming:
         _, state = self.state([[1, 2], [3, 4], [6]])
         loader = DataLoader(range(10), batch_sampler=other, rank=0, world_size=1)
         loader.load_state_dict(state)
-        with pytest.raises(DataError, match="list yields other batches in epoch 0 than when the loader's state"):
+        with pytest.raises(DataError, match="list yields different batches in epoch 0 from when the loader's state"):
             iter(loader)
 
     def test_only_the_batches_consumed_are_compared(self):

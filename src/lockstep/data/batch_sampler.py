@@ -87,10 +87,10 @@ class GlobalBatches(Iterator[GlobalBatch]):
         self._num_skipped = self.number
         if consumed and (self.consumed, self.mark) != (consumed, mark):
             raise DataError(
-                f"batch_sampler {self._name} yields other batches in epoch {self._epoch} than when the loader's state "
-                "was saved, so some samples would come twice and others not at all. If it uses its own generator, "
-                "seed it by the epoch in set_epoch, or drop it: the loader seeds the global ones. If the script "
-                "calls its set_epoch, it must do so first"
+                f"batch_sampler {self._name} yields different batches in epoch {self._epoch} from when the loader's "
+                "state was saved, so some samples would come twice and others not at all. If it uses its own "
+                "generator, seed it by the epoch in set_epoch, or drop it: the loader seeds the global ones. If the "
+                "script calls its set_epoch, it must do so first"
             )
 
     @property

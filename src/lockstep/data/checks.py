@@ -208,7 +208,7 @@ def check_same_order(mark: int, now: int, sampler: object, epoch: int) -> None:
     """The order of a resumed epoch, of mark `now`, is that of its state, whose `mark` is 0 where it is not known."""
     if mark not in (0, now):
         raise DataError(
-            f"sampler {type(sampler).__name__} gives epoch {epoch} another order than when the loader's state was "
+            f"sampler {type(sampler).__name__} gives epoch {epoch} a different order from when the loader's state was "
             "saved, so some samples would come twice and others not at all. If it uses its own generator, drop that: "
             "the loader seeds the global ones. If the script calls its set_epoch, it must do so first"
         )

@@ -269,7 +269,7 @@ def preserve_global_rngs(thread: int | None = None, advice: str = "") -> Iterato
     """
     if thread not in (None, threading.get_ident()) and threading.current_thread() is not threading.main_thread():
         raise DataError(
-            "batches are fetched in another thread than the one that created the loader. Torch's, numpy's and "
+            "batches are fetched in a thread other than the one that created the loader. Torch's, numpy's and "
             "Python's generators belong to all threads, so seeding them here would change the training's random "
             f"numbers (dropout). Create the loader in the thread that fetches{advice}"
         )

@@ -126,8 +126,8 @@ def check_renormalised(module: torch.nn.Module, world_size: int) -> None:
         if isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.max_norm is not None:
             raise ModelError(
                 f"{name or 'the model'} is a {type(submodule).__name__}(max_norm={submodule.max_norm:g}), which "
-                "rescales the rows that a forward pass looks up. Each rank looks up others, so weights would "
-                "diverge. Pass max_norm=None, and after optimizer.step() write: with torch.no_grad(): "
+                "rescales the rows that a forward pass looks up. Each rank looks up different rows, so the "
+                "weights would diverge. Pass max_norm=None, and after optimizer.step() write: with torch.no_grad(): "
                 f"weight.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g})"
             )
 

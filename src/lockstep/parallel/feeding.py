@@ -413,10 +413,10 @@ class Parts:
         part = parts.setdefault(piece.memory, _Part(rows, of_rows))
         if not rows or of_rows % rows or rows != part.rows:
             raise InputError(
-                f"this forward pass uses {rows} of this rank's {of_rows} samples of {piece.of}. Parts of a batch must "
-                "have one size on every rank, and together be the whole batch. For micro-batches, let the loader "
-                "make them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the mean "
-                "over: `with model.samples(n):`"
+                f"this forward pass uses {rows} of this rank's {of_rows} samples of {piece.of}. All parts of a "
+                "batch must have the same size on every rank, and together cover the batch. For micro-batches, let the "
+                "loader make them (a smaller batch_size, and model.no_sync()), or say how many samples the loss is the "
+                "mean over: `with model.samples(n):`"
             )
         part.passes[piece.offset] += 1
         if part.is_whole and part.is_level:
@@ -433,7 +433,7 @@ class Parts:
         self._open.clear()
         if part.is_whole:
             raise InputError(
-                f"the model saw some slices of {what} more often than others, so the samples that count more depend "
+                f"the model saw some slices of {what} more often than others, so which samples count more depends "
                 "on the number of ranks. Call it equally often on every part of the batch, or say how many samples "
                 "the loss is the mean over: `with model.samples(n):`"
             )

@@ -90,8 +90,8 @@ class PowerSGDState:
         if self.matrix_rank < 1 or self.start_step < 0 or self.min_compression < 1:
             raise InputError(
                 f"PowerSGDState(matrix_rank={self.matrix_rank}, start_step={self.start_step}, "
-                f"min_compression={self.min_compression}): expected a rank of at least 1, a step of at least 0 and a "
-                "factor of at least 1"
+                f"min_compression={self.min_compression}): expected a matrix_rank of at least 1, a start_step of at "
+                "least 0 and a min_compression of at least 1"
             )
 
     def compresses(self, gradient: torch.Tensor) -> bool:

@@ -82,7 +82,7 @@ _ADVICE_ON_BATCHES = (
 )
 _ADVICE_AT_FIRST = (
     "All had rank 0's values when DistributedDataParallel was created. Initialize or load the model before "
-    "that, or identically on every rank. After lockstep.init each rank draws its own random numbers"
+    "that, or identically on every rank. Once the model trains, each rank draws its own random numbers"
 )
 _ADVICE_ON_PARAMETERS = (
     "So one rank has a different learning rate (give ReduceLROnPlateau, and anything else that uses a loss, the loss "
@@ -297,8 +297,8 @@ class RankAgreement:
         index, distance = self._farthest(sorted(differing)[:_MEASURED_PARAMETERS])
         if not distance <= rounding_of(self._parameters[index].dtype):
             what = (
-                f", by up to {distance:.1g} times its greatest value. They were equal {self.num_averagings - 1} "
-                "averagings ago, and have got the same gradients since"
+                f", by up to {distance:.1g} times its largest magnitude. They were equal {self.num_averagings - 1} "
+                "averagings ago, and have received the same gradients since"
             )
             self._raise(differing, index, what, _ADVICE_ON_STRAYS if has_strayed else _ADVICE_ON_PARAMETERS)
 

@@ -30,7 +30,7 @@ def assert_one_answer(
         script: path of the script.
         *args: its arguments; choose them such that it uses little data.
         nproc: numbers of processes to compare with one; 1 itself is optional.
-        steps: optimizer steps to compare.
+        steps: optimizer steps to compare in an epoch of more than 40 batches; shorter epochs run in full.
         double: compute in float64, so that rounding hides no differences.
 
     Raises:

@@ -30,14 +30,15 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """Shards any optimizer: each rank updates a share of the parameters, and stores only that share's state.
+    """Shards an optimizer: each rank updates a share of the parameters, and stores only that share's state.
 
     Training is the same as with the optimizer itself. If the ranks share a host, and `DistributedDataParallel` averages
-    over a lockstep group, the parameters are stored once per host, a gradient is summed by the rank that owns it, and a
-    step costs little more than its computation. On several hosts, and over MPI, the ranks of each host share parameters
-    in this way, and whole gradients are averaged over all ranks. Over gloo and nccl gradients are also summed by their
-    owner; after the step each rank receives the parameters that others have updated. Over other groups, with other
-    engines, and without one, `step` gets whole, averaged gradients, as with torch's optimizer of this name.
+    over a lockstep group, the parameters are stored once per host, the ranks add their gradients to one sum in turns,
+    and a step costs little more than its computation. On several hosts, and over MPI, the ranks of each host share
+    parameters in this way, and whole gradients are averaged over all ranks. Over gloo and nccl each part of a gradient
+    is summed by its owner; after the step each rank receives the parameters that others have updated. Over other
+    groups, with other engines, and without one, `step` gets whole, averaged gradients, as with torch's optimizer of
+    this name.
 
         model = lockstep.DistributedDataParallel(model)
         optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)

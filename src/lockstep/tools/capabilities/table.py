@@ -63,7 +63,9 @@ def _as_entry(column: Column, verb: str) -> dict[str, object]:
 
 
 def _legend(columns: Sequence[Column]) -> list[str]:
-    lines = [f"{WORKS} works, with the right result; {FAILS} does not work; {UNKNOWN} cannot be tested here"]
+    lines = [
+        f"{WORKS} works, with the right result; {FAILS} does not work; {UNKNOWN} not tested, as something is missing"
+    ]
     for column in columns:
         where = f"{column.backend}, {_DEVICES[column.device]}"
         if column.absent:

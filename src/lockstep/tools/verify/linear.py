@@ -256,11 +256,11 @@ def _by_weights(step: StepOfJob, weights: list[float]) -> _Cause:
         return "count" if times == 1 else "count times", words
     if _is_kept(step):
         return "kept-state", {}
-    odd = f"one process weights the ranks' losses by {shown}, with sum {sum(weights):.6g} instead of "
-    odd += f"{sum(losses.shares):.4g}"
+    odd = f"in one process's gradient, the ranks' losses have the weights {shown}, with sum {sum(weights):.6g} "
+    odd += f"instead of {sum(losses.shares):.4g}"
     if times == 1:
-        odd = f"one process weights the ranks' gradients by {shown}, but not their losses (if these were reduced in "
-        odd += "place before backward(), the loss is divided by a count)"
+        odd = f"one process's gradient is the mean of the ranks' with the weights {shown}, but its loss is not (if "
+        odd += "losses were reduced in place before backward(), the loss is divided by a count)"
     return "function-of-mean", {"odd": odd}
 
 

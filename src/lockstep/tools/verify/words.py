@@ -48,11 +48,11 @@ def difference(
     return Difference(step, stage, key.partition(" ")[0], measured, meaning, advice, lines)
 
 
-_DECIDE = "agree across ranks on what to skip and when to step (lockstep.mean, lockstep.sum)"
+_DECIDE = "agree across ranks on what to skip and when to step (lockstep.any, lockstep.all; lockstep.mean for a loss)"
 _WRAP = "wrap their model in DistributedDataParallel, and call the wrapped model"
 _UNEVEN = "the ranks had {rows} samples, but their means were weighted {given}"
 _COUNT = (
-    "one process weights the ranks' losses by {weights}, but their shares of the samples "
+    "in one process's gradient, the ranks' losses have the weights {weights}, but their shares of the samples "
     "are {shares}: the loss is divided by a count that differs between ranks (tokens, a "
     "mask, a selection, class weights)"
 )
@@ -72,8 +72,8 @@ _WORDS = {
     # steps
     "fails": (
         "the script cannot train on this number of ranks as it is written",
-        "what the error says; if ranks wait for each other, let all make the same calls in the same order; if it asks "
-        "how many samples a pass holds, first check whether that pass compares samples with each other",
+        "follow the error's advice; if ranks wait for each other, let all make the same calls in the same order; if "
+        "the error asks how many samples a pass holds, first check whether that pass compares samples with each other",
     ),
     "number-of-steps": (
         "each rank decides for itself when to step, skip or stop: by a length, size or loss of its own part; or the "
@@ -85,7 +85,7 @@ _WORDS = {
     "no-sampler": (
         "the data is not split: every rank reads all of it",
         "give the loader a DistributedSampler, or use lockstep.DataLoader(dataset, "
-        "batch_size=GLOBAL), which also takes your own sampler; of a stream, each rank takes "
+        "batch_size=GLOBAL), which also takes your own sampler; for a stream, let each rank take "
         "every world_size-th sample, starting at its rank",
     ),
     "order": (
@@ -111,7 +111,8 @@ _WORDS = {
         "draw it with a seeded generator: random_split(…, generator=torch.Generator().manual_seed(0))",
     ),
     "batch-size": (
-        "batch_size counts the samples of all ranks together, but depends on the number of ranks",
+        "lockstep.DataLoader's batch_size counts the samples of all ranks together, but the script computes it from "
+        "the number of ranks",
         "lockstep.DataLoader(dataset, batch_size=GLOBAL), neither divided nor multiplied by the number of ranks",
     ),
     "collate": (
@@ -161,7 +162,7 @@ _WORDS = {
     ),
     "mode": (
         "parts of the model are in eval() on some ranks only, so dropout and batch normalization are off there",
-        "call model.train() on all ranks, also if only one has evaluated",
+        "call model.train() on all ranks, even if only one has evaluated",
     ),
     "drawn outputs": (
         "each rank draws its own numbers, in forward() or passed to it",
@@ -179,16 +180,17 @@ _WORDS = {
     ),
     "count": (_COUNT, "lockstep.mean(total, count)"),
     "count of a part": (
-        "in the gradients of {names}, one process weights the ranks' losses by {weights}, "
+        "in one process's gradients of {names}, the ranks' losses have the weights {weights}, "
         "but their shares of the samples are {shares}: part of the loss is divided by a "
         "count that differs between ranks (positives, tokens, a mask), and another part is "
         "not",
         "lockstep.mean(total, count) for that part",
     ),
     "count of a part later": (
-        "earlier steps matched one process; now, in the gradients of {names}, one process weights the ranks' losses by "
-        "{weights}, but their shares of the samples are {shares}: part of the loss is divided by a count that differs "
-        "between ranks (positives, tokens, a mask), or by state kept between steps (a running mean of a rank's losses)",
+        "earlier steps matched one process; now, in one process's gradients of {names}, the ranks' losses have the "
+        "weights {weights}, but their shares of the samples are {shares}: part of the loss is divided by a count that "
+        "differs between ranks (positives, tokens, a mask), or by state kept between steps (a running mean of a rank's "
+        "losses)",
         "lockstep.mean(total, count) for that part; update the state from the samples of all ranks",
     ),
     "count times": (
@@ -389,7 +391,7 @@ _WORDS = {
     ),
     "optimizer": (
         "the same gradients give different steps: {kind} uses something of each rank's own, "
-        "such as a state that only one rank has loaded, or combines them otherwise than by their mean",
+        "such as a state that only one rank has loaded, or combines them in some way other than their mean",
         "use the same values on all ranks; a closure returns lockstep.mean(loss * len(y), len(y))",
     ),
     "buffers": (
@@ -430,6 +432,6 @@ _WORDS = {
     ),
     "all-ranks-save": (
         "they write the same file at the same time and may damage it; one process writes it alone",
-        "if rank == 0: …, around what writes it, or lockstep.checkpoint.save on all ranks",
+        "put `if rank == 0:` around the code that writes it, or call lockstep.checkpoint.save on all ranks",
     ),
 }

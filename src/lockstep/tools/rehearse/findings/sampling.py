@@ -93,8 +93,8 @@ KINDS = (
         "evaluation sees samples twice",
         "DistributedSampler repeats samples until all ranks have the same number, so averages over them change with "
         "the number of ranks; an evaluator that knows its samples and counts each once is right",
-        "use lockstep.DataLoader, which yields every sample once, and reduce sums and counts together; or leave the "
-        "repeated ones out of the count",
+        "use lockstep.DataLoader(…, evaluation=True), which yields every sample once, and reduce sums and counts "
+        "together; or leave the repeated ones out of the count",
         _padded_evaluation,
     ),
     Kind(
@@ -108,9 +108,10 @@ KINDS = (
     ),
     Kind(
         "evaluation-on-every-rank",
-        "every rank evaluates the whole data set",
+        "every rank evaluates the whole dataset",
         "evaluation takes as long on N GPUs as on one, and counts that are summed over ranks are N times too large",
-        "give each rank a share (lockstep.DataLoader yields every sample once) and reduce sums and counts together",
+        "give each rank a share (lockstep.DataLoader with evaluation=True yields every sample once) and reduce sums "
+        "and counts together",
         _whole_set_on_each,
     ),
 )
