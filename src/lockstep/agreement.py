@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.flight_recorder import fingerprint
-from lockstep.errors import InputTypeError
+from lockstep.errors import InputTypeError, NotInitialized
 from lockstep.torch_private.groups import device_types_of
 
 __all__ = [
@@ -33,9 +33,12 @@ __all__ = [
     "collective_device",
     "first_that_differ",
     "gather",
+    "has_group",
+    "note_world",
     "texts_that_differ",
 ]
 
+_world_size = 1  # of the world that this process joined last
 _GROUP_BYTES = 32 << 20  # total size of small tensors that are broadcast in one call
 
 
@@ -51,11 +54,12 @@ def any(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> 
 
     Raises:
         InputTypeError: `flag` is neither.
+        NotInitialized: the world of several ranks was left.
 
         >>> any(torch.tensor(0.25) > 1)
         False
     """
-    return _agree(_read("any", flag), dist.ReduceOp.MAX, process_group)
+    return _agree("any", _read("any", flag), dist.ReduceOp.MAX, process_group)
 
 
 def all(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> bool:
@@ -68,12 +72,12 @@ def all(flag: bool | Tensor, process_group: dist.ProcessGroup | None = None) -> 
         process_group: as in `any`.
 
     Raises:
-        InputTypeError: as in `any`.
+        InputTypeError, NotInitialized: as in `any`.
 
         >>> all(torch.tensor(0.25) < 1)
         True
     """
-    return _agree(_read("all", flag), dist.ReduceOp.MIN, process_group)
+    return _agree("all", _read("all", flag), dist.ReduceOp.MIN, process_group)
 
 
 def _read(name: str, flag: bool | Tensor) -> bool:
@@ -89,12 +93,39 @@ def _read(name: str, flag: bool | Tensor) -> bool:
     )
 
 
-def _agree(flag: bool, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> bool:
-    if not (dist.is_available() and dist.is_initialized()):
+def _agree(name: str, flag: bool, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> bool:
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise InputTypeError(f"lockstep.{name}: process_group is {group!r}; pass one flag, such as one or other")
+    if not has_group(f"lockstep.{name}"):
         return flag
     answer = torch.full((), int(flag), dtype=torch.int32, device=collective_device(group))
     dist.all_reduce(answer, op, group=group)
     return bool(answer.item())
+
+
+def note_world(world_size: int) -> None:
+    """Note that this process joins a world of this many ranks. Local."""
+    global _world_size
+    _world_size = world_size
+
+
+def has_group(name: str) -> bool:
+    """Whether the default group is open. Local.
+
+    Args:
+        name: name of the calling function, which computes for this rank alone without a group.
+
+    Raises:
+        NotInitialized: it was closed, but there were several ranks: each would get its own answer.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return True
+    if _world_size > 1:
+        raise NotInitialized(
+            f"{name} was called after the world of {_world_size} ranks was left, so each would get its own result. "
+            "Call it inside `with lockstep.init()`, before shutdown() and destroy_process_group()"
+        )
+    return False
 
 
 def collective_device(group: dist.ProcessGroup | None = None, accelerator: torch.device | None = None) -> torch.device:

@@ -87,11 +87,11 @@ def save(folder: str | os.PathLike[str], state: State, *, step: int, keep: int =
         CheckpointNotWritten: rank 0 could not write (disk full, for example); an OSError that names the folder.
         CollectiveMismatch: this rank's `step` differs from rank 0's, which numbers the file.
     """
-    if step < 0:
-        raise InputError(f"checkpoint.save: step is {step}; expected 0 or more")
-    if keep < 1:
+    if not isinstance(step, int | np.integer) or step < 0:
+        raise InputError(f"checkpoint.save: step is {step!r}; expected an integer, 0 or more")
+    if not isinstance(keep, int | np.integer) or keep < 1:
         raise InputError(
-            f"checkpoint.save: keep is {keep}; expected at least 1, or the new checkpoint would be deleted"
+            f"checkpoint.save: keep is {keep!r}; expected an integer of at least 1, or the new file would be deleted"
         )
     final = Path(on_rank_zero(lambda: str(_write(Path(folder), state, step, keep))))
     _check_alike(final, Path(folder), step)

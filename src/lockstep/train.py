@@ -1,13 +1,12 @@
 """A training loop that can be read in five minutes, and used where its shape fits.
 
-`Trainer` runs epochs of optimizer steps over a global-batch loader, with accumulation, clipping,
-evaluation, reports and checkpoints. It does nothing that a hand-written loop could not do: every line is one that a
-user would write. The recipes of this package are built on it.
+`Trainer` runs epochs of optimizer steps over a global-batch loader, with accumulation, clipping, evaluation, reports
+and checkpoints. The recipes of this package are built on it.
 
 Worth copying into a hand-written loop:
 
 - Losses are reduced late. A step keeps its local loss on the device; every `log_every` steps one collective turns all
-  of them into means over the global batches. Other steps need no collective or device synchronisation for logging.
+  of them into means over the global batches.
 - Accumulation is exact. Micro-batches are weighted by their number of samples, so a window that ends with a smaller
   batch still has the gradient of the mean over all of its samples.
 - Evaluation calls the bare module: ranks may hold different numbers of batches there.
@@ -107,7 +106,7 @@ class EarlyStopping:
         mode: "min" if smaller is better, "max" if larger is.
 
     Raises:
-        InputError: `patience` below 1, `min_delta` below 0, or unknown `mode`; when called, a report without `metric`.
+        InputError: an argument is none of these; when called, a report without `metric`.
 
     Attributes:
         best: the best value so far; None before the first epoch.
@@ -115,10 +114,10 @@ class EarlyStopping:
     """
 
     def __init__(self, metric: str = "loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
-        if patience < 1 or not min_delta >= 0 or mode not in ("min", "max"):
+        if not (isinstance(metric, str) and patience >= 1 and min_delta >= 0 and mode in ("min", "max")):
             raise InputError(
-                f"EarlyStopping: patience is {patience}, min_delta {min_delta}, mode {mode!r}; expected at least 1, at "
-                "least 0, and 'min' or 'max'"
+                f"EarlyStopping: metric is {metric!r}, patience {patience!r}, min_delta {min_delta}, mode {mode!r}; "
+                "expected a name, an integer of at least 1, at least 0, and 'min' or 'max'"
             )
         self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
         self.best: float | None = None
@@ -311,9 +310,9 @@ class Trainer:
             last step of an epoch, the epoch is still evaluated.
 
     Raises:
-        InputTypeError: `loader` is not a `lockstep.DataLoader`, or its batch sampler has no length.
-        InputError: `accumulate`, `log_every` or `save_every` below 1, `clip_norm` not above 0; or `stop_on_signals`
-            without a world.
+        InputTypeError: `loader`, `model` or `stop` is of another type, or the loader's batch sampler has no length.
+        InputError: a number of steps or checkpoints is no integer of at least 1, `clip_norm` not above 0; or
+            `stop_on_signals` without a world.
 
     Attributes:
         step: optimizer steps done so far.
@@ -344,26 +343,27 @@ class Trainer:
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise InputTypeError(
-                f"Trainer: loader is a {type(loader).__module__}.{type(loader).__name__}; pass a lockstep.DataLoader, "
-                "which takes the global batch size and knows what each rank holds of a batch"
+                f"Trainer: loader is a {type(loader).__module__}.{type(loader).__name__}; pass a lockstep.DataLoader"
             )
         if not _has_length(loader):
-            raise InputTypeError(
-                f"Trainer: the loader's batch_sampler {type(loader.batch_sampler).__name__} has no length, which "
-                "determines the last step of an epoch: give it __len__"
-            )
-        for name, value in (("accumulate", accumulate), ("log_every", log_every), ("save_every", save_every)):
-            if value is not None and value < 1:
-                raise InputError(f"Trainer: {name} is {value}; expected at least 1")
-        if clip_norm is not None and not clip_norm > 0:
-            raise InputError(f"Trainer: clip_norm is {clip_norm}; expected more than 0, or None for no clipping")
+            name = type(loader.batch_sampler).__name__
+            raise InputTypeError(f"Trainer: the loader's batch_sampler {name} has no length: give it __len__")
+        if not isinstance(getattr(model, "module", None), nn.Module):
+            raise InputTypeError(f"Trainer: model is a {type(model).__name__}; pass DistributedDataParallel(model)")
+        if isinstance(stop, type):
+            raise InputTypeError(f"Trainer: stop is the class {stop.__name__}; pass an object: {stop.__name__}()")
+        counts = {"accumulate": accumulate, "log_every": log_every, "save_every": save_every, "keep": keep}
+        for name, value in counts.items():
+            if not ((isinstance(value, int) and value >= 1) or (name == "save_every" and value is None)):
+                raise InputError(f"Trainer: {name} is {value!r}; expected an integer of at least 1")
+        if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+            raise InputError(f"Trainer: clip_norm is {clip_norm!r}; expected more than 0, or None for no clipping")
         self.model, self.optimizer, self.loader, self.loss_fn = model, optimizer, loader, loss_fn
         self.evaluate, self.scheduler, self.update = evaluate, scheduler, update or Update(optimizer)
         self.accumulate, self.clip_norm, self.log_every = accumulate, clip_norm, log_every
-        self.checkpoints = None if checkpoints is None else Path(checkpoints)
         self.save_every, self.keep = save_every, keep
-        self.callbacks = tuple(callbacks)
-        self.extra = dict(extra or {})
+        self.checkpoints = None if checkpoints is None else Path(checkpoints)
+        self.callbacks, self.extra = tuple(callbacks), dict(extra or {})
         self.stop, self.is_stopped = stop, False
         self._world = current_world() if stop_on_signals else None
         if stop_on_signals and self._world is None:

@@ -27,7 +27,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from lockstep import env, seeding
+from lockstep import agreement, env, seeding
 from lockstep.comm import clock, exit_hooks, nccl_end, registration, torch_version
 from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import describe_exception
@@ -208,7 +208,7 @@ class World:
         """Leave the world because this rank has failed: the others raise `RankLost` with the reason. Local.
 
         Args:
-            reason: an exception, or a sentence.
+            reason: an exception, or how a sentence about this rank continues, such as "has run out of disk".
         """
         engine = engine_of(self._group)
         if engine is not None:
@@ -327,6 +327,7 @@ def init(
         _current = _adopt(backend, device, rank, world_size, [name for name, given in ignored.items() if given])
     else:
         _current = _open(backend, rank, world_size, init_method, store, device, timeout, wire)
+    agreement.note_world(_current.world_size)
     if seed is not None:
         seeding.begin_common_stream(seed, _current.rank)
     exit_hooks.call_at_exit(leave_open_world)

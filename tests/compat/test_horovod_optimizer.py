@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import lockstep
 import lockstep.compat.horovod.torch as hvd
 from apex_cases import clean_amp
+from lockstep import log
 from lockstep.compat.apex import amp
 from lockstep.errors import InputError
 from lockstep.testing import run_ranks
@@ -290,8 +292,18 @@ def joined_optimizer() -> None:
     hvd.shutdown()
 
 
+def joined_optimizer_and_warnings() -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log.get_logger("lockstep").addHandler(handler)
+    joined_optimizer()
+    log.get_logger("lockstep").removeHandler(handler)
+    return messages
+
+
 def test_optimizer_while_ranks_join() -> None:
-    run_ranks(joined_optimizer, 3, init=False)
+    assert run_ranks(joined_optimizer_and_warnings, 3, init=False) == [[]] * 3  # a mismatch is how ranks notice a join
 
 
 def state_of_root() -> None:

@@ -165,6 +165,7 @@ def frozen_model() -> nn.Module:
 ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "no module": (lambda: "mlp", {}, InputTypeError, "wraps a torch.nn.Module, got str"),
     "dim": (mlp, {"dim": 1}, InputError, "dim is not supported: one process gets one part of the batch"),
+    "device_ids as a number": (mlp, {"device_ids": 0}, InputTypeError, "expected a list of one device, [0]"),
     "device_ids on CPU": (mlp, {"device_ids": [0]}, InputError, "device_ids is cuda:0, but parameters are on cpu"),
     "two device_ids": (mlp, {"device_ids": [0, 1]}, InputError, "device_ids=[0, 1]: each process uses one device"),
     "group": (mlp, {"process_group": "gloo"}, InputTypeError, "process_group must be a ProcessGroup or None, got str"),

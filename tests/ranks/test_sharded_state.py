@@ -112,6 +112,7 @@ def consolidate() -> tuple[bool, bool]:
     if dist.get_rank() == 1:
         compare(optimizer.state_dict(), plain_optimizer.state_dict())  # on this rank alone
         return True, True
+    assert "expected a rank of the group, 0 … 1" in str(error_of(optimizer.consolidate_state_dict, 5))
     error = error_of(optimizer.state_dict)
     return isinstance(error, CheckpointError), "on rank 1 only" in str(error)
 

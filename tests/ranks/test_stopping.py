@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,39 @@ def test_any_without_a_group_and_what_is_no_flag() -> None:
     for value in (0.3, torch.ones(2), None):
         with pytest.raises(InputTypeError, match=r"lockstep\.any: flag is .* one element"):
             lockstep.any(value)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="process_group is False; pass one flag"):
+        lockstep.any(True, False)  # type: ignore[arg-type]
+
+
+def ask_after_the_world() -> list[str]:
+    """What each function says of a world of several ranks that was left; nothing of one rank's."""
+    with lockstep.init() as world:
+        pass
+    total = torch.tensor(float(world.rank))
+    calls = [
+        lambda: lockstep.any(world.rank == 0),
+        lambda: lockstep.sum(total),
+        lambda: lockstep.all_gather(total[None]),
+        lambda: lockstep.metrics.synchronize(lockstep.metrics.Sum()),
+    ]
+    return [*filter(None, map(error_of_leaving, calls))]
+
+
+def error_of_leaving(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except NotInitialized as error:
+        assert "inside `with lockstep.init()`" in str(error)
+        return str(error)
+    return ""
+
+
+def test_answers_of_one_rank_after_the_world_are_errors() -> None:
+    assert run_ranks(ask_after_the_world, 1, init=False) == [[]]
+    for said in run_ranks(ask_after_the_world, 2, init=False):
+        names = "lockstep.any", "lockstep.sum", "lockstep.all_gather", "metrics.synchronize"
+        for name, text in zip(names, said, strict=True):
+            assert text.startswith(f"{name} was called after the world of 2 ranks was left")
 
 
 def stop_after(rank: int, number: int, step: int) -> list[bool]:

@@ -187,7 +187,7 @@ def test_another_thread_than_the_loaders_may_not_run_it():
     """It would draw while the training does."""
     loader = DataLoader(range(10), batch_sampler=Drawn(), rank=0, world_size=1)
     with ThreadPoolExecutor(1) as threads:
-        with pytest.raises(DataError, match=r"another thread.*Create the loader in the thread that fetches$"):
+        with pytest.raises(DataError, match=r"a thread other than.*Create the loader in the thread that fetches$"):
             threads.submit(lambda: list(loader)).result()
         made = threads.submit(DataLoader, range(10), batch_sampler=Drawn(), rank=0, world_size=1).result()
         assert len(threads.submit(lambda: list(made)).result()) == 5

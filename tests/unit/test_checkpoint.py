@@ -256,6 +256,8 @@ def test_arguments_out_of_range(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, {}, step=-1)
     with pytest.raises(InputError, match="keep is 0"):
         checkpoint.save(tmp_path, {}, step=1, keep=0)
+    with pytest.raises(InputError, match=r"step is 5\.0; expected an integer"):
+        checkpoint.save(tmp_path, {}, step=10 / 2)  # type: ignore[arg-type]
 
 
 def test_random_state_of_one_process(tmp_path: Path) -> None:

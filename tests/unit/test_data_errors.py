@@ -63,6 +63,7 @@ class BatchesByRank(list):
         ({"world_size": 2}, "world_size was given without rank"),
         ({"world_size": 0, "rank": 0}, "world_size is 0"),
         ({"seed": 1.5}, "seed is 1.5"),
+        ({"evaluation": "False"}, "evaluation is 'False', a text"),
         ({"sampler": [0], "shuffle": True}, "shuffle=True and sampler list both set the order"),
         ({"sampler": iter([0])}, "must be iterable and have a length"),
         ({"sampler": []}, "sampler list is empty"),

@@ -48,6 +48,8 @@ def test_what_cannot_be() -> None:
     for wrong in ({"patience": 0}, {"min_delta": -1.0}, {"mode": "least"}):
         with pytest.raises(InputError, match="EarlyStopping"):
             EarlyStopping("held_out", **wrong)
+    with pytest.raises(InputError, match="metric is 3"):
+        EarlyStopping(3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="epoch 1 has loss, held_out"):
         EarlyStopping("accuracy")(report(1, 0.5))
 

@@ -164,6 +164,7 @@ class TestAccuracy:
             (torch.ones(()), torch.ones(2, dtype=torch.int64), InputError, "do not match"),
             (torch.ones(2, 4), torch.ones(2), InputTypeError, "targets are torch.float32"),
             (torch.ones(2), torch.ones(2, dtype=torch.int64), InputTypeError, "(scores > 0.5).long()"),
+            (torch.ones(2, 1), torch.ones(2, dtype=torch.int64), InputError, "(scores > 0.5).long()"),
             ([1, 2], torch.ones(2, dtype=torch.int64), InputTypeError, "predictions is a list"),
             (torch.ones(2, 4), [1, 2], InputTypeError, "targets is a list"),
         ],

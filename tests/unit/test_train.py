@@ -17,7 +17,7 @@ import lockstep
 from lockstep import checkpoint, train
 from lockstep.batch.share import BatchShare
 from lockstep.errors import CheckpointError, CheckpointNotWritten, InputError, InputTypeError
-from lockstep.train import EpochReport, Report, StepReport, Trainer, Update
+from lockstep.train import EarlyStopping, EpochReport, Report, StepReport, Trainer, Update
 
 NUM_SAMPLES, NUM_FEATURES = 10, 3
 
@@ -397,6 +397,8 @@ def test_numbers_of_numpy_in_evaluation_and_learning_rate_are_saved(tmp_path: Pa
     ("options", "said"),
     [
         ({"accumulate": 0}, "accumulate is 0"),
+        ({"accumulate": 64 / 24}, r"accumulate is 2\.6.*an integer"),
+        ({"keep": 0}, "keep is 0"),
         ({"log_every": 0}, "log_every is 0"),
         ({"save_every": 0}, "save_every is 0"),
         ({"clip_norm": 0.0}, r"clip_norm is 0\.0"),
@@ -411,6 +413,10 @@ def test_another_loader_is_refused_with_what_to_pass() -> None:
     trainer = make_trainer()
     with pytest.raises(InputTypeError, match=r"loader is a torch.*DataLoader; pass a lockstep\.DataLoader"):
         Trainer(trainer.model, trainer.optimizer, torch.utils.data.DataLoader(dataset()), mean_loss)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match=r"pass DistributedDataParallel\(model\)"):
+        Trainer(trainer.model.module, trainer.optimizer, trainer.loader, mean_loss)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match=r"the class EarlyStopping; pass an object"):  # it is true, and would stop
+        make_trainer(stop=EarlyStopping)
 
 
 def test_a_folder_for_checkpoints_is_tried_before_the_first_epoch(tmp_path: Path) -> None:

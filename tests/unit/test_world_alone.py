@@ -85,6 +85,12 @@ def test_an_attribute_that_a_world_does_not_have() -> None:
         world.size  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.parametrize("arguments", [(3, 4), ((2, -1),), ("3",), (3, "float32")])
+def test_symmetric_memory_of_no_shape(arguments: tuple[Any, ...]) -> None:
+    with lockstep.init(), pytest.raises((InputError, InputTypeError), match=r"symmetric_empty\("):
+        lockstep.symmetric_empty(*arguments)
+
+
 def test_init_twice() -> None:
     with (
         lockstep.init() as world,

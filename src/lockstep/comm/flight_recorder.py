@@ -203,17 +203,12 @@ class FlightRecorder:
     def close(self) -> None:
         """Remove the group from the status file. Local; reports errors that the script has caught and passed over."""
         self._status.close()
-        first = self._first_error
-        if first is None or not isinstance(sys.exc_info()[1], SystemExit | None):
-            return  # nothing failed, or the error ends the script
-        if self._rank == 0 or self.global_ranks[0] in first.culprits:
+        first, ends_well = self._first_error, isinstance(sys.exc_info()[1], SystemExit | None)
+        if first is not None and ends_well and (self._rank == 0 or self.global_ranks[0] in first.culprits):
             get_logger(__name__).warning(
-                "%d call(s) of %s failed, and the script caught the errors and continued without their results (for an "
-                "averaging of gradients: without that step). The first was %s: %s",
-                self._num_failed,
-                self.group_name,
-                type(first).__name__,
-                str(first),
+                f"{self._num_failed} call(s) of {self.group_name} failed, and the script caught the errors and went on "
+                "without their results (for an averaging of gradients: without that step). The first was "
+                f"{type(first).__name__}: {first}"
             )
 
     def _add_call(self, key: object, text: str) -> tuple[int, int]:
@@ -309,6 +304,11 @@ class FlightRecorder:
         self._first_error = self._first_error or error
         self._num_failed += 1
         return error
+
+    def note_expected(self, error: CollectiveError) -> None:
+        """Uncount an error that a library expects and handles. Local."""
+        self._num_failed -= 1
+        self._first_error = None if self._first_error is error else self._first_error
 
     def _damaged(self) -> CollectiveError | None:
         """The error if no rank can have written a record of this collective; breaks the group. None otherwise."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.backend import engine_of
-from lockstep.errors import InputError, NotInitialized
+from lockstep.errors import InputError, InputTypeError, NotInitialized
 
 __all__ = ["symmetric_empty"]
 
@@ -29,7 +29,8 @@ def symmetric_empty(
         A CPU tensor of that shape. Each rank has its own; others access it only through collectives.
 
     Raises:
-        InputError: the group has no symmetric memory.
+        InputError: the group has no symmetric memory, or a size is negative.
+        InputTypeError: `shape` is no size or sequence of sizes, or `dtype` no dtype.
         SharedMemoryError: on every rank, if there is not enough memory.
     """
     chosen = group if group is not None else dist.group.WORLD
@@ -38,5 +39,9 @@ def symmetric_empty(
     engine = engine_of(chosen)
     if engine is None or not engine.team.has_symmetric_memory:
         raise InputError(f"only lockstep groups have symmetric memory; this one is {dist.get_backend(chosen)}")
+    if isinstance(shape, str) or not isinstance(shape, int | Sequence) or not isinstance(dtype, torch.dtype):
+        raise InputTypeError(f"symmetric_empty({shape!r}, {dtype!r}): expected a shape, such as (3, 4), and a dtype")
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(size < 0 for size in sizes):
+        raise InputError(f"symmetric_empty({shape!r}): expected sizes of at least 0")
     return engine.symmetric_empty(sizes, dtype)

@@ -23,6 +23,7 @@ __all__ = [
     "STATE_VERSION",
     "check_batch_sampler",
     "check_dataset",
+    "check_flags",
     "check_integer",
     "check_own_batches",
     "check_permutation",
@@ -235,6 +236,13 @@ def check_refused(generator: object, in_order: bool) -> None:
             "in_order=False is not supported: ranks would train on parts of different global batches. Raise "
             "prefetch_factor if some samples are slow"
         )
+
+
+def check_flags(**flags: object) -> None:
+    """No text, such as "False" from a command line, which is true."""
+    for name, flag in flags.items():
+        if isinstance(flag, str):
+            raise DataError(f"{name} is {flag!r}, a text; expected True or False")
 
 
 def check_workers(num_workers: object, prefetch_factor: object, timeout: float) -> int:

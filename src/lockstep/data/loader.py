@@ -18,6 +18,7 @@ from lockstep.data.checks import (
     STATE_VERSION,
     check_batch_sampler,
     check_dataset,
+    check_flags,
     check_integer,
     check_own_batches,
     check_permutation,
@@ -178,6 +179,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
     ) -> None:
         check_refused(generator, in_order)
+        check_flags(shuffle=shuffle, evaluation=evaluation, drop_last=drop_last, seed_global_rng=seed_global_rng)
         check_dataset(dataset)
         is_cut_already = batch_size != 1 or bool(shuffle) or sampler is not None or bool(drop_last)
         check_batch_sampler(batch_sampler, is_cut_already, world_size)

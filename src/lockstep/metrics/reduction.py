@@ -9,7 +9,7 @@ from typing import cast, overload
 import torch
 import torch.distributed as dist
 
-from lockstep.agreement import collective_device
+from lockstep.agreement import collective_device, has_group
 from lockstep.errors import CollectiveMismatch, InputTypeError
 from lockstep.metrics.metric import Metric
 from lockstep.world import current_world
@@ -116,6 +116,6 @@ def _open_group() -> dist.ProcessGroup | None:
     world = current_world()
     if world is not None:
         return world.process_group
-    if dist.is_available() and dist.is_initialized():
+    if has_group("metrics.synchronize"):
         return cast("dist.ProcessGroup", dist.group.WORLD)
     return None

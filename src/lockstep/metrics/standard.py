@@ -176,6 +176,11 @@ class Accuracy(Metric):
                 f"Accuracy.update: predictions {list(shape)} and targets {list(targets.shape)} do not match: expected "
                 "scores [N, C] and classes [N]"
             )
+        if shape[1] == 1:
+            raise InputError(
+                f"Accuracy.update: predictions {list(shape)} are one score per sample, which is always the highest. "
+                "For binary scores pass (scores > 0.5).long().squeeze(1)"
+            )
         if shape[1] < self.top_k:
             raise InputError(
                 f"Accuracy.update: top_k={self.top_k}, but predictions {list(shape)} have {shape[1]} classes"

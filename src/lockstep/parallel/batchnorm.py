@@ -181,6 +181,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
         ModelError: a layer derived from BatchNorm has its own forward pass, which a conversion would lose, or is lazy
             and has no shape yet. Names it.
     """
+    if not isinstance(module, nn.Module):
+        raise InputTypeError(f"convert_sync_batchnorm: expected a model, got {type(module).__name__}")
     done: dict[nn.Module, nn.Module] = {}
     # All before any: a model that cannot be converted is left unchanged.
     for name, layer in module.named_modules():

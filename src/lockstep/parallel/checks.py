@@ -251,7 +251,10 @@ def choose_devices(
 
     Raises:
         InputError: several were given, or another than the parameters' device.
+        InputTypeError: `device_ids` is no list.
     """
+    if not isinstance(device_ids, Iterable | None):  # 0 is false, so one rank of several would take it
+        raise InputTypeError(f"device_ids={device_ids!r}: expected a list of one device, [{device_ids!r}], or None")
     if not device_ids:
         return None
     if len(device_ids) != 1:

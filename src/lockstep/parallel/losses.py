@@ -50,7 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import batch
-from lockstep.agreement import collective_device, gather
+from lockstep.agreement import collective_device, gather, has_group
 from lockstep.errors import InputError, InputTypeError
 from lockstep.parallel.forward_pass import ForwardPass
 
@@ -78,7 +78,8 @@ def mean(total: Tensor, count: Tensor | float, process_group: dist.ProcessGroup 
     Returns:
         0-dim, of `total`'s dtype and device: the same value on every rank. If the count of all ranks is 0, it is nan or
         infinite as in one process, with a gradient of 0. To divide by at least 1 write
-        `lockstep.sum(total) / lockstep.sum(count).clamp(min=1)`: counts clamped on each rank would add up to too much.
+        `lockstep.sum(total) / lockstep.sum(count.float()).clamp(min=1)`, with a count of 0 for a filler
+        (`lockstep.is_filler`): counts clamped on each rank would add up to too much.
 
     Raises:
         InputTypeError: `total` is not a floating 0-dim tensor.
@@ -223,8 +224,8 @@ def _check_scalar(name: str, loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         shape = f"of shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputTypeError(
-            f"{name}: expected a floating tensor without dimensions, got {shape}. Reduce it with .sum(), or pass each "
-            "of its numbers separately. A per-feature mean is lockstep.all_gather(x).mean(0)"
+            f"{name}: expected a floating tensor without dimensions, got {shape}. Reduce it with .sum(), convert a "
+            "count with .float(), or pass each number separately. A per-feature mean is lockstep.all_gather(x).mean(0)"
         )
 
 
@@ -247,7 +248,7 @@ def find_origin(name: str, loss: Tensor, process_group: dist.ProcessGroup | None
     """
     forwards = cast("list[ForwardPass]", batch.graph.find_marks(loss))
     if not forwards:
-        group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        group = process_group or (dist.group.WORLD if has_group(f"lockstep.{name}") else None)
         is_filler = asks_the_loop and _is_filler(name, loss)
         share = None if loss.requires_grad else batch.hand.latest_forward()  # other ranks' totals may come from it
         if share is None or group is None or share.world_size != group.size():

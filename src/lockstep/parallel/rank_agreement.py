@@ -377,10 +377,7 @@ def _some_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_same_model(
-    tensors: Mapping[str, torch.Tensor],
-    settings: Mapping[str, object],
-    group: dist.ProcessGroup,
-    device: torch.device,
+    tensors: Mapping[str, torch.Tensor], settings: Mapping[str, object], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Compare names, shapes, dtypes, memory formats and requires_grad over ranks, and settings. Collective.
 

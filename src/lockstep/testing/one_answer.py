@@ -20,7 +20,7 @@ _LIMIT_S = 600.0
 def assert_one_answer(
     script: str | os.PathLike[str],
     *args: str,
-    nproc: Sequence[int] = (1, 2),
+    nproc: int | Sequence[int] = (1, 2),
     steps: int = 4,
     double: bool = False,
 ) -> None:
@@ -38,12 +38,12 @@ def assert_one_answer(
 
         >>> assert_one_answer("train.py", "--epochs", "1", nproc=(1, 2, 3))  # doctest: +SKIP
     """
-    numbers = [number for number in nproc if number > 1]
-    assert numbers, f"nproc is {tuple(nproc)}; expected a number of processes above 1 to compare with one"
+    numbers = [number for number in ([nproc] if isinstance(nproc, int) else nproc) if number > 1]
+    assert numbers, f"nproc is {nproc}; expected a number of processes above 1 to compare with one"
     with tempfile.TemporaryDirectory(prefix="lockstep-one-answer-") as folder:
         report = Path(folder, "report.json")
         options = ["--nproc", ",".join(map(str, numbers)), "--steps", str(steps), "--json", str(report)]
-        words = [*options, *(["--double"] if double else []), os.fspath(script), *args]
+        words = [*options, *(["--double"] if double else []), os.fspath(script), *map(str, args)]
         done = subprocess.run(
             [sys.executable, "-m", "lockstep", "verify", *words],
             capture_output=True,

@@ -187,7 +187,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             settings[f"options of group {number}"] = _describe_options(options)
         for number, parameter in enumerate(parameters):
             settings[f"parameter {number}"] = f"{list(parameter.shape)} {parameter.dtype} {digest([parameter])}"
-        check_same_model({}, settings, group, collective_device(group, parameters[0].device))
+        check_same_model({}, settings, group, collective_device(group, self._parameters[0].device))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. Collective, except during construction.
@@ -266,8 +266,14 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Args:
             to: the rank in the group.
+
+        Raises:
+            InputError: there is no such rank.
         """
         group, sharing = self.process_group, self._backing.group
+        size = 1 if group is None else group.size()
+        if not isinstance(to, int) or not 0 <= to < size:
+            raise InputError(f"consolidate_state_dict(to={to!r}): expected a rank of the group, 0 … {size - 1}")
         only = to
         if group is not None and sharing is not None and sharing is not group:
             ranks = dist.get_process_group_ranks(sharing)

@@ -276,7 +276,8 @@ class Channel:
         own = int.from_bytes(digest, "little", signed=True)
         try:
             numbers = self._gather_numbers(own)
-        except CollectiveMismatch:  # Another rank tried gradients; it compares now.
+        except CollectiveMismatch as error:  # Another rank tried gradients; it compares now.
+            self._note_expected(error)
             numbers = self._gather_numbers(own)
         return all(number == numbers[0] for number in numbers)
 
@@ -317,12 +318,18 @@ class Channel:
         try:
             with torch.no_grad():
                 request.run_fused()
-        except CollectiveMismatch:
+        except CollectiveMismatch as error:
+            self._note_expected(error)
             return False
         request.complete()
         self._timeline.record([Match(request, {self.rank: request.meta})], start_s)
         self._finish(request)
         return True
+
+    def _note_expected(self, error: CollectiveMismatch) -> None:
+        engine = engine_of(self.control)
+        if engine is not None:
+            engine.recorder.note_expected(error)
 
     def _note(self, rank: int, entry: Entry) -> None:
         """Enter a rank's request in the table."""

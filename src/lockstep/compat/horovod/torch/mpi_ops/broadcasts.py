@@ -23,7 +23,7 @@ def start_broadcast(
     channel = channel_of(process_set, "broadcast")
     if root_rank not in channel.ranks:
         raise InputError(
-            f"broadcast received invalid root rank {root_rank} for provided process set of ranks {list(channel.ranks)}"
+            f"broadcast received invalid root rank {root_rank!r} for provided process set of ranks {[*channel.ranks]}"
         )
     inputs = check_tensors([tensor], "broadcast")
     outputs = inputs if is_in_place else [torch.empty_like(inputs[0])]
