@@ -39,7 +39,7 @@ def symmetric_empty(
     engine = engine_of(chosen)
     if engine is None or not engine.team.has_symmetric_memory:
         raise InputError(f"only lockstep groups have symmetric memory; this one is {dist.get_backend(chosen)}")
-    if isinstance(shape, str) or not isinstance(shape, int | Sequence) or not isinstance(dtype, torch.dtype):
+    if not isinstance(shape, int | list | tuple) or not isinstance(dtype, torch.dtype):
         raise InputTypeError(f"symmetric_empty({shape!r}, {dtype!r}): expected a shape, such as (3, 4), and a dtype")
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(size < 0 for size in sizes):
