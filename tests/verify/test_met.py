@@ -13,6 +13,7 @@ import torch
 
 import met
 import met_beside
+import met_given
 import met_projects
 import met_small
 import met_wrong
@@ -25,10 +26,10 @@ from lockstep.tools.verify.verification import verify
 from met import COMMON
 from test_mistakes import is_documented
 
-RIGHT = met.RIGHT | met_projects.RIGHT | met_small.RIGHT | met_beside.RIGHT
+RIGHT = met.RIGHT | met_projects.RIGHT | met_small.RIGHT | met_beside.RIGHT | met_given.RIGHT
 SUM = ("gradients", "sum")
-WRONG = met_wrong.WRONG | met_projects.WRONG | met_small.WRONG | met_beside.WRONG
-UNKNOWN = met.UNKNOWN | met_beside.UNKNOWN
+WRONG = met_wrong.WRONG | met_projects.WRONG | met_small.WRONG | met_beside.WRONG | met_given.WRONG
+UNKNOWN = met.UNKNOWN | met_beside.UNKNOWN | met_given.UNKNOWN
 SAID = met_small.SAID | met_beside.SAID
 
 SHARDS = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")
@@ -59,6 +60,14 @@ def test_of_some_nothing_can_be_told(name: str, tmp_path: Path) -> None:
     verdict, text = verdict_on(program, tmp_path)
     assert verdict.code == 2, text
     assert why in " ".join(text.split())
+
+
+def test_some_ranks_that_draw_the_same_samples(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(COMMON + textwrap.dedent(met_given.DRAWN_ALIKE))
+    (verdict,) = verify(Verification(str(script), nproc=(3,), steps=3))
+    assert verdict.first == ("samples", "no-sampler"), format_text("train.py", [verdict])
+    assert "ranks 1, 2 had the same 5 rows" in verdict.differences[0].measured
 
 
 def test_an_evaluation_by_rank_0_alone_is_no_decision_to_stop(tmp_path: Path) -> None:

@@ -74,7 +74,33 @@ arguments = TrainingArguments(
 Trainer(Model(), arguments, train_dataset=data).train()
 """
 
-SCRIPTS = {"lightning": BY_LIGHTNING, "transformers": BY_TRANSFORMERS}
+# A learning rate by the linear scaling rule of diffusers' scripts, and a loss that one process divides otherwise.
+BY_ACCELERATE = """
+import argparse
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import mse_loss
+
+parser = argparse.ArgumentParser()
+parser.add_argument("loss")
+parser.add_argument("--train_batch_size", type=int, default=4)
+options = parser.parse_args()
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=options.train_batch_size, shuffle=True)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01 * options.train_batch_size * accelerator.num_processes)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for _ in range(2):
+    for x, y in loader:
+        loss = mse_loss(model(x), y)
+        accelerator.backward(loss.sqrt() if options.loss == "root" else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+SCRIPTS = {"lightning": BY_LIGHTNING, "transformers": BY_TRANSFORMERS, "accelerate": BY_ACCELERATE}
 
 
 @pytest.mark.parametrize("library", SCRIPTS)

@@ -210,16 +210,16 @@ class DrawWatch:
 
     def _in_own_order(self, own: Tensor, every: list[list[_Draw]], place: int, axis: int) -> Tensor:
         order, size = self._order_of_ranks(sum(draws[place]["values"].size(axis) for draws in every)), own.size(axis)
-        per_piece = _draws_per_piece(every, len(order), size)
-        piece, first = divmod(place, per_piece)
+        piece, first = divmod(place, per_piece := _draws_per_piece(every, len(order), size))
         drawn = [_filled_up(each["values"], own, axis) for draws in every for each in draws[first::per_piece]]
         joined = torch.cat(drawn, axis)
         if not order or joined.size(axis) % len(order):
+            self._recorder.facts["unplaced"] |= bool(order)
             return joined
         each_has = joined.size(axis) // len(order)  # rows per sample
-        is_whole = size == joined.size(axis)
-        self._recorder.facts["several"] |= each_has > 1 and is_whole
-        if self._settings.across and is_whole:
+        is_several = each_has > 1 and size == joined.size(axis)
+        self._recorder.facts["several"] |= is_several
+        if self._settings.across and is_several:
             views = zip(*(part.tensor_split(each_has, axis) for part in drawn), strict=True)
             joined = torch.cat([torch.cat(view, axis) for view in views], axis)
             places = [number * len(order) + place for number in range(each_has) for place in order]

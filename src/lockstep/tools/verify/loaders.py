@@ -326,12 +326,17 @@ class LoaderWatch:
         # Skip whole accumulation windows, so that as many batches remain as without skipping.
         last = recorder.steps[-1]["batches"] if recorder.steps else []
         window = max(1, sum(each["loader"] == one.facts["loader"] for each in last))
+        kept = deque([batch])  # those of a window, as the loader may end earlier than it says
         with contextlib.suppress(StopIteration):
             for _ in range((length - taken - 1) // window * window):
-                batch = fetch()
-                if one.fetching:
-                    one.fetching.popleft()  # the indices of the previous batch
-        return batch
+                following = fetch()
+                if len(kept) == window:
+                    for _ in range(min(window, len(one.fetching))):
+                        one.fetching.popleft()
+                    kept.clear()
+                kept.append(following)
+        one.ahead.extend(kept)
+        return one.ahead.popleft()
 
     # ---- a batch -------------------------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ class StepRecorder:
             "loaders": [],
             "made": [],
             "asked": [],
+            "unplaced": False,  # whether draws were replaced whose rows belong to no sample in particular
             "several": False,  # whether draws were replaced that may have another layout, see `across` of the settings
             "passes": [],
             "ends": [],  # the last numbers of rows of batches, which may be padding

@@ -24,6 +24,7 @@ from lockstep.tools.verify.verdict import Verdict, first_steps
 __all__ = [
     "OTHER_ORDER",
     "evaluation_of_first",
+    "gives_others",
     "has_begun",
     "order_of_ranks",
     "reads_streams_of_ranks",
@@ -128,9 +129,11 @@ def run_one_by_option(
         in_script: whether to try numbers in the script, too.
     """
     asked, before, first = ranks[0]["facts"]["made"], script.changes, first_steps(ranks)
-    if one and one[0]["facts"]["asked"] != asked:
+    # A library may recreate a loader with the size that the first one was given.
+    pairs = list(zip(asked, sizes, strict=True))
+    if one and not all(map(operator.contains, pairs, one[0]["facts"]["asked"])):
         return []
-    needed = {str(size): str(other) for size, other in zip(asked, sizes, strict=True) if size is not None}
+    needed = {str(size): str(other) for size, other in pairs if size is not None}
     calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
     rows = [each["count"] for each in calls]
     if None in asked:  # a sampler of batches that does not tell its size
@@ -262,7 +265,8 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
     """
     found = dict[int, list[list[int]]]()
     # Draws for parts of samples, such as nodes of graphs, can only be given in the ranks' order.
-    joins = verdict.code == 1 and any(batch["joins"] for batch in batches_of(*runs.one["steps"][:1]))
+    has_parts = any(batch["joins"] for batch in batches_of(*runs.one["steps"][:1])) or runs.one["facts"]["unplaced"]
+    joins = verdict.code == 1 and has_parts
     is_other = verdict.first in OTHER_ORDER or _has_other_batches(runs, verdict) or _ends_early(runs, verdict)
     if not joins and not is_other:
         return found
@@ -271,14 +275,21 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
     # Evaluations may be rank 0's alone.
     trains = [[each for each in enumerate(rank["facts"]["passes"]) if each[1]["trains"]] for rank in runs.ranks]
     for (number, first), *others in zip(*trains, strict=False):
-        joined = _one_order([first["asked"], *(one["asked"] for _, one in others)])
+        asked = [first["asked"], *(one["asked"] for _, one in others)]
+        own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": (), "finished": False}][0]
+        joined = _one_order(asked, own["asked"] if joins else ())
         if joined is None:
             return {}
-        own = [*runs.one["facts"]["passes"][number : number + 1], {"asked": (), "finished": False}][0]
         is_short = own["finished"] and len(own["asked"]) < len(joined)
         given = _in_sizes_of(own["asked"], joined, is_short, joins, is_cut)
         found |= {number: given} if given else {}
     return found
+
+
+def gives_others(runs: Runs, orders: Orders) -> bool:
+    """Whether one process by itself has other samples in its batches than those given, not only another order."""
+    pairs = ((runs.one["facts"]["passes"][number]["asked"], given) for number, given in orders.items())
+    return any(sorted(a or ()) != sorted(b) for asked, given in pairs for a, b in zip(asked, given, strict=False))
 
 
 def _ends_early(runs: Runs, verdict: Verdict) -> bool:
@@ -293,12 +304,16 @@ def _in_sizes_of(
     has_them, sort = own and not is_short, list if in_order else sorted
     if not joined or (has_them and all(sort(a) == sort(b or ()) for a, b in zip(joined, own, strict=False))):
         return []
-    first = own[0] if own and is_cut else None
-    size = len(first) if first and len(joined[0]) % len(first) == 0 else len(joined[0])
+    size = len(own[0] or ()) if own and is_cut else 0
+    if not size or len(joined[0]) % size:
+        return joined
     return [each[at : at + size] for each in joined for at in range(0, len(each), size)]
 
 
-def _one_order(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] | None:
+def _one_order(
+    asked: Sequence[Sequence[list[int] | None]], own: Sequence[list[int] | None] = ()
+) -> list[list[int]] | None:
+    """The batches of all ranks; None if a sample comes twice, unless these are the samples of the `own` batches."""
     seen: set[int] = set()
     batches: list[list[int]] = []
     last = max(map(len, asked)) - 1
@@ -308,7 +323,9 @@ def _one_order(asked: Sequence[Sequence[list[int] | None]]) -> list[list[int]] |
             return None
         indices = [index for part in known for index in part]
         new = [index for index in dict.fromkeys(indices) if index not in seen]
-        if len(new) < len(indices) and number < last:
+        if number < len(own) and sorted(own[number] or ()) == sorted(indices):
+            new = indices
+        elif len(new) < len(indices) and number < last:
             return None
         seen.update(new)
         batches.append(new)

@@ -116,11 +116,11 @@ def indices_of(*steps: Record) -> Counter[tuple[int, int]]:
     return Counter((batch["loader"], index) for batch in batches_of(*steps) for index in batch["indices"] or ())
 
 
-def contents(record: Record) -> dict[tuple[int, int], int]:
-    """The content of each index of each loader's dataset, as seen in all steps of a process."""
+def contents(steps: Sequence[Record]) -> dict[tuple[int, int], int]:
+    """The content of each index of each loader's dataset, as seen in these steps of a process."""
     return {
         (batch["loader"], index): key
-        for step in record["steps"]
+        for step in steps
         for batch in step["batches"]
         for index, (key, _) in zip(batch["indices"] or (), batch["keys"], strict=False)
     }

@@ -11,6 +11,7 @@ from lockstep.tools.verify.aftermath import LOGGED
 from lockstep.tools.verify.reference import (
     OTHER_ORDER,
     evaluation_of_first,
+    gives_others,
     has_begun,
     order_of_ranks,
     reads_streams_of_ranks,
@@ -284,7 +285,7 @@ def _judged(script: Script, runs: Runs, sizes: tuple[int | None, ...]) -> Verdic
     why = why_not_given(runs) if verdict.first == ("samples", "order") else ""
     if why:
         return Verdict(script.world_size, unknown=why)
-    if orders and verdict.first not in OTHER_ORDER:
+    if orders and verdict.first not in OTHER_ORDER and gives_others(runs, orders):
         verdict.notes.append(_GIVEN)
     return verdict
 

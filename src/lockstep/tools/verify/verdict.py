@@ -13,7 +13,15 @@ from lockstep.tools.verify import causes
 from lockstep.tools.verify.aftermath import judge_aftermath
 from lockstep.tools.verify.linear import read_gradients
 from lockstep.tools.verify.samples import Record, Samples, contents, entered
-from lockstep.tools.verify.step import Gradients, Runs, StepOfJob, distance_of_gradients, each_step, with_means
+from lockstep.tools.verify.step import (
+    Gradients,
+    Runs,
+    StepOfJob,
+    counted,
+    distance_of_gradients,
+    each_step,
+    with_means,
+)
 from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["Verdict", "first_steps", "judge", "train_apart"]
@@ -98,6 +106,7 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
         verdict.differences.append(_failed(verdict.steps + 1, runs, failure))
     elif not verdict.differences:
         _judge_counts(verdict, runs)
+        verdict.differences += _drawn_alike(runs.ranks)
         if verdict.code == 0:
             verdict.differences, notes = judge_aftermath(runs)
             verdict.notes.extend(notes)
@@ -236,7 +245,7 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
             "cannot tell apart. Let each rank load its own (dispatch_batches=False)"
         )
     if step.runs.one["facts"]["loaders"]:
-        is_theirs = step.samples.differ and _has_own_data(step.runs)
+        is_theirs = step.samples.differ and _has_own_data(step)
         return f"each rank creates its own dataset. {_OF_ALL}" if is_theirs else ""
     rows, foreign = step.calls.rows, step.calls.foreign
     first, *others = map(entered, step.ranks)
@@ -249,11 +258,11 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
     )
 
 
-def _has_own_data(runs: Runs) -> bool:
+def _has_own_data(step: StepOfJob) -> bool:
     """Whether rank 0's samples are one process's, but other ranks have others at the same indices of a dataset."""
-    records = (runs.one, *runs.ranks)
-    one, *ranks = map(contents, records)
-    sizes = {tuple(loader["samples"] for loader in each["facts"]["loaders"]) for each in records}
+    records = (step.runs.one, *step.runs.ranks)
+    one, *ranks = (contents(each["steps"][: step.number]) for each in records)
+    sizes = {frozenset(loader["samples"] for loader in each["facts"]["loaders"]) for each in records}
     alike = [{found[index] == one[index] for index in found.keys() & one.keys()} for found in ranks]
     has_others = any({*one.values()}.isdisjoint(found.values()) for found in ranks[1:])
     return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:] and has_others
@@ -353,6 +362,20 @@ def train_apart(ranks: Sequence[Record]) -> int:
     first, _ = with_means(first_steps(ranks))
     gradients = Gradients(first, first[0], None, float(first[0]["precision"]))
     return 2 if _work_alike(ranks) else int(bool(gradients.between.names))
+
+
+def _drawn_alike(ranks: Sequence[Record]) -> list[Difference]:
+    """Without a loader: some ranks had the same rows in all steps, but not all, nor groups of one size (of a mesh)."""
+    rows = [[entered(step) for step in each["steps"]] for each in ranks]
+    alike = [rank for rank, each in enumerate(rows) if rows.count(each) > 1]
+    first = next((rows[rank] for rank in alike), [])
+    if any(each["facts"]["loaders"] for each in ranks) or len({rows.count(each) for each in rows}) < 2:
+        return []
+    if len(first) < 2 or not all(len(each) > 1 for each in first):  # few rows may be alike by chance
+        return []
+    measured = f"ranks {', '.join(map(str, alike))} had the same {counted(first[0].total(), 'row')}, also later"
+    lines = tuple(ranks[alike[0]]["steps"][0]["lines"].get("call", ()))
+    return [difference(1, "samples", "no-sampler drawn", measured, lines)]
 
 
 def _work_alike(ranks: Sequence[Record]) -> bool:

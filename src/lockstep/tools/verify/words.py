@@ -88,6 +88,10 @@ _WORDS = {
         "batch_size=GLOBAL), which also takes your own sampler; for a stream, let each rank take "
         "every world_size-th sample, starting at its rank",
     ),
+    "no-sampler drawn": (
+        "ranks draw the same samples, from streams with one seed, which other ranks have moved on",
+        "seed what draws samples by rank, such as seed + rank",
+    ),
     "order": (
         "the ranks got different samples in this step from one process: another order, a "
         "separate part of the data per rank, values prepared from each rank's part (a scaler), or a collate_fn that "
