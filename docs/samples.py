@@ -69,9 +69,15 @@ def _script() -> str:
     )
 
 
+def _verify() -> str:
+    """What `lockstep verify` says of README's script."""
+    return _output_of("verify", "train.py", files={"train.py": script_in(README.read_text())})
+
+
 SAMPLES: Mapping[str, Callable[[], str]] = {
     "train": _train,
     "script": _script,
+    "verify": _verify,
     "mismatch": _mismatch,
     **{name: partial(_guide, name) for name in GUIDES},
 }
@@ -114,15 +120,15 @@ def fill(page: str, outputs: Mapping[str, str]) -> str:
 def masked(text: str) -> str:
     """A sample without what differs from run to run.
 
-    Numbers with a fraction are measured or rounded, and so are rates and how many images were recognized. Cells of
-    tables are as wide as what stands in them.
+    Numbers with a fraction are measured or rounded, and so are rates, digits and how many images were recognized. Cells
+    of tables are as wide as what stands in them.
 
     >>> masked("training  460 steps in 17.6 s   1,631 samples/s")
     'training 460 steps in # s # samples/s'
     >>> masked("held out  99.16% (356/359)"), masked("99.16%   356 of 359 images")
     ('held out #% (#/359)', '#% # of 359 images')
     """
-    text = re.sub(r"\d[\d,]*\.\d+|\d[\d,]*(?= samples/s)|\d+(?=/359| of 359)", "#", text)
+    text = re.sub(r"(?<=to )\d+(?= digits)|\d[\d,]*\.\d+|\d[\d,]*(?= samples/s)|\d+(?=/359| of 359)", "#", text)
     return re.sub(r"[ ─]+", " ", text)
 
 

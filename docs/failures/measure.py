@@ -39,16 +39,16 @@ Each case runs on three ranks, and rank 1 is the culprit. The table shows what t
 gloo with `TORCH_DISTRIBUTED_DEBUG=DETAIL`, and on a lockstep group. Times are in seconds from the moment when the
 ranks diverge. All waits had a timeout of {timeout:g} s here, which "at the timeout" means; the default is 30 minutes.
 
+An error can name six things: the culprit's **rank**, its **host and pid**, the **operation** and
+its **number**, **what each passed** (shape, dtype, reduce op, root; or the exception), and the **lines of both**: where
+in the user's code the waiting rank and the culprit were, or were last seen.
+
 `make failures` generates this page from the cases in [failures/cases.py](failures/cases.py).
 `tests/ranks/test_failure_table.py` checks that the lockstep group behaves as the table says.
 
 """
 
 _NAMED = """
-In the table above, an error can name six things: the culprit's **rank**, its **host and pid**, the **operation** and
-its **number**, **what each passed** (shape, dtype, reduce op, root; or the exception), and the **lines of both**: where
-in the user's code the waiting rank and the culprit were, or were last seen.
-
 Collectives, sends and receives must agree in dtype and shape. Dimensions of size 1 do not count, and a flat tensor
 matches any other with the same number of elements: a matrix may be broadcast into a vector, but `[2, 3]` does not match
 `[3, 2]`. If a flat tensor and another one come from different lines, in a collective without a root, a branch may have
@@ -116,7 +116,7 @@ def measure(case: Case, system: str) -> Row:
         if not place.exists():  # Such as torch 2.13's DDP on gloo with DETAIL: a segmentation fault in its constructor.
             if not all(isinstance(outcome, WorkerDied) for outcome in outcomes):
                 raise RuntimeError(f"{case.name} on {system} was not run: {outcomes}")
-            return Row(case.name, system, "every process crashes before it comes to that", None, [], "")
+            return Row(case.name, system, "every process crashes first", None, [], "")
         culprit_pid = int(place.read_text())
     others = [outcome for rank, outcome in enumerate(outcomes) if rank != CULPRIT]
     raised = [outcome for outcome in others if isinstance(outcome, Observation) and outcome.error]

@@ -263,7 +263,7 @@ def test_a_sampler_that_cannot_give_its_order_again_is_an_error() -> None:
     loader = DataLoader(range(20), 4, sampler=RandomSampler(range(20), generator=generator))
     _, state = half_an_epoch(loader)
     loader.load_state_dict(state)  # the generator has gone on, as it stands at its beginning in another process
-    with pytest.raises(DataError, match="RandomSampler gives epoch 0 another order"):
+    with pytest.raises(DataError, match="RandomSampler gives epoch 0 a different order"):
         iter(loader)
 
 

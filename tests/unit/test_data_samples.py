@@ -208,7 +208,7 @@ class TestThreads:
 
     def test_fetching_in_another_thread_than_that_of_the_loader_is_an_error(self):
         batches = iter(DataLoader(Drawing(4), 2))
-        with pytest.raises(DataError, match=r"another thread.*num_workers=1"):
+        with pytest.raises(DataError, match=r"a thread other than.*num_workers=1"):
             self.in_a_thread(lambda: next(batches))
 
     @pytest.mark.parametrize(
