@@ -184,7 +184,7 @@ def _numpy_state() -> torch.Tensor:
     """The state of `np.random`; of another generator than a Mersenne Twister only that it was another."""
     state: Any = np.random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
-        return torch.zeros(_TWISTER.size, dtype=torch.uint8)
+        return _packed(*[0] * 626, 0.0)
     return _packed(*state["state"]["key"].tolist(), state["state"]["pos"], state["has_gauss"], state["gauss"])
 
 

@@ -345,17 +345,17 @@ class Trainer:
             raise InputTypeError(
                 f"Trainer: loader is a {type(loader).__module__}.{type(loader).__name__}; pass a lockstep.DataLoader"
             )
-        if not _has_length(loader):
+        try:
+            len(loader)
+        except TypeError:
             name = type(loader.batch_sampler).__name__
-            raise InputTypeError(f"Trainer: the loader's batch_sampler {name} has no length: give it __len__")
+            raise InputTypeError(f"Trainer: the loader's batch_sampler {name} has no length: give it __len__") from None
         if not isinstance(getattr(model, "module", None), nn.Module):
             raise InputTypeError(f"Trainer: model is a {type(model).__name__}; pass DistributedDataParallel(model)")
         if isinstance(stop, type):
             raise InputTypeError(f"Trainer: stop is the class {stop.__name__}; pass an object: {stop.__name__}()")
-        counts = {"accumulate": accumulate, "log_every": log_every, "save_every": save_every, "keep": keep}
-        for name, value in counts.items():
-            if not ((isinstance(value, int) and value >= 1) or (name == "save_every" and value is None)):
-                raise InputError(f"Trainer: {name} is {value!r}; expected an integer of at least 1")
+        saves = {} if save_every is None else {"save_every": save_every}
+        _check_counts(accumulate=accumulate, log_every=log_every, keep=keep, **saves)
         if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
             raise InputError(f"Trainer: clip_norm is {clip_norm!r}; expected more than 0, or None for no clipping")
         self.model, self.optimizer, self.loader, self.loss_fn = model, optimizer, loader, loss_fn
@@ -572,11 +572,10 @@ class Trainer:
                 callback(report)
 
 
-def _has_length(loader: DataLoader[Any]) -> bool:
-    try:
-        return len(loader) > 0
-    except TypeError:
-        return False
+def _check_counts(**counts: object) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise InputError(f"Trainer: {name} is {value!r}; expected an integer of at least 1")
 
 
 def _check_scheduler(saved: Mapping[str, Any] | None, scheduler: Scheduler | None) -> None:

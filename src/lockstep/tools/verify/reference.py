@@ -264,9 +264,7 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
     Also empty if a sample comes twice in any pass: only one batch of a further epoch may have been seen.
     """
     found = dict[int, list[list[int]]]()
-    # Draws for parts of samples, such as nodes of graphs, can only be given in the ranks' order.
-    has_parts = any(batch["joins"] for batch in batches_of(*runs.one["steps"][:1])) or runs.one["facts"]["unplaced"]
-    joins = verdict.code == 1 and has_parts
+    joins = verdict.code == 1 and _draws_for_parts(runs)
     is_other = verdict.first in OTHER_ORDER or _has_other_batches(runs, verdict) or _ends_early(runs, verdict)
     if not joins and not is_other:
         return found
@@ -286,9 +284,16 @@ def order_of_ranks(runs: Runs, verdict: Verdict) -> Orders:
     return found
 
 
+def _draws_for_parts(runs: Runs) -> bool:
+    """Whether draws may be for parts of samples, such as nodes: they can only be given in the ranks' order."""
+    has_parts = any(batch["joins"] for batch in batches_of(*runs.one["steps"][:1]))
+    return has_parts or bool(runs.one["facts"]["unplaced"])
+
+
 def gives_others(runs: Runs, orders: Orders) -> bool:
     """Whether one process by itself has other samples in its batches than those given, not only another order."""
-    pairs = ((runs.one["facts"]["passes"][number]["asked"], given) for number, given in orders.items())
+    passes = dict(enumerate(each["asked"] for each in runs.one["facts"]["passes"]))
+    pairs = ((passes.get(number, ()), given) for number, given in orders.items())
     return any(sorted(a or ()) != sorted(b) for asked, given in pairs for a, b in zip(asked, given, strict=False))
 
 
