@@ -391,7 +391,7 @@ def test_slices_of_a_batch() -> None:
 
 def test_batches_split_into_micro_batches() -> None:
     assert_same(loops.micro_batches_cut_from_a_batch, 2)
-    assert_refused(loops.micro_batches_cut_from_a_batch, "Parts of a batch must have one size", 5)
+    assert_refused(loops.micro_batches_cut_from_a_batch, "All parts of a batch must have the same size", 5)
     assert_same(loops.accumulated, 5)
 
 
