@@ -64,9 +64,55 @@ RIGHT = {
     ),
     "a sampler of batches of another length": _OF_ANOTHER_LENGTH,
     "numbers drawn for parts of samples": _FOR_PARTS.replace("SCALE", "world.world_size"),
+    "a search on copies of the model before it is trained": """
+        import copy
+
+        torch.manual_seed(0)
+        net = nn.Linear(6, 4)
+        x, y = data[:40]
+
+        def tried(rate):
+            trial = copy.deepcopy(net)
+            found = torch.autograd.grad(cross_entropy(trial(x), y), [*trial.parameters()])
+            with torch.no_grad():
+                for each, gradient in zip(trial.parameters(), found):
+                    each -= rate * gradient
+                return cross_entropy(trial(x), y).item()
+
+        rate = min([2.0, 1.0, 2.2, 0.3], key=tried)
+        model = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "epochs of a sample for each rank, in the same order by chance": """
+        few = torch.utils.data.Subset(data, range(2))
+        sampler = torch.utils.data.DistributedSampler(few, seed=2)
+        model, optimizer = by_torch()
+        loader = torch.utils.data.DataLoader(few, 1, sampler=sampler)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+    """,
 }
 WRONG = {
     "batches of several sizes, and a sum": (("gradients", "sum"), _OF_SEVERAL_SIZES.replace("SCALE", "1")),
+    "Lockstep's loader and torch's engine, with one sample more on a rank": (
+        ("gradients", "uneven"),
+        """
+        model, optimizer = by_torch()
+        more = torch.utils.data.ConcatDataset([data] * 3)
+        for x, y in lockstep.DataLoader(more, batch_size=183):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
     "numbers drawn for parts of samples, and a sum": (("gradients", "sum"), _FOR_PARTS.replace("SCALE", "1")),
 }
 UNKNOWN = {"a file of each rank's own": ("each rank creates its own dataset", _OF_OWN_FILES)}

@@ -520,7 +520,7 @@ def test_of_ranks_that_fail_the_first_is_told(epoch: int, tmp_path: Path) -> Non
         tmp_path,
     )
     assert verdict.first == ("steps", "fails"), text
-    assert "ranks fail with: ValueError: of rank 1" in " ".join(text.split())
+    assert "ranks fail with: ValueError: of rank 1 (rank 1, train.py:" in " ".join(text.split())
 
 
 def test_what_computes_in_16_bits_is_compared_in_64(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def assert_one_answer(
 
         >>> assert_one_answer("train.py", "--epochs", "1", nproc=(1, 2, 3))  # doctest: +SKIP
     """
+    __tracebackhide__ = True  # pytest shows the test that called this
     numbers = [number for number in ([nproc] if isinstance(nproc, int) else nproc) if number > 1]
     assert numbers, f"nproc is {nproc}; expected a number of processes above 1 to compare with one"
     with tempfile.TemporaryDirectory(prefix="lockstep-one-answer-") as folder:

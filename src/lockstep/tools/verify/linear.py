@@ -136,12 +136,13 @@ def _averaging(
         return None
     if taken is None or not (_are_close(taken, given) or _have_one_ratio(taken, needed)):
         return _before_averaging(taken)
-    if _are_close(given, losses.shares):
+    if all(map(_close, given, losses.shares)):  # both are exact
         return None
     rows = ", ".join(str(row) for each in losses.rows for row in each)
     by_means = any(each["weighed"] for ranks in step.ranks for each in ranks["backwards"])
     leaves_out = any(each["own"] for each in step.facts["loaders"])
-    key = "uneven means" if by_means else "uneven loader" if leaves_out else "uneven"
+    by_own = any(each["own"] for each in step.facts["engines"])
+    key = "uneven means" if by_means else f"uneven {'loader' if by_own else 'engine'}" if leaves_out else "uneven"
     return key, {"rows": rows, "given": _numbers(given)}
 
 

@@ -129,6 +129,7 @@ class StepRecorder:
         self.until = settings.steps
         self.has_last_batch = self.is_last_batch = False
         self._has_begun = False
+        self._begun_before = 0  # forward passes before the first batch that seemed to begin the training
         self._is_active = False
         self._is_written = False
         self._began_at = self._cut_at = self._first_cut_at = 0.0
@@ -166,6 +167,7 @@ class StepRecorder:
         step = self.step
         if step["calls"] and not (self.steps or step["batches"] or step["backwards"]):
             step["calls"], step["others"], self._has_begun = [], [], False
+            self._begun_before += 1
 
     def note_evaluation(self) -> bool:
         """At a call in eval mode, without gradients: whether it evaluates a model, between steps, without a loader."""
@@ -186,7 +188,8 @@ class StepRecorder:
             self._exchange_state(0)
 
     def _exchange_state(self, step: int) -> None:
-        path = self.settings.file("state", step)
+        # For each beginning a file, as one process comes to all of them.
+        path = self.settings.file("state", step, *([self._begun_before] if self._begun_before and not step else []))
         with torch.no_grad(), self.aside():
             if self.settings.is_reference:
                 if step == 0:

@@ -133,6 +133,7 @@ class Script:
         self._written: set[str] = set()
         self._not_kept = ""
         self._failures: dict[tuple[Path, str], str] = {}
+        self._places: dict[tuple[Path, str], str] = {}  # where, for those errors
 
     def run(
         self,
@@ -286,11 +287,17 @@ class Script:
         elif report is not None:
             lines = f"{report.type}: {report.message}".strip().splitlines()
             shown = lines[: 1 + _LISTED] if lines[0].endswith(":") else lines[:1]
+            place = f", {os.path.basename(report.file)}:{report.line}" if report.file else ""
+            self._places[self.folder, role] = f" (rank {report.rank}{place})"
         else:
             log = self.output(role, sys.maxsize).splitlines()
             last_words = (line.partition(_LAST_WORDS)[2] for line in log if _LAST_WORDS in line)
             shown = [failures[0].describe(), *(f"({line.strip()})" for line in last_words)]
         self._failures[self.folder, role] = " ".join(map(str.strip, shown))
+
+    def place_of_failure(self, role: str) -> str:
+        """Rank and line of the error that ended a run, in brackets; empty if unknown."""
+        return self._places.get((self.folder, role), "")
 
     def failure(self, role: str) -> str:
         """The error that ended a run, from the rank that failed first."""

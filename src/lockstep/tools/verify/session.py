@@ -113,7 +113,7 @@ def _compared(script: Script) -> Verdict:
         return script.ended(RANKS, code, f"{world_size} ranks")
     if script.learns_layout(ranks):
         return _compared(script)
-    script.failure_of_ranks = script.failure(RANKS) if code else ""
+    script.failure_of_ranks = script.failure(RANKS) + script.place_of_failure(RANKS) if code else ""
     code_of_ranks, (code, one, sizes) = code, run_one(script, ranks)
     if said_number(one) is not None:
         return _never_on_one(script, code_of_ranks, ranks)
@@ -153,7 +153,7 @@ def _on_one(
     one = one if has_begun(one) or not first_steps(ranks) else []
     verdict = _judged(script, Runs(ranks, *one), sizes) if one else None
     if verdict is None or (code and not any(0 < each.step <= len(one[0]["steps"]) for each in verdict.differences)):
-        is_alike = script.failure_of_ranks == script.failure(ONE)
+        is_alike = bool(script.failure_of_ranks) and script.failure(RANKS) == script.failure(ONE)
         where = f"{len(ranks)} ranks and also on one process" if is_alike else "one process started as a rank"
         verdict = script.ended(ONE, code, where)
         code = 0 if is_alike else code

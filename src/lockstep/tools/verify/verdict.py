@@ -297,7 +297,8 @@ def _failed(step: int, runs: Runs, failure: str) -> Difference:
         text = ", ".join(f"rank {rank} after {len(ranks[rank]['steps'])} steps" for rank in done)
         measured = f"the script ended on {text}, while other ranks continued: {failure}"
         return difference(step, "steps", "number-of-steps", measured)
-    return difference(step, "steps", "fails", f"one process continues, but {len(ranks)} ranks fail with: {failure}")
+    key = "fails samples" if "how many samples" in failure else "fails waits" if " in backward" in failure else "fails"
+    return difference(step, "steps", key, f"one process continues, but {len(ranks)} ranks fail with: {failure}")
 
 
 def _judge_counts(verdict: Verdict, runs: Runs) -> None:

@@ -48,6 +48,7 @@ def difference(
     return Difference(step, stage, key.partition(" ")[0], measured, meaning, advice, lines)
 
 
+_FAILS = "the script cannot train on this number of ranks as it is written"
 _DECIDE = "agree across ranks on what to skip and when to step (lockstep.any, lockstep.all; lockstep.mean for a loss)"
 _WRAP = "wrap their model in DistributedDataParallel, and call the wrapped model"
 _UNEVEN = "the ranks had {rows} samples, but their means were weighted {given}"
@@ -70,10 +71,11 @@ _WRITE_MEANS = (
 
 _WORDS = {
     # steps
-    "fails": (
-        "the script cannot train on this number of ranks as it is written",
-        "follow the error's advice; if ranks wait for each other, let all make the same calls in the same order; if "
-        "the error asks how many samples a pass holds, first check whether that pass compares samples with each other",
+    "fails": (_FAILS, "what the error advises"),
+    "fails waits": (_FAILS, "let all ranks make the same calls in the same order"),
+    "fails samples": (
+        _FAILS,
+        "check first whether that pass compares samples with each other; if it does not, what the error advises",
     ),
     "number-of-steps": (
         "each rank decides for itself when to step, skip or stop: by a length, size or loss of its own part; or the "
@@ -305,6 +307,11 @@ _WORDS = {
     "uneven means": (
         _UNEVEN,
         "lockstep.mean(loss * len(y), len(y)), which weights each rank by its len(y)",
+    ),
+    "uneven engine": (
+        _UNEVEN,
+        "lockstep.DistributedDataParallel(model), which weights ranks by the samples that lockstep.DataLoader gives "
+        "them; other engines average ranks equally",
     ),
     "uneven loader": (
         _UNEVEN,
