@@ -430,7 +430,7 @@ def mean_in_an_evaluation() -> Caught:
 def test_loop_over_an_evaluation_loader_is_told_of() -> None:
     for outcome in run_ranks(mean_in_an_evaluation, 2):
         assert type(outcome.error) is CollectiveMismatch
-        assert "or a loop that some leave earlier. all ranks must call lockstep.mean, but a loader" in str(
+        assert "or a loop that some leave earlier. All ranks must call lockstep.mean, but a loader" in str(
             outcome.error
         )
 
@@ -438,7 +438,7 @@ def test_loop_over_an_evaluation_loader_is_told_of() -> None:
 def test_layer_that_needs_all_ranks_is_named() -> None:
     for outcome in run_ranks(normalize_alone, 2):
         assert type(outcome.error) is CollectiveMismatch
-        assert "all ranks must run SyncBatchNorm in training mode: call model.eval() before" in str(outcome.error)
+        assert "All ranks must run SyncBatchNorm in training mode: call model.eval() before" in str(outcome.error)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_functions_for_all_ranks_are_called_what_users_call_them(
     for outcome in run_ranks(function, 2, *args):
         assert type(outcome.error) is CollectiveMismatch
         assert name in str(outcome.error)
-        advised = f"all ranks must call {name.partition(' ')[0]}, {advice}: call it outside of the branch"
+        advised = f"All ranks must call {name.partition(' ')[0]}, {advice}: call it outside of the branch"
         assert advised in str(outcome.error)
 
 

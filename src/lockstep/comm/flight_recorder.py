@@ -57,21 +57,21 @@ _GIVEN_UP: dict[str, type[CollectiveError]] = {
 }
 
 _IN_EVALUATION = (
-    "all ranks must call {}, but a loader with evaluation=True may give some ranks more batches: in a loop over it "
+    "All ranks must call {}, but a loader with evaluation=True may give some ranks more batches: in a loop over it "
     "count with lockstep.metrics, or call this after the loop"
 )
 _FOR_ALL_RANKS = {
-    "checkpoint.save": "all ranks must call checkpoint.save, though only rank 0 writes: call it outside of the branch",
-    "checkpoint.load": "all ranks must call checkpoint.load, and each gets the state: call it outside of the branch",
+    "checkpoint.save": "All ranks must call checkpoint.save, though only rank 0 writes: call it outside of the branch",
+    "checkpoint.load": "All ranks must call checkpoint.load, and each gets the state: call it outside of the branch",
     "metrics.synchronize": (
-        "all ranks must call metrics.synchronize, and each gets the values: call it outside of the branch"
+        "All ranks must call metrics.synchronize, and each gets the values: call it outside of the branch"
     ),
-    "lockstep.any": "all ranks must call lockstep.any, and each gets the answer: call it outside of the branch",
-    "lockstep.all": "all ranks must call lockstep.all, and each gets the answer: call it outside of the branch",
-    "world.should_stop": "all ranks must call world.should_stop, after each step: call it outside of the branch",
+    "lockstep.any": "All ranks must call lockstep.any, and each gets the answer: call it outside of the branch",
+    "lockstep.all": "All ranks must call lockstep.all, and each gets the answer: call it outside of the branch",
+    "world.should_stop": "All ranks must call world.should_stop, after each step: call it outside of the branch",
     **{call: _IN_EVALUATION.format(call) for call in ("lockstep.mean", "lockstep.sum", "lockstep.all_gather")},
     "SyncBatchNorm": (
-        "all ranks must run SyncBatchNorm in training mode: call model.eval() before what only one rank does"
+        "All ranks must run SyncBatchNorm in training mode: call model.eval() before what only one rank does"
     ),
 }
 
@@ -478,11 +478,10 @@ class FlightRecorder:
         """Advice if this rank called a function of ours that all ranks must call, and the missing ones did not."""
         if not self.number:
             return ""
-        latest = (self._blocks.latest_record(rank) for rank in missing)
-        text = _advice(
-            [self._blocks.record(self._rank, self.number).site, *(one.site if one else "" for one in latest)]
-        )
-        return f".{text}".rstrip(".") if text else ""
+        latest = [self._blocks.latest_record(rank) for rank in missing]
+        own = split_site(self._blocks.record(self._rank, self.number).site)[1]
+        did_so = any(one is not None and split_site(one.site)[1] == own for one in latest)
+        return "" if did_so or own not in _FOR_ALL_RANKS else f". {_FOR_ALL_RANKS[own]}"
 
     def _story(self, rank: int, kind: FailureKind, failure: Failure | None) -> str:
         if failure is not None and failure.kind in ("", CollectiveAborted.__name__):

@@ -196,7 +196,8 @@ def _fate_of_others(failures: list[RankFailure], num_ranks: int) -> str:
     first, others = failures[0], failures[1:]
     if num_ranks == 1:
         return ""
-    statuses = describe_statuses({rank: status for rank, status in first.statuses.items() if rank != first.rank})
+    listed = {first.rank, *(one.rank for one in _causes_among(failures) if one.is_like(first))}
+    statuses = describe_statuses({rank: status for rank, status in first.statuses.items() if rank not in listed})
     if statuses:
         return f"; {statuses}"
     if not others:

@@ -104,8 +104,8 @@ def _check_data(names: list[str], sums: list[float]) -> None:
         if total**2 != known * square_sum:
             raise CollectiveMismatch(
                 f"synchronize: metric {name} covers different data on each rank: the loaders with evaluation=True "
-                "hold different samples, or the same in another order. Ranks differ in what they draw after "
-                "lockstep.init, find in a folder, or collect from a loader. Draw a split with "
+                "hold different samples, or the same in another order. Ranks differ in what they draw without "
+                "a seed, find in a folder, or collect from a loader. Draw data and splits with "
                 "torch.Generator().manual_seed(0), sort what is found, and combine what ranks have collected with "
                 "lockstep.all_gather. If each rank has its own data, use a loader with rank=0 and world_size=1"
             )

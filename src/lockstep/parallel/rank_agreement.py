@@ -68,9 +68,9 @@ _FIRST_MASK, _EPOCH_MASK, _HASH_MASK = (1 << _FIRST_BITS) - 1, (1 << _EPOCH_BITS
 
 _ADVICE_ON_DATA = (
     "their loaders hold different samples, or the same in another order. All ranks need the same. Ranks differ in "
-    "what they draw after lockstep.init (a split, a shuffle, negatives), find in a folder, or collect from a loader "
-    "(features, or per-sample losses that become a sampler's weights). Draw from a generator with one seed, such as "
-    "torch.Generator().manual_seed(0) or np.random.default_rng(epoch); sort what is found; combine what ranks have "
+    "what they draw without a seed or once the model trains (data, a split, a shuffle, negatives), find in a folder, "
+    "or collect from a loader (features, or losses that become a sampler's weights). Draw with one seed on all ranks, "
+    "such as torch.Generator().manual_seed(0) or np.random.default_rng(epoch); sort what is found; combine what ranks "
     "collected with lockstep.all_gather; give each loader the same seed and all of the data, which it splits. If "
     "each rank has its own data, use a loader with rank=0 and world_size=1"
 )
