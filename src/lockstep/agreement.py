@@ -95,7 +95,7 @@ def _read(name: str, flag: bool | Tensor) -> bool:
 
 def _agree(name: str, flag: bool, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> bool:
     if not isinstance(group, dist.ProcessGroup | None):
-        raise InputTypeError(f"lockstep.{name}: process_group is {group!r}; pass one flag, such as one or other")
+        raise InputTypeError(f"lockstep.{name}: process_group is {group!r}; combine flags: lockstep.{name}(a or b)")
     if not has_group(f"lockstep.{name}"):
         return flag
     answer = torch.full((), int(flag), dtype=torch.int32, device=collective_device(group))

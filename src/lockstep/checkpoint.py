@@ -162,13 +162,18 @@ def restore_rng(states: Mapping[str, torch.Tensor]) -> None:
     """Restore this rank's generators, before or after the model is wrapped. Local.
 
     A rank that did not exist when the states were saved (the run resumes with more ranks) keeps its current states.
+
+    Raises:
+        InputTypeError: `states` is not what `gather_rng` returned.
     """
+    if not isinstance(states, Mapping) or "cpu" not in states:
+        raise InputTypeError(f"restore_rng: expected what gather_rng() returned, got {type(states).__name__}")
     seeding.begin_rank_streams_of_engine()  # otherwise an engine that is created later would leave the restored streams
     rank = _own_rank()
     own = {kind: of_ranks[rank].cpu().clone() for kind, of_ranks in states.items() if rank < len(of_ranks)}
     if "cpu" in own:
         torch.set_rng_state(own["cpu"])
-    if "numpy" in own:
+    if "numpy" in own:  # older checkpoints have torch's only
         _restore_numpy(own["numpy"])
     if "random" in own:
         _restore_python(own["random"])

@@ -54,7 +54,7 @@ def test_any_without_a_group_and_what_is_no_flag() -> None:
     for value in (0.3, torch.ones(2), None):
         with pytest.raises(InputTypeError, match=r"lockstep\.any: flag is .* one element"):
             lockstep.any(value)  # type: ignore[arg-type]
-    with pytest.raises(InputTypeError, match="process_group is False; pass one flag"):
+    with pytest.raises(InputTypeError, match="process_group is False; combine flags"):
         lockstep.any(True, False)  # type: ignore[arg-type]
 
 

@@ -266,6 +266,9 @@ def test_random_state_of_one_process(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, {"rng": states}, step=1)
     checkpoint.restore_rng(checkpoint.load(path)["rng"])
     assert torch.equal(torch.rand(3), expected)
+    for wrong in (None, {}, torch.get_rng_state()):
+        with pytest.raises(InputTypeError, match=r"expected what gather_rng\(\) returned"):
+            checkpoint.restore_rng(wrong)  # type: ignore[arg-type]
 
 
 def save_and_die(folder: Path, killed_at: str) -> None:

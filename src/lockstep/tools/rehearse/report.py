@@ -104,7 +104,7 @@ def format_text(script: str, findings: Sequence[Finding], job: RehearsedJob | No
         ending = f"it ended with exit code {exit_code} before joining a group"
         lines = [f"lockstep rehearse: no report on {script}: {ending}"]
     elif not findings:
-        ending = "" if exit_code == 0 else " before it was interrupted" if exit_code == 130 else " before it failed"
+        ending = {0: "", 130: " before it was interrupted"}.get(exit_code, " before it failed")
         lines = [f"lockstep rehearse: nothing found in {where}{ending}"]
     else:
         count = f"{len(findings)} thing{'' if len(findings) == 1 else 's'}"

@@ -139,11 +139,16 @@ def _averaging(
     if all(map(_close, given, losses.shares)):  # both are exact
         return None
     rows = ", ".join(str(row) for each in losses.rows for row in each)
-    by_means = any(each["weighed"] for ranks in step.ranks for each in ranks["backwards"])
-    leaves_out = any(each["own"] for each in step.facts["loaders"])
-    by_own = any(each["own"] for each in step.facts["engines"])
-    key = "uneven means" if by_means else f"uneven {'loader' if by_own else 'engine'}" if leaves_out else "uneven"
-    return key, {"rows": rows, "given": _numbers(given)}
+    return _uneven(step), {"rows": rows, "given": _numbers(given)}
+
+
+def _uneven(step: StepOfJob) -> str:
+    """The key for ranks that are weighted by other than their numbers of samples."""
+    if any(each["weighed"] for ranks in step.ranks for each in ranks["backwards"]):
+        return "uneven means"
+    if not any(each["own"] for each in step.facts["loaders"]):
+        return "uneven"
+    return "uneven loader" if any(each["own"] for each in step.facts["engines"]) else "uneven engine"
 
 
 def _before_averaging(taken: list[float] | None) -> _Cause:
