@@ -29,7 +29,7 @@ from lockstep.errors import LockstepError, ModelError, RankLost
 from lockstep.testing import WorkerDied, limit_s, run_ranks
 
 BATCH = 6
-WARNING = "nothing was communicated"
+WARNING = "gives each rank its own part of every batch"
 
 
 def samples() -> torch.utils.data.TensorDataset:
@@ -92,16 +92,40 @@ def train_bare(epochs: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["lockstep", "gloo"])
-@pytest.mark.parametrize(("epochs", "num_steps"), [(1, 4), (20, 64)])
-def test_an_unwrapped_model_is_warned_of(epochs: int, num_steps: int, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "measured"), [(1, "the 3 ranks end with different parameters"), (20, "in the first 64 steps")]
+)
+def test_an_unwrapped_model_is_warned_of(epochs: int, measured: str, backend: str) -> None:
     """At the end of a short script, and after some steps of a long one."""
     (told, error), *others = run_ranks(outcome_of, 3, train_bare, epochs, backend=backend, init=False)
     (text,) = told
     assert re.match(r"SGD\.step\(\) at .*test_drift\.py:\d+ in train: ", text)
-    assert f"nothing was communicated in the first {num_steps} steps" in text
+    assert measured in text
     assert "model = lockstep.DistributedDataParallel(model)" in text
     assert error == ""
     assert others == [([], "")] * 2
+
+
+def train_reporting(make: Callable[[], nn.Module] = make_model) -> None:
+    """The model is freed before the world is left."""
+    model = make()
+    train(model, sgd(model), lambda: average([torch.zeros(1)]), epochs=20)
+
+
+def make_constant() -> nn.Module:
+    model = make_model()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+@pytest.mark.parametrize("make", [make_model, make_constant])
+def test_an_unwrapped_model_is_warned_of_if_the_script_communicates(make: Callable[[], nn.Module]) -> None:
+    (told, error), *others = run_ranks(outcome_of, 2, train_reporting, make, init=False)
+    (text,) = told
+    assert "the 2 ranks end with different parameters" in text
+    assert error == ""
+    assert others == [([], "")]
 
 
 def by_hand() -> None:
@@ -148,8 +172,8 @@ def attacks() -> nn.Module:
     return model
 
 
-def local_sgd() -> None:
-    """Parameters are averaged in every 16th step; the last steps are not."""
+def local_sgd(averages_at_the_end: bool = True) -> None:
+    """Parameters are averaged in every 16th of 20 steps."""
     model = make_model()
     steps = iter(range(1, 1000))
 
@@ -158,6 +182,15 @@ def local_sgd() -> None:
             average([each.data for each in model.parameters()])
 
     train(model, sgd(model), after, epochs=5)
+    if averages_at_the_end:
+        average([each.data for each in model.parameters()])
+
+
+def test_steps_after_the_last_averaging_are_warned_of() -> None:
+    (told, error), _ = run_ranks(outcome_of, 2, local_sgd, False, init=False)
+    (text,) = told
+    assert "average them after the last step, too" in text
+    assert error == ""
 
 
 @pytest.mark.parametrize("backend", ["lockstep", "gloo"])

@@ -118,9 +118,7 @@ def check_dataset(dataset: Any) -> int:
             "Give it __len__"
         ) from None
     if length < 1:
-        raise DataError(
-            f"dataset {name} is empty: expected at least one sample. Check the path that it reads and its filters"
-        )
+        raise DataError(f"dataset {name} is empty: expected at least one sample. Check its path and its filters")
     return length
 
 
@@ -268,9 +266,8 @@ def check_state(
     missing = [key for key in (*_STATE_KEYS, "samples_per_epoch", "order") if key not in state]
     if missing:
         raise DataError(f"the loader's state lacks {', '.join(missing)}. Pass the result of DataLoader.state_dict()")
-    numbers = {
-        key: check_integer(f"state[{key!r}]", state[key], -(2**63) if key == "seed" else 0) for key in _STATE_KEYS
-    }
+    least = {"seed": -(2**63)}
+    numbers = {key: check_integer(f"state[{key!r}]", state[key], least.get(key, 0)) for key in _STATE_KEYS}
     for key, here in (("dataset_length", dataset_length), ("samples_per_epoch", samples_per_epoch), ("order", order)):
         if state[key] != here:
             raise DataError(

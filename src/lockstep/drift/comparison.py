@@ -42,6 +42,7 @@ from lockstep.comm.group_setup import BootstrapStore
 from lockstep.comm.group_stores import store_of
 from lockstep.drift.engines import AveragingModule, engines, num_writes
 from lockstep.errors import CollectiveMismatch, ModelError
+from lockstep.log import get_logger, warn_once
 from lockstep.rank_status import check_nobody_waits
 from lockstep.shm.liveness import Watch
 from lockstep.torch_private.groups import is_registered
@@ -82,6 +83,7 @@ class _Model:
         num_writes: total number of writes to its parameters since the engine was created.
         is_there: whether the model still exists.
         projection: its projection, if it no longer exists.
+        warning: what to say if it differs, for a parameter without an engine; otherwise that is an error.
     """
 
     kind: str
@@ -89,6 +91,7 @@ class _Model:
     num_writes: int
     is_there: bool
     projection: Projection | None
+    warning: str = ""
 
 
 _past: weakref.WeakKeyDictionary[World, dict[str, _Model]] = weakref.WeakKeyDictionary()
@@ -134,8 +137,16 @@ def note_end(engine: AveragingModule, is_finalizing: Callable[[], bool] = sys.is
     past[_key_of(engine)] = _describe(engine, is_there=False, projection=_project(engine.tensors_alike()))
 
 
-def comparison_of_engines(world: World) -> Callable[[], None] | None:
+def comparison_of_engines(
+    world: World, beginning: str = "", sample: torch.Tensor | None = None, warning: str = ""
+) -> Callable[[], None] | None:
     """The function to call after the world has been left, or None. See [Note: comparison at the end].
+
+    Args:
+        world: the world that is being left.
+        beginning: hash of the first values of `sample`.
+        sample: a parameter without an engine.
+        warning: what to say if ranks on which it began alike end with different values.
 
     Returns:
         A function that raises ModelError if ranks hold different models in one of their engines.
@@ -150,6 +161,8 @@ def comparison_of_engines(world: World) -> Callable[[], None] | None:
     if world in _errors:
         raise _errors.pop(world)
     own = _past.pop(world, {}) | {key: _describe(each, is_there=True) for key, each in there.items()}
+    if sample is not None:
+        own[beginning] = _Model("", digest([sample]), 0, True, _project({"": sample}), warning)
     if world.world_size == 1 or not own:
         return None
     return functools.partial(_compare, _Meeting(world), world.world_size, own, there)
@@ -169,7 +182,10 @@ def _compare(store: _Meeting, world_size: int, own: Mapping[str, _Model], there:
         found = {key: _find_apart(differing[key], [one.get(key, {}) for one in about]) for key in values if about}
     store.leave()
     for key, names in found.items():
-        if names:
+        warning = own[key].warning
+        if names and warning and store.rank == 0:
+            warn_once(get_logger(__name__), warning)
+        elif names and not warning:
             raise ModelError(
                 f"the {world_size} ranks end with different models: {len(names)} of the {len(values[key])} "
                 f"tensors of {own[key].kind}, which DistributedDataParallel wraps, differ between ranks, such as "
@@ -186,9 +202,8 @@ def _advice_on(engine: AveragingModule | None) -> str:
 
 def _is_compared(engine: AveragingModule) -> bool:
     """Whether other ranks of this world have created the same engine."""
-    if vars(engine).get("number", -1) < 0 or engine.process_group.size() == 1:
-        return False
-    return is_registered(engine.process_group)  # otherwise it belongs to an earlier world
+    group, number = engine.process_group, vars(engine).get("number", -1)
+    return number >= 0 and group.size() > 1 and is_registered(group)  # otherwise it belongs to an earlier world
 
 
 def _key_of(engine: AveragingModule) -> str:
@@ -248,12 +263,12 @@ class _Meeting:
     """Messages that the ranks of a world exchange when they leave it. A missing rank is awaited only once."""
 
     def __init__(self, world: World) -> None:
-        self._rank, self._world_size = world.rank, world.world_size
+        self.rank, self._world_size = world.rank, world.world_size
         self._store: BootstrapStore | None = None
         self._has_nonce = nonce_of(world.process_group) is not None
         self._near = {}
         if (engine := engine_of(world.process_group)) is not None:
-            near = [peer for peer in engine.team.near if peer != self._rank]
+            near = [peer for peer in engine.team.near if peer != self.rank]
             self._near = {peer: engine.team.blocks.identity(peer) for peer in near}
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
             self._store = store_of(world.process_group, "drift")
@@ -264,7 +279,7 @@ class _Meeting:
             return []
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
             if not self._has_nonce:
-                nonce = agree_on_nonce(self._store, self._rank, range(self._world_size), _PATIENCE_S)
+                nonce = agree_on_nonce(self._store, self.rank, range(self._world_size), _PATIENCE_S)
                 self._store, self._has_nonce = self._store.agreed(nonce), True
             said = self._share(self._store, topic, json.dumps(own), _PATIENCE_S)
             if said is not None:
@@ -277,16 +292,16 @@ class _Meeting:
         if self._store is None:
             return
         with contextlib.suppress(RuntimeError):
-            if self._rank == 0:
+            if self.rank == 0:
                 self._share(self._store, "has read ", "", _STAY_S)
             else:
-                self._store.set(f"has read {self._rank}", "")
+                self._store.set(f"has read {self.rank}", "")
 
     def _share(self, store: BootstrapStore, topic: str, text: str, timeout_s: float) -> list[str] | None:
         """`BootstrapStore.share`, which does not wait for a rank of this host whose process has ended."""
-        check = functools.partial(check_nobody_waits, self._rank)
+        check = functools.partial(check_nobody_waits, self.rank)
         with contextlib.closing(Watch(self._near)) as watch:
-            return store.share(topic, self._rank, self._world_size, text, timeout_s, watch, check)
+            return store.share(topic, self.rank, self._world_size, text, timeout_s, watch, check)
 
 
 def _read_summary(text: str, is_known: Callable[[Any], bool]) -> Summary:

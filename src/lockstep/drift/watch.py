@@ -4,8 +4,10 @@
 the averaging: this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. So if a
 `lockstep.DataLoader` gives each rank its own part of every batch, and nothing is communicated from the first step on,
 ranks diverge: each trains its own model. Rank 0 warns of this after `_QUIET_STEPS`, since local SGD averages parameters
-only now and then, or when the world is left. A script that communicates for another reason, such as to show a loss,
-gets no warning: `lockstep verify` shows what it trains.
+only now and then. A script may take fewer steps, or communicate for another reason, such as to show a loss. So ranks
+without an engine also compare a parameter when the world is left, and rank 0 warns if it began with the same values on
+all of them and did not end so. It is a small one, as it is kept until then, and no constant if there are others: the
+parts of a sharded parameter could begin alike.
 
 [Note: uncounted evaluations] A loader gives each rank its share of the samples. If the script has iterated over a
 loader with `evaluation=True`, or under no_grad, to its end, and this process communicates nothing from the beginning of
@@ -22,14 +24,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep.comm import clock
 from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import make_locator, site_text
-from lockstep.drift.comparison import comparison_of_engines
-from lockstep.drift.engines import StepArguments, engines
+from lockstep.drift.comparison import comparison_of_engines, digest
+from lockstep.drift.engines import StepArguments, engines, parameters_of
 from lockstep.log import get_logger, warn_once
 from lockstep.torch_private.groups import open_groups, sequence_number_of
 from lockstep.world import World, check_at_shutdown
@@ -38,6 +42,7 @@ __all__ = ["EvaluationWatch", "describe_step", "watch_optimizers", "watch_shutdo
 
 _logger = get_logger(__name__)
 _QUIET_STEPS = 64
+_SMALL = 1 << 18  # number of values
 _find_line = make_locator()
 
 
@@ -60,12 +65,14 @@ class _Watched:
         communication: value of `_communication` at the first step.
         label: class and line of the first step; "" before it.
         num_steps: number of quiet steps.
+        sample: the parameter to compare at the end, after a hash of its first values.
     """
 
     group: weakref.ref[dist.ProcessGroup]
     communication: object = None
     label: str = ""
     num_steps: int = 0
+    sample: tuple[str, torch.Tensor] | None = None
 
 
 class EvaluationWatch:
@@ -152,32 +159,33 @@ def _look_for_communication(optimizer: Optimizer) -> None:
     assert watched is not None
     if not watched.label:
         watched.label, watched.communication = describe_step(optimizer), current
+        small = [each for each in parameters_of(optimizer) if type(each) is Parameter and each.numel() < _SMALL]
+        sample = max(small[::-1], key=lambda each: bool((each != each.max()).any()), default=None)
+        watched.sample = None if sample is None else (digest([sample]), sample)
     group = watched.group()  # None once the group is freed; then the default group may be gone, too
     _is_quiet = group is not None and group is dist.group.WORLD and watched.communication == current
     watched.num_steps += _is_quiet
     if watched.num_steps == _QUIET_STEPS:
-        _warn_of(watched)
+        if dist.get_rank() == 0:
+            warn_once(_logger, _text_of(watched, f"nothing was communicated in the first {_QUIET_STEPS} steps"))
+        _is_quiet, watched.sample = False, None
 
 
-def _warn_of(watched: _Watched) -> None:
-    global _is_quiet
-    _is_quiet = False
-    if dist.get_rank() == 0:
-        warn_once(
-            _logger,
-            f"{watched.label}: nothing was communicated in the first {watched.num_steps} steps, but "
-            f"lockstep.DataLoader gives each of the {dist.get_world_size()} ranks its own part of every batch. So "
-            "each rank trains its own model. Before the loop write model = lockstep.DistributedDataParallel(model), "
-            "and call that in the loop; if each rank should train its own, give each loader rank=0 and world_size=1",
-        )
+def _text_of(watched: _Watched, measured: str) -> str:
+    return (
+        f"{watched.label}: {measured}, but lockstep.DataLoader gives each rank its own part of every batch. So each "
+        "rank trains its own model. Before the loop write model = lockstep.DistributedDataParallel(model), and call "
+        "that in the loop. If the script averages parameters now and then, average them after the last step, too. If "
+        "each rank should train its own, give each loader rank=0 and world_size=1"
+    )
 
 
 def _at_shutdown(world: World) -> Callable[[], None] | None:
     global _watched, _is_quiet
-    watched = _watched
-    if _is_quiet and watched is not None and watched.num_steps > 1 and watched.communication == _communication():
-        _warn_of(watched)
-    _watched, _is_quiet = None, False
+    watched, _watched, _is_quiet = _watched, None, False
     for evaluation in list(_pending):  # before the comparison, which communicates
         evaluation.look()
-    return comparison_of_engines(world)
+    if watched is None or watched.sample is None:
+        return comparison_of_engines(world)
+    text = _text_of(watched, f"the {world.world_size} ranks end with different parameters")
+    return comparison_of_engines(world, *watched.sample, text)

@@ -143,9 +143,7 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> float:
     return float(bucket_cap_mb)
 
 
-def named_tensors(
-    module: torch.nn.Module, ignored: frozenset[str], with_buffers: bool = True
-) -> dict[str, torch.Tensor]:
+def named_tensors(module: nn.Module, ignored: frozenset[str], with_buffers: bool = True) -> dict[str, torch.Tensor]:
     """Parameters of a module, and its buffers, by name. Local."""
     buffers: Iterable[tuple[str, torch.Tensor]] = module.named_buffers() if with_buffers else ()
     tensors = itertools.chain(module.named_parameters(), buffers)
@@ -169,11 +167,8 @@ def find_alike(module: torch.nn.Module, ignored: frozenset[str], with_buffers: b
         is_marked = any(getattr(tensor, mark, None) is value for mark, value in _MARKS_OF_PARTS.items())
         return is_marked or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
-    return {
-        name: tensor
-        for name, tensor in named_tensors(module, ignored, with_buffers).items()
-        if not is_left_out(name, tensor)
-    }
+    tensors = named_tensors(module, ignored, with_buffers)
+    return {name: tensor for name, tensor in tensors.items() if not is_left_out(name, tensor)}
 
 
 def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple[dict[str, torch.Tensor | None], str]]:

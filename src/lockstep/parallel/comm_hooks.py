@@ -66,11 +66,7 @@ class HookedBuckets:
     _futures: list[tuple[int, torch.futures.Future[torch.Tensor]]] = field(default_factory=list, init=False)
 
     def begin(
-        self,
-        bucket: int,
-        buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
+        self, bucket: int, buffer: torch.Tensor, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     ) -> None:
         """Pass the hook a bucket, see `GradBucket`; ModelError if it does not return a future."""
         is_last = bucket == self.num_buckets - 1

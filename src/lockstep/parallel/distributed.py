@@ -506,10 +506,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
     # ---- join: ranks with fewer batches --------------------------------------------------------
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """A context in which ranks may run out of batches at different times.
 
@@ -524,10 +521,7 @@ class DistributedDataParallel(PassesForTorchs, Joinable):
             throw_on_early_termination: raise on all ranks as soon as one has no more batches.
         """
         return RepeatableJoin(
-            self,
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
+            self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -220,11 +220,7 @@ class Feeding:
         return Feed(share=share, question=ask)
 
     def _by_size(
-        self,
-        rows: int | None,
-        trains: bool,
-        show: Callable[[], str],
-        rows_of_ranks: tuple[int, ...] | None = None,
+        self, rows: int | None, trains: bool, show: Callable[[], str], rows_of_ranks: tuple[int, ...] | None = None
     ) -> Feed:
         """The samples of inputs with this number of rows, or these on each rank, if the ranks were asked. Local.
 
