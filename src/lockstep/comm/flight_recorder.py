@@ -28,7 +28,7 @@ from lockstep.comm.contract import Team
 from lockstep.comm.deadlock import WAIT_FOR_EACH_OTHER, Deadlock
 from lockstep.comm.flat_shapes import FlatShapes, Shapes
 from lockstep.comm.reorder import Order, ReorderDetector
-from lockstep.comm.wording import without_ones
+from lockstep.comm.wording import describe_mismatch, without_ones
 from lockstep.errors import (
     AFTER_CTRL_C,
     CollectiveAborted,
@@ -357,11 +357,11 @@ class FlightRecorder:
             f"  {self.names(ranks)}: {_call_at(records[ranks[0]].call, _sites_of(records, ranks))}"
             for ranks in groups.values()
         ]
+        what, advice = describe_mismatch(record.call for record in records)
         return CollectiveMismatch(
-            f"the ranks of {self.group_name} called different operations as collective #{self.number}:\n"
+            f"the ranks of {self.group_name} {what} as collective #{self.number}:\n"
             + "\n".join(lines)
-            + "\nEvery rank must call the same collective, in the same order, with the same shapes, dtype, reduce op "
-            f"and root. Look for a branch that only some ranks take, or a loop that some leave earlier.{hint}"
+            + f"\n{advice}{hint}"
             + (_advice(record.site for record in records) if len({call for call, _ in groups}) > 1 else ""),
             self._globals(_minority(groups.values())),
         )

@@ -11,7 +11,7 @@ from lockstep.rank_status import DEFAULT_GROUP
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SHAPE", "describe_group", "describe_shape", "describe_tensor", "without_ones"]
+__all__ = ["SHAPE", "describe_group", "describe_mismatch", "describe_shape", "describe_tensor", "without_ones"]
 
 # The shape in the output of `describe_tensor`; its sizes are the regex group.
 SHAPE = re.compile(r"(?<=\w)\[([\d, ]*)\]")
@@ -26,6 +26,18 @@ def describe_group(group_name: str, ranks: Sequence[int], is_default: bool) -> s
         is_default: whether it is the default group.
     """
     return DEFAULT_GROUP if is_default else f"group {group_name} of ranks {list(ranks)}"
+
+
+def describe_mismatch(calls: Iterable[str]) -> tuple[str, str]:
+    """What ranks did that made these different calls, and what they must do instead."""
+    if len({call.partition("); ")[0] for call in calls}) == 1:  # what follows is the batch
+        advice = "Every rank must run the same passes, and take the batches of a lockstep.DataLoader in the same order."
+        return "averaged gradients of different batches", advice
+    advice = (
+        "Every rank must call the same collective, in the same order, with the same shapes, dtype, reduce op and root. "
+        "Look for a branch that only some ranks take, or a loop that some leave earlier."
+    )
+    return "called different operations", advice
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
