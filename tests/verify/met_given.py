@@ -16,6 +16,24 @@ _OF_SEVERAL_SIZES = """
             (cross_entropy(model(x), y, reduction="sum") * SCALE / total).backward()
             optimizer.step()
 """
+# A constant rate that the script computes from a batch size that nobody passes.
+_RATE_BY_SIZE = """
+        import argparse
+
+        parser = argparse.ArgumentParser()
+        parser.add_argument("-b", "--batch-size", type=int, default=5)
+        parser.add_argument("--width", type=int, default=5)
+        options = parser.parse_args()
+        batch = SIZE
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        for x, y in split(batch):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+"""
+_OF_RANK, _OF_ALL_RANKS = "0.02 * batch", "0.02 * batch * world.world_size"
 # As Megatron-LM's sampler of batches, whose length is the number of samples.
 _OF_ANOTHER_LENGTH = """
         class Batches:
@@ -62,6 +80,12 @@ RIGHT = {
     "batches of several sizes, of which each rank takes every second": _OF_SEVERAL_SIZES.replace(
         "SCALE", "world.world_size"
     ),
+    "a rate by the default batch size of all ranks": _RATE_BY_SIZE.replace("SIZE", "options.batch_size").replace(
+        "RATE", _OF_ALL_RANKS
+    ),
+    "a rate by the batch size of all ranks in the script": _RATE_BY_SIZE.replace("SIZE", "5").replace(
+        "RATE", _OF_ALL_RANKS
+    ),
     "a sampler of batches of another length": _OF_ANOTHER_LENGTH,
     "numbers drawn for parts of samples": _FOR_PARTS.replace("SCALE", "world.world_size"),
     "a search on copies of the model before it is trained": """
@@ -101,6 +125,14 @@ RIGHT = {
     """,
 }
 WRONG = {
+    "a rate by the default batch size of a rank": (
+        ("parameters", "size"),
+        _RATE_BY_SIZE.replace("SIZE", "options.batch_size").replace("RATE", _OF_RANK),
+    ),
+    "a rate by the batch size of a rank in the script": (
+        ("parameters", "size"),
+        _RATE_BY_SIZE.replace("SIZE", "5").replace("RATE", _OF_RANK),
+    ),
     "batches of several sizes, and a sum": (("gradients", "sum"), _OF_SEVERAL_SIZES.replace("SCALE", "1")),
     "Lockstep's loader and torch's engine, with one sample more on a rank": (
         ("gradients", "uneven"),

@@ -273,6 +273,15 @@ def test_seconds_that_are_the_same_twice_by_chance_are_no_number_of_an_evaluatio
     assert judge([ranks] * 2, one, moved, again) == ([], [])
 
 
+def test_lines_are_told_apart_without_seconds_that_have_their_unit_attached() -> None:
+    def facts(*seconds: float) -> dict[str, Any]:
+        texts = [f"epoch {epoch}: val loss {1.5 - epoch / 10} ({each}s/it)" for epoch, each in enumerate(seconds)]
+        return facts_of("", 31) | {"texts": [(True, text, "") for text in texts]}
+
+    ranks, one, again, moved = facts(0.2, 0.21), facts(0.21, 0.22), facts(0.23, 0.2), facts(0.2, 0.24)
+    assert judge([ranks] * 2, one, moved, again) == ([], [])
+
+
 def test_the_time_of_day_is_no_number_of_an_evaluation() -> None:
     line = "12:59:{},871 epoch 0: val loss 1.41257"
     ranks, one, moved = (

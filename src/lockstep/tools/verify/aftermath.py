@@ -28,7 +28,8 @@ _ALIKE_IN_ONE = (
     "process, too. Create it once, before the epochs"
 )
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
+# A unit may follow, as in 0.20s/it, but no more digits, as in versions.
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\.?\d)")
 # Times such as 12:59:07,123, whose parts may be equal in two runs of one process, but differ on the ranks.
 _CLOCK = re.compile(r"\d+(?::\d+)+(?:[.,]\d+)?")
 # Largest effect of rounding on a number that one process prints in two runs; seconds rarely differ by so little.

@@ -6,6 +6,7 @@ the worker would have.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import functools
 import importlib.machinery
@@ -64,12 +65,26 @@ def install(settings: VerifySettings) -> StepRecorder:
     outputs.install(recorder)
     DrawWatch(recorder).install()
     StartWatch(recorder, _seed_as_nobody_does).install()
+    wrap(argparse.ArgumentParser, "parse_known_args", functools.partial(_note_defaults, recorder))
     if settings.role == RANKS:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         wrap(FullyShardedDataParallel, "__init__", lambda original: functools.partial(_refuse, recorder, _SHARDS))
     atexit.register(recorder.write)
     return recorder
+
+
+def _note_defaults(recorder: StepRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note numbers that the script's options have by default, because one process may need others."""
+
+    def parse_known_args(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        parsed = original(parser, *args, **kwargs)
+        options = [each for each in parser._actions if each.option_strings and type(each.default) is int]
+        taken = [each for each in options if getattr(parsed[0], each.dest, None) == each.default]
+        recorder.facts["options"].update({each.option_strings[-1]: str(each.default) for each in taken})
+        return parsed
+
+    return parse_known_args
 
 
 def _refuse(recorder: StepRecorder, why: str, *args: Any, **kwargs: Any) -> None:

@@ -101,6 +101,7 @@ class StepRecorder:
             "loaders": [],
             "made": [],
             "asked": [],
+            "options": {},  # of the script's argparse, those that took their default -> its text
             "unplaced": False,  # whether draws were replaced whose rows belong to no sample in particular
             "several": False,  # whether draws were replaced that may have another layout, see `across` of the settings
             "passes": [],

@@ -14,6 +14,7 @@ import itertools
 import operator
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 
 from lockstep.tools.verify.samples import Record, Samples, batches_of, calls_of, entered, passes_are_shared_out, rows_of
 from lockstep.tools.verify.script import Script, said_number
@@ -23,6 +24,7 @@ from lockstep.tools.verify.verdict import Verdict, first_steps
 
 __all__ = [
     "OTHER_ORDER",
+    "InScript",
     "evaluation_of_first",
     "gives_others",
     "has_begun",
@@ -47,6 +49,14 @@ _OF_STREAMS = (
     "each rank reads its own stream (an IterableDataset) for its part of a step's passes, of which one process reads "
     "one, or others"
 )
+
+
+class InScript(Enum):
+    """Which numbers in a script are tried as its batch size."""
+
+    NOWHERE = "none"
+    IN_BATCH_LINES = "those in lines with the word"
+    ANYWHERE = "all"
 
 
 def _run_alone(script: Script, sizes: tuple[int | None, ...], ranks: Sequence[Record]) -> tuple[int, list[Record]]:
@@ -117,7 +127,7 @@ def _is_cut_before(ranks: Sequence[Record], one: Sequence[Record]) -> bool:
 
 
 def run_one_by_option(
-    script: Script, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...], in_script: bool
+    script: Script, ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...], where: InScript
 ) -> list[Record]:
     """`run_one` with the sizes set by the script's arguments, and so also everything else computed from them.
 
@@ -126,7 +136,7 @@ def run_one_by_option(
     none.
 
     Args:
-        in_script: whether to try numbers in the script, too.
+        where: which numbers in the script to try, too.
     """
     asked, before, first = ranks[0]["facts"]["made"], script.changes, first_steps(ranks)
     # A library may recreate a loader with the size that the first one was given.
@@ -139,7 +149,7 @@ def run_one_by_option(
     if None in asked:  # a sampler of batches that does not tell its size
         rows += [int(each["rows"]) for each in batches_of(*first[:1])]
     needed |= {str(count): str(count * len(ranks)) for count in rows}
-    for changes in _ways(script, needed, in_script):
+    for changes in _ways(script, needed, ranks[0]["facts"]["options"], where):
         script.changes = changes
         code, found = script.run(ONE, (), {})
         if not code and first_steps(found) and _has_sizes(found[0], ranks[0], sizes) and _has_rows(found[0], first):
@@ -163,21 +173,32 @@ def _has_rows(one: Record, first: Sequence[Record]) -> bool:
     return not calls_of(own) or entered(own) == entered(*first)
 
 
-def _ways(script: Script, values: Mapping[str, str], in_script: bool) -> list[Changes]:
-    """Changes with which one process may get the batches of all ranks."""
+def _ways(script: Script, values: Mapping[str, str], options: Mapping[str, str], where: InScript) -> list[Changes]:
+    """Changes with which one process may get the batches of all ranks.
+
+    Args:
+        script: the script.
+        values: number -> replacement.
+        options: the script's options that were not passed -> their default values.
+        where: which numbers in the script to try, too.
+    """
     now = script.changes
     ways = [dataclasses.replace(now, args=args) for args in _with_another(now.args, values)]
-    numbers = _numbers_in(script, values, _OF_BATCHES)[:_MOST_OPTIONS] if in_script else []
-    return ways + [dataclasses.replace(now, numbers=(*now.numbers, each)) for each in numbers]
+    left_out = sorted((name for name in options if options[name] in values), key=lambda name: "batch" not in name)
+    ways += [dataclasses.replace(now, args=(*now.args, f"{name}={values[options[name]]}")) for name in left_out]
+    ways = ways[: 2 * _MOST_OPTIONS]
+    numbers = [] if where is InScript.NOWHERE else _numbers_in(script, values, _OF_BATCHES, where is InScript.ANYWHERE)
+    return ways + [dataclasses.replace(now, numbers=(*now.numbers, each)) for each in numbers[:_MOST_OPTIONS]]
 
 
-def _numbers_in(script: Script, values: Mapping[str, str], words: Sequence[str]) -> list[Number]:
+def _numbers_in(script: Script, values: Mapping[str, str], words: Sequence[str], anywhere: bool = True) -> list[Number]:
     """Numbers in the source of the script that have replacements, to try one after the other.
 
     Args:
         script: the script.
         values: number -> replacement.
         words: words in the lines of the numbers to try first.
+        anywhere: whether to try numbers in other lines, too.
     """
     try:
         with tokenize.open(script.what.target) as file:
@@ -185,6 +206,7 @@ def _numbers_in(script: Script, values: Mapping[str, str], words: Sequence[str])
     except (OSError, SyntaxError, UnicodeError, tokenize.TokenError):  # a module's name, a folder, another program
         return []
     found.sort(key=lambda each: not any(word in each.line.lower() for word in words))
+    found = [each for each in found if anywhere or any(word in each.line.lower() for word in words)]
     numbers = [(each, each.string.strip("\"'")) for each in found]
     return [(*each.start, each.string, each.string.replace(number, values[number])) for each, number in numbers]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.tools.verify.aftermath import LOGGED
 from lockstep.tools.verify.reference import (
     OTHER_ORDER,
+    InScript,
     evaluation_of_first,
     gives_others,
     has_begun,
@@ -169,35 +170,37 @@ def _by_size(
 ) -> Verdict:
     """The verdict, with a difference if the script computes numbers from the batch size of a rank.
 
-    One process that got the batches of all ranks by arguments, or for a schedule by a number in the script, then has
-    another schedule, learning rate, or coefficient.
+    One process that got the batches of all ranks by arguments, or by a number in the script, then has another schedule,
+    learning rate, or with arguments coefficient.
     """
-    before, in_script = script.changes, len({*_rates(ranks[0])}) > 1
+    before, where = script.changes, InScript.ANYWHERE if len({*_rates(ranks[0])}) > 1 else InScript.IN_BATCH_LINES
     if not _multiplied(ranks[0]["facts"]["made"], sizes) and None not in ranks[0]["facts"]["made"]:
         return verdict
-    found = run_one_by_option(script, ranks, one, sizes, in_script)
+    found = run_one_by_option(script, ranks, one, sizes, where)
     changes, script.changes = script.changes, before
     if found:
         is_number = changes.numbers != before.numbers
         by = _in_words(changes.numbers[-1]) if is_number else " ".join(changes.args)
         how = f"with one process that gets the ranks' batches by {by}"
-        other = _other_schedule(ranks[0], found[0], how)
+        other = _other_schedule(ranks[0], found[0], how, is_number)
         if other is None and not is_number:
             other = _other_numbers(judge(Runs(ranks, *found)), how)
         verdict.differences += [] if other is None else [other]
     return verdict
 
 
-def _other_schedule(rank: Record, one: Record, how: str) -> Difference | None:
-    """A difference if learning rates change otherwise from step to step than in one process; not if all are scaled."""
+def _other_schedule(rank: Record, one: Record, how: str, with_scaled: bool) -> Difference | None:
+    """A difference if learning rates change otherwise than in one process, or if `with_scaled` are just others."""
     rates = _rates(rank)
     ratios = [b / a for a, b in zip(rates, _rates(one), strict=False) if a]
-    place = next((at for at, each in enumerate(ratios) if abs(each / ratios[0] - 1) > _SAME_RATE), None)
-    if place is None:
+    places = [at for at, each in enumerate(ratios) if abs(each / ratios[0] - 1) > _SAME_RATE]
+    is_scaled = bool(ratios) and with_scaled and abs(ratios[0] - 1) > _SAME_RATE
+    if not places and not is_scaled:
         return None
+    place, key = (0, "size") if is_scaled else (places[0], "settings by size")
     measured = f"lr is {rates[place]:.4g}; {how}, it is {rates[place] * ratios[place]:.4g}"
     lines = tuple(rank["steps"][place]["lines"].get("step", ()))
-    return difference(place + 1, "parameters", "settings by size", measured, lines)
+    return difference(place + 1, "parameters", key, measured, lines)
 
 
 def _other_numbers(second: Verdict, how: str) -> Difference | None:
@@ -223,11 +226,12 @@ def _by_option(
     """The verdict from a process that gets the batches of all ranks by its arguments, if that may matter; else this."""
     words = _words_on_sizes(verdict, ranks[0]["facts"]["made"], sizes)
     lacks_rows = bool(verdict.unknown) and not ranks[0]["facts"]["loaders"]
-    in_script = bool(verdict.unknown) or verdict.first[1] in _COMPUTED or verdict.first in _DRAWN_BY_SIZE
+    may_be_in_script = bool(verdict.unknown) or verdict.first[1] in _COMPUTED or verdict.first in _DRAWN_BY_SIZE
     before = script.changes
     is_sized = bool(words) or lacks_rows
     may_be = is_sized or verdict.first[0] in (*_STAGES_OF_SIZE, "inputs", "outputs")
-    by_option = run_one_by_option(script, ranks, one, sizes, in_script) if may_be else []
+    where = InScript.ANYWHERE if may_be_in_script else InScript.NOWHERE
+    by_option = run_one_by_option(script, ranks, one, sizes, where) if may_be else []
     if by_option:
         second = _with_size(_judged(script, Runs(ranks, *by_option), ()), ranks, one)
         is_number, is_order = script.changes.numbers != before.numbers, verdict.first == ("samples", "order")
