@@ -47,6 +47,7 @@ _MOST_BY_ROUNDING = 1e-3
 _BY_ITSELF = "two runs on one process already differ"
 _OF_ALL = "Create the samples of all ranks on each, and let each use its part"
 _NO_NUMBERS = "no gradient is finite (nan, inf), on the ranks or in one process, so nothing can be compared"
+_REST = "rest: what follows this difference (later steps, evaluations, saved files) was not compared"
 _PIECES = (
     "pieces: the script cuts its batches into pieces of a fixed size; one process, with the batch of all ranks, has "
     "N times as many. The gradients are the same up to that factor; parameters and buffers after the steps were not "
@@ -100,6 +101,7 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
     _judge_steps(verdict, each_step(runs))
     if verdict.unknown:
         return verdict
+    has_all = False
     if failure and verdict.differences:
         verdict.notes.append(f"failure: the ranks end with: {failure}")
     elif failure:
@@ -107,9 +109,11 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
     elif not verdict.differences:
         _judge_counts(verdict, runs)
         verdict.differences += _drawn_alike(runs.ranks)
-        if verdict.code == 0:
+        has_all = verdict.code == 0
+        if has_all:
             verdict.differences, notes = judge_aftermath(runs)
             verdict.notes.extend(notes)
+    verdict.notes.extend([_REST] * (bool(verdict.differences) and not has_all))
     verdict.notes.extend(_notes(runs))
     if not verdict.differences and _work_alike(runs.ranks):
         verdict.notes.append(
