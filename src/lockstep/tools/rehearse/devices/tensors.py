@@ -325,6 +325,7 @@ def install() -> None:
     replace(torch.Tensor, "is_cuda", property(lambda self: mark_of(self) is not None))
     for name, function in (("to", _to), ("cuda", _cuda), ("cpu", _cpu), ("type", _type)):
         replace(torch.Tensor, name, function)
+    replace(torch.Tensor, "type_as", lambda self, other: self.to(other.device, other.dtype))
     replace(torch.Tensor, "pin_memory", _pin_memory)
     replace(torch.Tensor, "is_pinned", _is_pinned)
     replace(torch.Tensor, "get_device", lambda self: -1 if mark_of(self) is None else mark_of(self))
