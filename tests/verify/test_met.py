@@ -220,7 +220,7 @@ def test_what_rounding_hides_or_makes_up_is_compared_in_float64(name: str, tmp_p
     common = COMMON.replace("torch.set_default_dtype(torch.float64)\n", "")
     verdict, text = verdict_on(program, tmp_path, common=common)
     assert verdict.first == cause, text
-    assert "it was compared in float64" in " ".join(text.split())
+    assert "the script was compared in float64" in " ".join(text.split())
 
 
 def test_what_is_changed_between_the_steps_is_not_said_to_be_within_one(tmp_path: Path) -> None:
@@ -549,7 +549,7 @@ def test_what_computes_in_16_bits_is_compared_in_64(tmp_path: Path) -> None:
     (verdict,) = verify(Verification(str(script), steps=3))
     text = " ".join(format_text("train.py", [verdict]).split())
     assert verdict.code == 0, text
-    assert "it was compared in float64" in text
+    assert "the script was compared in float64" in text
     assert verdict.digits[-1]["gradients"] < 1e-10
 
 

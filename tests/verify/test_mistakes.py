@@ -376,7 +376,7 @@ def test_what_only_float64_shows_to_be_augmentation_is_repeated_too(
 
     def compared(script: session.Script) -> Verdict:
         runs.append((script.what.double, script._by_sample))
-        return Verdict(2, [Difference(1, *next(found), "", "", "")], wants_double=len(runs) == 1)
+        return Verdict(2, [Difference(1, *next(found), "", "", "")], wants_double="it rounds" if len(runs) == 1 else "")
 
     monkeypatch.setattr(session, "_compared", compared)
     verdict = session.verify_at(Verification(SCRIPT), 2, tmp_path)

@@ -30,10 +30,7 @@ from lockstep.tools.verify.words import Difference, difference
 
 __all__ = ["verify_at"]
 
-_WIDE = (
-    "precision: rounding hides or fakes too much of this script (16-bit numbers, several closure calls in a step, "
-    "clipped gradients, or gradients that hardly differ); it was compared in float64, which autocast does not change"
-)
+_WIDE = "precision: {}, so the script was compared in float64, which autocast does not change"
 _DRAWN = ("samples", "drawn")
 _BY_SAMPLE = (
     "samples: all steps were repeated, on the ranks and on one process, with each sample's draws (torch, numpy, "
@@ -69,7 +66,7 @@ def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
     If each rank draws its samples, later stages are compared in runs whose samples draw by index; if rounding hides or
     causes too much, in float64.
     """
-    script, drawn, is_wide = Script(what, world_size, folder), None, False
+    script, drawn, why_wide = Script(what, world_size, folder), None, ""
     verdict = _compared(script)
     while True:
         if drawn is None and verdict.first == _DRAWN:
@@ -77,12 +74,12 @@ def verify_at(what: Verification, world_size: int, folder: Path) -> Verdict:
         elif verdict.wants_double and not what.double:
             what = dataclasses.replace(what, double=True)
             second = _compared(_again(script, what, drawn is not None))
-            is_wide = not second.unknown and not second.wants_double
-            verdict = second if is_wide else verdict
+            if not second.unknown and not second.wants_double:
+                why_wide, verdict = verdict.wants_double, second
         else:
             break
     verdict = verdict if drawn is None else _beside_drawn(drawn, verdict)
-    verdict.notes.extend([_WIDE] * is_wide)
+    verdict.notes.extend([_WIDE.format(why_wide)] if why_wide else [])
     verdict.notes.extend([*script.notes, *script.words_on_files()])
     return verdict
 

@@ -44,6 +44,7 @@ _MOST_NOISE = 1e-2
 _MOST_IN_INPUTS = 1e-4
 # Relative difference of gradients in float32 below which a finding must also be one in float64.
 _MOST_BY_ROUNDING = 1e-3
+_BY_CHANCE = "rounding alone changes what one process computes"
 _BY_ITSELF = "two runs on one process already differ"
 _OF_ALL = "Create the samples of all ranks on each, and let each use its part"
 _NO_NUMBERS = "no gradient is finite (nan, inf), on the ranks or in one process, so nothing can be compared"
@@ -66,9 +67,8 @@ class Verdict:
         steps: number of steps compared.
         digits: for each step, the largest relative difference of each stage; for gradients, of all together.
         unknown: why there is no verdict; empty if there is one.
-        wants_double: whether a step should be compared in float64: it used 16-bit numbers, or in float32 rounding
-            determines its result, grew between calls of a closure, hides what clipping leaves of a factor, or may be
-            all that differs.
+        wants_double: why a step should be compared in float64, because in float32 rounding determines its result, hides
+            what clipping leaves of a factor, or may be all that differs; empty if it need not.
     """
 
     world_size: int
@@ -77,7 +77,7 @@ class Verdict:
     steps: int = 0
     digits: list[dict[str, float]] = field(default_factory=list)
     unknown: str = ""
-    wants_double: bool = False
+    wants_double: str = ""
 
     @property
     def first(self) -> tuple[str, str]:
@@ -97,7 +97,8 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
         runs: the runs to compare.
         failure: the error that ended the ranks, but not one process.
     """
-    verdict = Verdict(len(runs.ranks), wants_double=any(map(_is_rounded, runs.one["steps"])))
+    rounded = filter(None, map(_why_rounded, runs.one["steps"]))
+    verdict = Verdict(len(runs.ranks), wants_double=next(rounded, ""))
     _judge_steps(verdict, each_step(runs))
     if verdict.unknown:
         return verdict
@@ -138,7 +139,7 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
         why, apart = others or chance or _is_made_by_ranks(step), None
         if chance:  # rounding does not change samples
             apart = causes.read_samples(step)
-            verdict.wants_double |= _is_single(step.one)
+            verdict.wants_double = verdict.wants_double or (_BY_CHANCE if _is_single(step.one) else "")
         elif why and not others:  # ranks whose parameters diverge are wrong, whatever one process's samples
             apart = causes.read_ranks(step) or causes.read_unaveraged(step)
         if why and apart is None:
@@ -154,7 +155,7 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
             continue
         verdict.digits.append(_digits(step))
         found = _judge_step(step)
-        verdict.wants_double |= _may_be_rounding(step, found)
+        verdict.wants_double = verdict.wants_double or _may_be_rounding(step, found)
         if found is not None:
             verdict.differences += [found, *_averaged_by_nobody(found, [step, *steps])]
             return
@@ -172,14 +173,21 @@ def _is_single(step: Record) -> bool:
     return bool(step["precision"] >= torch.finfo(torch.float32).eps)
 
 
-def _is_rounded(step: Record) -> bool:
-    return bool(step["rounded"]) or (_is_single(step) and step["closure"] > 1)
+def _why_rounded(step: Record) -> str:
+    """Why rounding determines the result of a step; empty if it does not."""
+    if step["rounded"]:
+        return "the script computes in 16 bits"
+    return "rounding grows between the calls of a closure" if _is_single(step) and step["closure"] > 1 else ""
 
 
-def _may_be_rounding(step: StepOfJob, found: Difference | None) -> bool:
-    """Whether gradients in float32 hide a factor, or differ by so little that a second run may not show the cause."""
+def _may_be_rounding(step: StepOfJob, found: Difference | None) -> str:
+    """Why gradients in float32 may hide the cause, or differ by rounding alone; empty if they do not."""
+    if not _is_single(step.one):
+        return ""
+    if step.gradients.are_made_up:
+        return "clipping hides a factor of the gradients"
     differ_little = found is not None and step.gradients.used.names and step.gradients.used.worst < _MOST_BY_ROUNDING
-    return _is_single(step.one) and bool(step.gradients.are_made_up or differ_little)
+    return "gradients differ by no more than rounding may explain" if differ_little else ""
 
 
 def _judge_step(step: StepOfJob) -> Difference | None:
