@@ -141,9 +141,15 @@ def run_one_by_option(
     asked, before, first = ranks[0]["facts"]["made"], script.changes, first_steps(ranks)
     # A library may recreate a loader with the size that the first one was given.
     pairs = list(zip(asked, sizes, strict=True))
-    if one and not all(map(operator.contains, pairs, one[0]["facts"]["asked"])):
+    own = one[0]["facts"]["asked"] if one else ()
+    if not all(map(operator.contains, pairs, own)):
         return []
-    needed = {str(size): str(other) for size, other in pairs if size is not None}
+    trains = _loaders_that_train(ranks[0])
+    needed = {
+        str(size): str(other) for place, (size, other) in enumerate(pairs) if size is not None and place in trains
+    }
+    if needed and all(own[place : place + 1] == [sizes[place]] for place in trains):
+        return []  # the script divides a batch size by the number of ranks
     calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
     rows = [each["count"] for each in calls]
     if None in asked:  # a sampler of batches that does not tell its size
@@ -160,9 +166,14 @@ def run_one_by_option(
 
 def _has_sizes(one: Record, rank: Record, sizes: tuple[int | None, ...]) -> bool:
     """Whether the loaders that train have these batch sizes; others may have a fixed one, as for an evaluation."""
-    made, trains = one["facts"]["made"], {each["made"] for each in rank["facts"]["passes"] if each["trains"]}
+    made, trains = one["facts"]["made"], _loaders_that_train(rank)
     pairs = enumerate(zip(made, sizes, strict=False))
     return len(made) == len(sizes) and all(size == other for place, (size, other) in pairs if place in trains)
+
+
+def _loaders_that_train(rank: Record) -> set[int]:
+    """Numbers of torch's loaders whose batches are trained on."""
+    return {each["made"] for each in rank["facts"]["passes"] if each["trains"] and each["made"] is not None}
 
 
 def _has_rows(one: Record, first: Sequence[Record]) -> bool:
