@@ -205,6 +205,7 @@ def facts_of(line: str, count: int, first: int = 0) -> dict[str, Any]:
         "saves": [],
         "shapes": {},
         "by_hand": False,
+        "draws_in_evaluation": False,
         "untrained": {},
         "end": "",
         "begun": [],

@@ -23,6 +23,10 @@ __all__ = ["LOGGED", "judge_aftermath"]
 LOGGED = "logged: "
 """The beginning of a note on printed numbers."""
 
+_DRAWN_THERE = (
+    "evaluation: it draws random numbers, and one process draws others than the ranks, so what it prints was not "
+    "compared"
+)
 _ALIKE_IN_ONE = (
     "samples: the loader ({line}) is recreated for each epoch, so all epochs have the order of the first, on one "
     "process, too. Create it once, before the epochs"
@@ -208,7 +212,9 @@ def _printed(
             measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
         tried = (third if is_tried else own).get(key, _Line(False, [], "", ())).numbers
         here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
-        if line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
+        if line.is_evaluation and one["draws_in_evaluation"]:
+            notes = notes or [f"{_DRAWN_THERE}: {measured}"]
+        elif line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
             found.setdefault(key[0], []).append((measured, line.where, _are_close(here, tried)))
         elif not [*found, *notes]:
             notes = [

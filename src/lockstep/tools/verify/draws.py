@@ -6,11 +6,6 @@ difference. So the one process gets the ranks' rows, in the positions of their s
 this way (one process permutes ten samples, two ranks five each), the one process keeps its own, which is reported.
 Draws in a loop over the samples of a batch repeat on each rank as often as it has samples: each belongs to one sample.
 
-[Note: halves] The effect of rounding is measured: the one process repeats each step, with every product, convolution
-and sum cut in two. Changes of that size are rounding; if more changes, the script does not determine it. Computations
-before the samples of a step, such as the data, are left unchanged: samples are identified by content. (Summing in
-reverse order instead would give the same bits with some kernels, and miss the noise.)
-
 [Note: draws by pass] A script without a loader may draw the positions of its samples in the data, with a different seed
 on each rank (nanoGPT's `get_batch`), and divide the number of accumulated passes by the number of ranks. Its one
 process then runs N times as many passes as a rank, of the same size, and gets one rank's draws for each: rank 0's first
@@ -46,6 +41,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.tools.rehearse.patching import wrap
+from lockstep.tools.verify.halves import CUTS
 from lockstep.tools.verify.recorder import StepRecorder
 from lockstep.tools.verify.settings import HALVES, RANKS
 from lockstep.tree import tensors_in
@@ -83,7 +79,7 @@ class DrawWatch:
         self._keys: dict[int, list[list[int]]] = {}
         # The step and the number of its batches at the last draw; the ranks' draws since then, but those in turn; how
         # many of them were used; and those in turn, for the next samples.
-        self._now, self._drawn, self._place, self._turns = (-1, 0), list[list[_Draw]](), 0, list[Tensor]()
+        self._now, self._drawn, self._place, self._turns = (-1, 0, 0), list[list[_Draw]](), 0, list[Tensor]()
         self._apart: set[str] = set()  # names of draws in turn that ranks draw differently; some may be alike by chance
         self._of_passes = _DrawsOfPasses(self._of_ranks, recorder.settings.world_size)
 
@@ -99,6 +95,8 @@ class DrawWatch:
 
     def _see(self, name: str, values: Tensor, is_replaceable: bool = True) -> Tensor | None:
         """Record a draw of the script, or return what the ranks drew instead."""
+        if self._recorder.is_evaluating and not self._recorder.busy and not torch.is_grad_enabled():
+            self._recorder.facts["draws_in_evaluation"] = True
         if not self._recorder.is_recording:
             self._note_before(name, values)
             return None
@@ -107,11 +105,12 @@ class DrawWatch:
         with self._recorder.aside():
             if self._settings.role == RANKS:
                 is_filler = bool(after and step["batches"][-1]["filler"])
-                step["draws"].append({**_noted(name, values), "after": after, "filler": is_filler})
+                step["draws"].append({**_noted(name, values), "after_batches": after, "filler": is_filler})
                 return None
             joined = self._of_passes.take(len(self._recorder.steps), name, values)
             if joined is not None:
-                step["unlike_draws"].append(_unlike(name, values, [values] * self._settings.world_size, by_pass=True))
+                same = [values] * self._settings.world_size
+                step["unlike_draws"].append(_unlike(name, values, same, after, by_pass=True))
                 step["given"] += not torch.equal(joined, values)
                 return joined
             step["own_draws"].append(after)
@@ -124,7 +123,7 @@ class DrawWatch:
                 self._place += 1
             if joined is None or not (is_replaceable or torch.equal(joined, values)):
                 drawn = [draws[place]["values"] for draws in every if place < len(draws)] if turn is None else [turn]
-                step["unlike_draws"].append(_unlike(name, values, drawn, in_turn=turn is not None))
+                step["unlike_draws"].append(_unlike(name, values, drawn, after, in_turn=turn is not None))
             else:
                 step["given"] += not torch.equal(joined, values)
             return joined
@@ -155,10 +154,11 @@ class DrawWatch:
         From the batch on, so that earlier draws on only one rank, such as to show samples, are ignored.
         """
         number = len(self._recorder.steps)
-        if self._now != (number, after):
-            self._now, self._place, self._turns = (number, after), 0, []
+        now = (number, after, self._recorder.step["forgotten"])
+        if self._now != now:
+            self._now, self._place, self._turns = now, 0, []
             self._drawn = [
-                [draw for draw in rank["draws"] if draw["after"] == after] for rank in self._of_ranks(number)
+                [draw for draw in rank["draws"] if draw["after_batches"] == after] for rank in self._of_ranks(number)
             ]
         return self._drawn, self._place
 
@@ -176,7 +176,7 @@ class DrawWatch:
 
     def _take_turns(self, name: str, every: list[list[_Draw]], place: int) -> bool:
         """Take the draws in turn that begin at this place out of `every`, in the order of this process's samples."""
-        order, (step, after) = self._order_of_ranks(), self._now
+        order, (step, after, _) = self._order_of_ranks(), self._now
         # No batch of this step if several steps use one.
         batches = [each["keys"][after - 1 : after] for each in self._of_ranks(step)]
         rows = [len(each[0]) for each in batches] if order and all(batches) else []
@@ -365,10 +365,10 @@ def _by_kind(draws: list[_Draw]) -> dict[_Kind, list[Tensor]]:
 
 
 def _unlike(
-    name: str, own: Tensor, drawn: list[Tensor], by_pass: bool = False, in_turn: bool = False
+    name: str, own: Tensor, drawn: list[Tensor], after: int, by_pass: bool = False, in_turn: bool = False
 ) -> dict[str, Any]:
-    shapes = [list(each.shape) for each in drawn]
-    return {"name": name, "shape": list(own.shape), "ranks": shapes, "by_pass": by_pass, "in_turn": in_turn}
+    what = {"name": name, "shape": list(own.shape), "ranks": [list(each.shape) for each in drawn]}
+    return {**what, "by_pass": by_pass, "in_turn": in_turn, "after_batches": after}
 
 
 def _by_sample(ranks: list[Any], name: str, place: int, per_batch: int) -> dict[int, Tensor]:
@@ -442,7 +442,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        cut = _CUTS.get(func) if self._cuts and self._recorder.is_computing else None
+        cut = CUTS.get(func) if self._cuts and self._recorder.is_computing else None
         result = None if cut is None else cut(*args, **kwargs)
         if result is None:
             result = func(*args, **kwargs)
@@ -463,65 +463,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         other = self._see(name, result)
         return result if other is None else result.copy_(other)
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor | None:
-    half = a.size(1) // 2
-    return None if half == 0 else _ATEN.mm(a[:, :half], b[:half]) + _ATEN.mm(a[:, half:], b[half:])
-
-
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
-    product = _mm(a, b) if beta == alpha == 1 else None
-    return None if product is None else bias + product
-
-
-def _bmm(a: Tensor, b: Tensor) -> Tensor | None:
-    half = a.size(2) // 2
-    return None if half == 0 else _ATEN.bmm(a[..., :half], b[:, :half]) + _ATEN.bmm(a[..., half:], b[:, half:])
-
-
-def _sum(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor | None:
-    reduced = range(tensor.ndim) if not dim else [each % max(tensor.ndim, 1) for each in dim]
-    place = next((each for each in reduced if tensor.size(each) > 1), None)
-    if place is None or not tensor.is_floating_point():
-        return None
-    parts = torch.tensor_split(tensor, 2, place)
-    first, second = (_ATEN.sum.dim_IntList(each, dim, keepdim, dtype=dtype) for each in parts)
-    total: Tensor = first + second
-    return total
-
-
-def _sum_all(tensor: Tensor, *, dtype: Any = None) -> Tensor | None:
-    return _sum(tensor, list(range(tensor.ndim)), dtype=dtype)
-
-
-def _convolution(tensor: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor | None:
-    half, (transposed, _, groups) = weight.size(1) // 2, rest[3:]
-    if transposed or groups != 1 or half == 0:
-        return None
-    first = _ATEN.convolution(tensor[:, :half], weight[:, :half], None, *rest)
-    total: Tensor = first + _ATEN.convolution(tensor[:, half:], weight[:, half:], bias, *rest)
-    return total
-
-
-def _convolution_backward(gradient: Tensor, tensor: Tensor, *rest: Any) -> Any:
-    if gradient.size(0) < 2:
-        return None
-    halves = zip(torch.tensor_split(gradient, 2), torch.tensor_split(tensor, 2), strict=True)
-    first, second = (_ATEN.convolution_backward(*each, *rest) for each in halves)
-    of_inputs = None if first[0] is None else torch.cat([first[0], second[0]])
-    return of_inputs, *(None if a is None else a + b for a, b in zip(first[1:], second[1:], strict=True))
-
-
-_CUTS: dict[Any, Callable[..., Any]] = {
-    _ATEN.mm.default: _mm,
-    _ATEN.addmm.default: _addmm,
-    _ATEN.bmm.default: _bmm,
-    _ATEN.sum.dim_IntList: _sum,
-    _ATEN.sum.default: _sum_all,
-    _ATEN.convolution.default: _convolution,
-    _ATEN.convolution_backward.default: _convolution_backward,
-}
 
 
 # ---- numpy and random --------------------------------------------------------------------------------

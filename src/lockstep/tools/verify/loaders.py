@@ -402,11 +402,14 @@ class LoaderWatch:
         self._ended |= {
             each for each, count in unused.items() if count > _MOST_AHEAD and self._passes[each]["finished"]
         }
-        step["batches"][used:] = [
-            each
-            for each in step["batches"][used:]
-            if each["pass"] not in self._ended and (each["loader"] != loader or each["pass"] not in gone)
-        ]
+        self._recorder.forget_batches(
+            {
+                place
+                for place, each in enumerate(step["batches"])
+                if place >= used
+                and (each["pass"] in self._ended or (each["loader"] == loader and each["pass"] in gone))
+            }
+        )
 
 
 def _endings(batch: Any) -> Iterator[tuple[int, int, int]]:

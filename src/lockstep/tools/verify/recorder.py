@@ -47,7 +47,8 @@ _LONGEST_WAIT = 32
 def _empty_step() -> dict[str, Any]:
     calls = ("batches", "calls", "others", "engine_calls", "backwards")
     draws = ("draws", "before", "own_draws", "unlike_draws", "generated")
-    return {part: [] for part in (*calls, *draws)} | {"lines": {}, "rounded": 0.0, "single": False, "given": 0}
+    counts = {"rounded": 0.0, "single": False, "given": 0, "forgotten": 0}
+    return {part: [] for part in (*calls, *draws)} | {"lines": {}, **counts}
 
 
 def line_of_script() -> str:
@@ -116,6 +117,7 @@ class StepRecorder:
             "shapes": {},
             "untrained": {},  # for other models, called or saved: two numbers per tensor, and the line
             "begun": [],  # parameters that differed in one process before the first step
+            "draws_in_evaluation": False,
             "by_hand": False,  # whether a model was evaluated without a loader
             "wants_gpus": False,  # whether the script asked for nccl
             "joined": False,  # whether there was a process group at the end of a step
@@ -167,8 +169,22 @@ class StepRecorder:
         self.begin_work()
         step = self.step
         if step["calls"] and not (self.steps or step["batches"] or step["backwards"]):
-            step["calls"], step["others"], self._has_begun = [], [], False
+            step["calls"], step["others"], self._has_begun, self.facts["begun"] = [], [], False, []
             self._begun_before += 1
+
+    def forget_batches(self, gone: set[int]) -> None:
+        """Drop batches of the step, by position, and what was drawn and called after each: they only evaluated."""
+        step = self.step
+        kept = [number - sum(each < number for each in gone) for number in range(len(step["batches"]) + 1)]
+        step["batches"] = [each for place, each in enumerate(step["batches"]) if place not in gone]
+        for part in ("draws", "others", "unlike_draws"):
+            left = [each for each in step[part] if each["after_batches"] - 1 not in gone]
+            step[part] = [{**each, "after_batches": kept[each["after_batches"]]} for each in left]
+        step["own_draws"] = [kept[after] for after in step["own_draws"] if after - 1 not in gone]
+        for part, event in (("batches", "batch"), ("calls", "call")):
+            if not step[part]:
+                step["lines"].pop(event, None)
+        step["forgotten"] += bool(gone)
 
     def note_evaluation(self) -> bool:
         """At a call in eval mode, without gradients: whether it evaluates a model, between steps, without a loader."""
@@ -180,24 +196,31 @@ class StepRecorder:
         return is_by_hand
 
     def begin_training(self, root: nn.Module) -> None:
-        """Called before a forward pass that trains `root`; before the first of all, exchanges the initial state."""
-        if not any(root is one for one in self.roots):
-            self.roots.append(root)
+        """Called before a forward pass that trains `root`; the first of each model exchanges its initial state."""
+        is_new = not any(root is one for one in self.roots)
+        self.roots += [root] * is_new
         if not self._has_begun:
             self._has_begun = True
             self._began_at = time.monotonic()
             self._exchange_state(0)
+        elif is_new and not self.steps:
+            with torch.random.fork_rng(devices=[]):  # the step has its random state already
+                self._exchange_state(0, root)
 
-    def _exchange_state(self, step: int) -> None:
-        # For each beginning a file, as one process comes to all of them.
-        path = self.settings.file("state", step, *([self._begun_before] if self._begun_before and not step else []))
+    def _exchange_state(self, step: int, later: nn.Module | None = None) -> None:
+        """Give one process rank 0's state; before the first step, only that of a model which is called `later`."""
+        # For each beginning, and each of its models, a file, as one process comes to all of them.
+        which: list[str | int] = [self._begun_before] if self._begun_before and not step else []
+        which += [] if later is None else ["model", len(self.roots) - 1]
+        path = self.settings.file("state", step, *which)
+        roots, optimizers = ([later], []) if later is not None else (self.roots, self.optimizers)
         with torch.no_grad(), self.aside():
             if self.settings.is_reference:
                 if step == 0:
-                    self.facts["begun"] = others_than(path, self.roots[0])
-                load_state(path, self.roots, self.optimizers)
+                    self.facts["begun"] += others_than(path, roots[0])
+                load_state(path, roots, optimizers)
             else:
-                dump_state(path if self.rank == 0 else None, self.roots, self.optimizers)
+                dump_state(path if self.rank == 0 else None, roots, optimizers)
 
     def end_step(self) -> None:
         """Called after a step of an optimizer."""

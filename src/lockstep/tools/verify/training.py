@@ -289,6 +289,7 @@ class TrainingWatch:
             "unpadded": unpadded,
             "widths": [each.numel() // count for each in outputs] if count else [],
             "after": len(step["backwards"]),
+            "after_batches": len(step["batches"]),
             "inner": [{**names, **_sketches(taken, made, count)} for names, taken, made in self._inner],
             "filler": bool(last and last["filler"]),
             "samples": samples if len(samples) == count else unpadded,
