@@ -174,15 +174,15 @@ def _by_size(
     if not _multiplied(ranks[0]["facts"]["made"], sizes) and None not in ranks[0]["facts"]["made"]:
         return verdict
     found = run_one_by_option(script, ranks, one, sizes, where)
-    changes, script.changes = script.changes, before
     if found:
-        is_number = changes.numbers != before.numbers
-        by = _in_words(changes.numbers[-1]) if is_number else " ".join(changes.args)
+        is_number = script.changes.numbers != before.numbers
+        by = _in_words(script.changes.numbers[-1]) if is_number else " ".join(script.changes.args)
         how = f"with one process that gets the ranks' batches by {by}"
         other = _other_schedule(ranks[0], found[0], how, is_number)
         if other is None and not is_number:
-            other = _other_numbers(judge(Runs(ranks, *found)), how)
+            other = _other_numbers(_judged(script, Runs(ranks, *found), ()), how)
         verdict.differences += [] if other is None else [other]
+    script.changes = before
     return verdict
 
 

@@ -41,7 +41,9 @@ __all__ = [
 ]
 
 _SINGLE, _DOUBLE = 2.0**-23, 2.0**-52  # the eps of float32 and float64
-_OWNED = 1e-3  # relative difference of values that may be those of one process, up to rounding
+# Relative differences of a gradient, and of an optimizer's change, that may be one process's up to rounding; some
+# optimizers (Muon) compute a change in 16 bits from gradients in 32.
+_OWNED, _OWNED_CHANGE = 1e-3, 0.3
 # Minimal number of elements per rank of a parameter whose gradient alone may show the divisor of a loss.
 _TIMES_UNKNOWNS = 4
 # The script's action at each stage, whose lines are reported.
@@ -427,7 +429,8 @@ def _is_owner(step: Record, one: Record, later: Sequence[Record | None], place: 
         return False
     begin = one["begin"][place]
     then = [each["begin"][place] for each in later if each is not None]
-    return relative(end - begin, own_end - begin) < _OWNED and all(relative(each, end) < _SINGLE for each in then)
+    is_change = relative(end - begin, own_end - begin) < _OWNED_CHANGE
+    return is_change and all(relative(each, end) < _SINGLE for each in then)
 
 
 def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
