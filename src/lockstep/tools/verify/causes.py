@@ -19,6 +19,7 @@ from lockstep.tools.verify.samples import (
     Record,
     Samples,
     batches_of,
+    contents,
     entered,
     indices_of,
     passes_are_shared_out,
@@ -138,8 +139,10 @@ def _cause_of_others(step: StepOfJob, loaders: Sequence[Record]) -> tuple[str, s
     fetched = indices_of(*step.ranks).keys()  # not the counts: a padded batch repeats some
     if not fetched or fetched != indices_of(step.one).keys():
         return "order", ""
-    key = "split" if any(_are_elsewhere(rank, one) for rank in ranks) else "drawn samples"
-    return key, ", though the loaders fetched the same indices of the dataset"
+    more = ", though the loaders fetched the same indices of the dataset"
+    if _is_another_order(one, ranks):
+        return "order", f"{more}: the ranks hold one dataset, and one process the same samples in another order"
+    return "split" if any(_are_elsewhere(rank, one) for rank in ranks) else "drawn samples", more
 
 
 def _epochs_apart(step: StepOfJob) -> Sequence[int | None]:
@@ -149,6 +152,13 @@ def _epochs_apart(step: StepOfJob) -> Sequence[int | None]:
         [each["epoch"] for each in rank["facts"]["passes"] if each["loader"] in numbers] for rank in step.runs.ranks
     )
     return next((each for each in zip(*epochs, strict=False) if len(set(each)) > 1), ())
+
+
+def _is_another_order(one: Record, ranks: Sequence[Record]) -> bool:
+    """Whether the ranks together have each sample at one index, and one process has the same samples elsewhere."""
+    own, found = contents(one["steps"]), contents([each for rank in ranks for each in rank["steps"]])
+    clash = any(found[index] != key for rank in ranks for index, key in contents(rank["steps"]).items())
+    return not clash and len({*found.values()}) == len(found) and {*found.values()} == {*own.values()}
 
 
 def _are_elsewhere(rank: Record, one: Record) -> bool:
@@ -284,7 +294,8 @@ def read_others(step: StepOfJob) -> Difference | None:
     if step.is_far(calls.parameters):
         measured = f"{calls.kind} is called without being trained: its parameters differ by {calls.parameters:.1e}"
         if step.is_far(calls.apart):
-            return _ranks_differ(step, f"{measured} from those in one process, and by {calls.apart:.1e} between ranks")
+            measured += f" from those in one process, and by {calls.apart:.1e} between ranks"
+            return step.found("parameters", "ranks-differ untrained", measured)
         return step.found("loss", "kept-state model", f"{measured} from those in one process")
     return _outputs_of(step, calls, "others")
 
@@ -412,7 +423,7 @@ def read_moved(step: StepOfJob) -> Difference | None:
     """Parameters that differ when a model is called, although the step began with equal ones."""
     calls = step.calls
     if not step.is_far(calls.parameters):
-        return None
+        return _read_moved_buffers(step)
     measured = f"when {calls.kind} is called, its parameters differ from one process's by {calls.parameters:.1e}"
     if not calls.begins:
         return step.found("parameters", "moved", f"{measured}, though equal when the step began")
@@ -420,6 +431,18 @@ def read_moved(step: StepOfJob) -> Difference | None:
         return _ranks_differ(step, f"{measured}, and between the ranks by {calls.apart:.1e}")
     measured += ", before the first backward pass of the step; they were equal after the previous step"
     return step.found("parameters", "moved between", measured)
+
+
+def _read_moved_buffers(step: StepOfJob) -> Difference | None:
+    """Buffers that differ when a model is called, although the step began with equal ones."""
+    calls = step.calls
+    if step.number == 1 or not step.is_far(calls.buffers_moved):
+        return None
+    measured = (
+        f"when {calls.kind} is called, its buffers differ from one process's by {calls.buffers_moved:.1e}; they were "
+        "equal after the previous step"
+    )
+    return step.found("buffers", "buffers between", measured)
 
 
 def read_settings(step: StepOfJob) -> Difference | None:
@@ -498,7 +521,8 @@ def read_buffers(step: StepOfJob) -> Difference | None:
     found = measure_values(a, b, step.precision, noise)
     if not found.names and step.is_far(step.others.buffers):
         measured = f"the buffers of {step.others.kind}, which is not trained, differ by {step.others.buffers:.1e}"
-        return step.found("buffers", "buffers", f"{measured} after it was called")
+        key = "buffers" if step.is_far(step.others.buffers_apart) else "buffers combined"
+        return step.found("buffers", key, f"{measured} after it was called")
     if not found.names:
         return None
     measured = (

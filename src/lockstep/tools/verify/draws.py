@@ -105,7 +105,8 @@ class DrawWatch:
         with self._recorder.aside():
             if self._settings.role == RANKS:
                 is_filler = bool(after and step["batches"][-1]["filler"])
-                step["draws"].append({**_noted(name, values), "after_batches": after, "filler": is_filler})
+                noted = _noted(name, values) | {"after_batches": after, "forwards": step["forwards"]}
+                step["draws"].append({**noted, "filler": is_filler})
                 return None
             joined = self._of_passes.take(len(self._recorder.steps), name, values)
             if joined is not None:
@@ -181,6 +182,8 @@ class DrawWatch:
         batches = [each["keys"][after - 1 : after] for each in self._of_ranks(step)]
         rows = [len(each[0]) for each in batches] if order and all(batches) else []
         per_row = _draws_per_row([_kinds(draws[place:]) for draws in every], rows)
+        if per_row and all(_is_a_round(draws[place:], count) for draws, count in zip(every, rows, strict=True)):
+            per_row = 1
         if not per_row:
             return False
         drawn = [draws[place : place + per_row * count] for draws, count in zip(every, rows, strict=True)]
@@ -354,6 +357,12 @@ def _draws_per_row(kinds: list[list[_Kind]], rows: list[int]) -> int:
     every = [*zip(kinds, rows, strict=False)]
     fits = (n for n in range(most, 0, -1) if all(own[: n * count] == kinds[0][:n] * count for own, count in every))
     return next(fits, 0)
+
+
+def _is_a_round(draws: list[_Draw], count: int) -> bool:
+    """Whether a model is called after a draw for each sample, as in a loop over time, and not between these draws."""
+    calls = [each["forwards"] for each in draws[: count + 1]]
+    return len(calls) > count > 1 and calls[0] == calls[count - 1] != calls[count]
 
 
 def _by_kind(draws: list[_Draw]) -> dict[_Kind, list[Tensor]]:

@@ -47,7 +47,7 @@ _LONGEST_WAIT = 32
 def _empty_step() -> dict[str, Any]:
     calls = ("batches", "calls", "others", "engine_calls", "backwards")
     draws = ("draws", "before", "own_draws", "unlike_draws", "generated")
-    counts = {"rounded": 0.0, "single": False, "given": 0, "forgotten": 0}
+    counts = {"rounded": 0.0, "single": False, "given": 0, "forgotten": 0, "forwards": 0}
     return {part: [] for part in (*calls, *draws)} | {"lines": {}, **counts}
 
 
@@ -119,6 +119,7 @@ class StepRecorder:
             "begun": [],  # parameters that differed in one process before the first step
             "draws_in_evaluation": False,
             "by_hand": False,  # whether a model was evaluated without a loader
+            "joins": False,  # whether ranks may take different numbers of steps, within torch's Join
             "wants_gpus": False,  # whether the script asked for nccl
             "joined": False,  # whether there was a process group at the end of a step
             "returned": False,
@@ -341,6 +342,8 @@ class StepRecorder:
             return
         self._is_written = True
         with self.aside():
+            mpi = getattr(sys.modules.get("mpi4py"), "MPI", None)
+            self.facts["mpi"] = bool(mpi and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() == 1)
             path = self.settings.file("record", self.settings.role, self.rank)
             write_at_once(path, {"steps": self.steps, "facts": self.facts})
 

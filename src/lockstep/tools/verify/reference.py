@@ -65,6 +65,7 @@ def _run_alone(script: Script, sizes: tuple[int | None, ...], ranks: Sequence[Re
     See [Note: ranks in place] in `starts.py`.
     """
     code, one = script.run(ONE, sizes, {})
+    devices = script.devices_of_one
     if script.devices and said_number(one) is None and not has_begun(one):
         # For a script that requires two GPUs; others may use all that they see.
         script.devices_of_one = script.devices
@@ -78,6 +79,9 @@ def _run_alone(script: Script, sizes: tuple[int | None, ...], ranks: Sequence[Re
         if said_number(found) is None and has_begun(found):
             return code_of_way, found
     script.changes = before
+    if script.devices_of_one != devices:  # so that its own error is reported
+        script.devices_of_one = devices
+        code, one = script.run(ONE, sizes, {})
     return code, one
 
 

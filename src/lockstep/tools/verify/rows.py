@@ -22,6 +22,7 @@ from lockstep.tree import tensors_in
 __all__ = [
     "PADDING",
     "brief",
+    "by_place",
     "is_time_first",
     "joins",
     "row_sketch",
@@ -221,6 +222,13 @@ def value_sample(tensor: Tensor, in_order: bool = False) -> Tensor:
 def brief(tensors: Iterable[Tensor]) -> Tensor:
     """Two numbers per tensor, float64: the sum of its `value_sample`, and its norm; shape (2 * tensors,)."""
     numbers = [number for each in map(value_sample, tensors) for number in (each.sum(), each[-1])]
+    return torch.stack(numbers) if numbers else torch.zeros(0)
+
+
+def by_place(tensors: Iterable[Tensor]) -> Tensor:
+    """One number per tensor, float64, which depends on the places of its values, too; shape (tensors,)."""
+    samples = map(value_sample, tensors)
+    numbers = [each @ torch.linspace(1, 2, len(each), dtype=each.dtype, device=each.device) for each in samples]
     return torch.stack(numbers) if numbers else torch.zeros(0)
 
 

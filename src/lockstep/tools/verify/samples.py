@@ -145,6 +145,8 @@ class Calls:
         apart: the same between ranks.
         buffers: largest difference between the buffers of rank 0 and those of one process after the call.
         entered: whether `apart` was so before the model was called.
+        buffers_apart: largest difference between the buffers of ranks after the call.
+        buffers_moved: difference between the buffers of rank 0 and those of one process at the model's first call.
         begins: whether no backward pass of the step came before.
         padded: number of rows that differ only in padding at the end.
     """
@@ -160,6 +162,8 @@ class Calls:
     apart: float = 0.0
     buffers: float = 0.0
     entered: float = 0.0
+    buffers_apart: float = 0.0
+    buffers_moved: float = 0.0
     begins: bool = False
     padded: int = 0
 
@@ -210,7 +214,11 @@ def _distances_of_state(one: Record, ranks: Sequence[Record]) -> dict[str, float
     """The fields of `Calls` for parameters, if these are whole on the ranks, and buffers."""
     own = one["parameters"]
     held = [each for each in ranks if each["parameters"].shape == own.shape]
+    buffers = [each["buffers"] for each in ranks if each["buffers"].shape == one["buffers"].shape]
     found = {"buffers": _furthest(one["buffers"], [ranks[0]["buffers"]])}
+    found["buffers_apart"] = _furthest(buffers[0], buffers[1:]) if buffers else 0.0
+    if one["is_first"]:
+        found["buffers_moved"] = _furthest(one["buffers before"], [ranks[0]["buffers before"]])
     if held:
         found["parameters"] = _furthest(own, [each["parameters"] for each in held])
         found["apart"] = _furthest(held[0]["parameters"], [each["parameters"] for each in held[1:]])

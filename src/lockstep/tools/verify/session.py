@@ -49,6 +49,10 @@ _STAGES = ("steps", "samples", "inputs", "outputs", "loss", "gradients", "parame
 _BY_OPTION = "options: one process got the batches of all ranks through its arguments, which were"
 _BY_NUMBER = "numbers: one process got the batches of all ranks through the script's"
 _OTHER_NUMBER = "the script asks for {ranks}, but verify started another number: pass it the argument that sets this"
+_OF_MPI = (
+    "the ranks meet through mpi4py, in which each is alone here: verify starts them without mpirun. Let the script "
+    "take rank and size from torch.distributed, or from RANK and WORLD_SIZE"
+)
 _ALONE = "numbers: to start one process instead of several, one in the script was replaced: the"
 _NEVER_ONE = (
     "the script starts {number} ranks, and no argument or number in it makes it start one: take the number from an "
@@ -105,6 +109,7 @@ def _compared(script: Script) -> Verdict:
     code, ranks = script.run_ranks()
     world_size, number = script.world_size, said_number(ranks)
     refused = next((each["facts"]["refused"] for each in ranks if each["facts"]["refused"]), "")
+    refused = refused or (_OF_MPI if _meets_by_mpi(ranks) else "")
     if refused or number is not None:
         return Verdict(world_size, unknown=refused or _OTHER_NUMBER.format(ranks=counted(number or 0, "rank")))
     if len(ranks) < world_size:
@@ -124,6 +129,11 @@ def _compared(script: Script) -> Verdict:
         second = _compared(script)
         return second if _comes_further(second, verdict) else verdict
     return verdict
+
+
+def _meets_by_mpi(ranks: Sequence[Record]) -> bool:
+    """Whether the ranks would meet only through MPI, in which each of them is alone."""
+    return len(ranks) > 1 and all(each["facts"]["mpi"] and not each["facts"]["joined"] for each in ranks)
 
 
 def _never_on_one(script: Script, code: int, ranks: Sequence[Record]) -> Verdict:

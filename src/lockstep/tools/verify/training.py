@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -40,7 +41,7 @@ from lockstep import batch
 from lockstep.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
 from lockstep.tools.rehearse.patching import wrap
 from lockstep.tools.verify.recorder import StepRecorder
-from lockstep.tools.verify.rows import brief, row_sketch, sample_keys, samples_first, value_sample
+from lockstep.tools.verify.rows import brief, by_place, row_sketch, sample_keys, samples_first, value_sample
 from lockstep.tools.verify.state import plain_name
 from lockstep.tree import map_tensors, tensors_in
 
@@ -71,7 +72,9 @@ class TrainingWatch:
         # Modules that have been called and have not returned, the outermost first; and the results of those inside it.
         self._stack: list[nn.Module] = []
         self._inner: list[tuple[dict[str, str], list[Tensor], list[Tensor]]] = []
-        self._entered: Tensor | None = None  # parameters of the outermost one at its call
+        self._entered: tuple[Tensor, Tensor] | None = None  # parameters and buffers of the outermost one at its call
+        self._called: list[nn.Module] = []  # in this step
+        self._is_first_call = False  # of that module
         self._module_names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         # Parameters by id, which is not reused while they are kept.
         self._kept: dict[int, Tensor] = {}
@@ -89,6 +92,7 @@ class TrainingWatch:
         """Watch from now on."""
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+        wrap(Join, "__enter__", self._join)
         wrap(torch.Tensor, "backward", self._backward)
         wrap(torch.autograd, "backward", self._backward)
         wrap(torch.amp.GradScaler, "__init__", self._make_scaler)
@@ -159,6 +163,13 @@ class TrainingWatch:
 
         return unscale
 
+    def _join(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(context: Any) -> Any:
+            self._recorder.facts["joins"] = True
+            return original(context)
+
+        return enter
+
     def _see_engine(self, engine: Any) -> None:
         engines = self._recorder.facts["engines"]
         number = len(engines)
@@ -180,6 +191,7 @@ class TrainingWatch:
             return None
         self._recorder.check_time()
         self._inner = []
+        self._note_called(module)
         if self._trains(module):
             self._recorder.begin_work()
             self._see_all("", module.named_parameters())
@@ -191,6 +203,14 @@ class TrainingWatch:
         is_wide = self._recorder.settings.double and any(each.dtype is torch.float64 for each in module.parameters())
         return map_tensors(_widened, args) if is_wide else None
 
+    def _note_called(self, module: nn.Module) -> None:
+        step = self._recorder.step
+        step["forwards"] += 1
+        if step["forwards"] == 1:
+            self._called.clear()
+        self._is_first_call = not any(module is each for each in self._called)
+        self._called.append(module)
+
     def _note_entered(self, module: nn.Module) -> None:
         """Record the parameters before a call in a step."""
         parameters, self._entered = [*module.parameters()], None
@@ -199,7 +219,7 @@ class TrainingWatch:
         is_whole = _have_numbers(parameters) and not any(isinstance(each, DTensor) for each in parameters)
         if is_whole and (is_computing or self._trains(module)):
             with self._recorder.aside(), torch.no_grad():
-                self._entered = brief(parameters)
+                self._entered = brief(parameters), by_place(each for each in module.buffers() if each.numel())
 
     def _is_beside_training(self) -> bool:
         """Whether a call that does not train may belong to a step; without a loader, it may come first."""
@@ -297,9 +317,11 @@ class TrainingWatch:
             **_sketches(inputs, outputs, count),
         }
 
-    def _state_of(self, module: nn.Module) -> dict[str, Tensor]:
+    def _state_of(self, module: nn.Module) -> dict[str, Any]:
         held, buffers = brief(module.parameters()), brief(each for each in module.buffers() if each.numel())
-        return {"parameters": held, "entered": held if self._entered is None else self._entered, "buffers": buffers}
+        entered, before = (held, torch.zeros(0)) if self._entered is None else self._entered
+        numbers = {"parameters": held, "entered": entered, "buffers": buffers, "buffers before": before}
+        return {**numbers, "is_first": self._is_first_call}
 
     def _columns_of(self, last: dict[str, Any] | None, lengths: list[int]) -> int:
         """The number of samples if they are columns, else 0."""

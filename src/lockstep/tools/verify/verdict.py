@@ -49,6 +49,7 @@ _BY_ITSELF = "two runs on one process already differ"
 _OF_ALL = "Create the samples of all ranks on each, and let each use its part"
 _NO_NUMBERS = "no gradient is finite (nan, inf), on the ranks or in one process, so nothing can be compared"
 _REST = "rest: what follows this difference (later steps, evaluations, saved files) was not compared"
+_JOINED = "a rank has no batches left, and takes part in the steps of others (Join), which cannot be compared"
 _PIECES = (
     "pieces: the script cuts its batches into pieces of a fixed size; one process, with the batch of all ranks, has "
     "N times as many. The gradients are the same up to that factor; parameters and buffers after the steps were not "
@@ -156,6 +157,9 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
         verdict.digits.append(_digits(step))
         found = _judge_step(step)
         verdict.wants_double = verdict.wants_double or _may_be_rounding(step, found)
+        if found is not None and found.cause == "number-of-steps" and step.facts["joins"]:
+            verdict.unknown = f"step {step.number}: {_JOINED}"
+            return
         if found is not None:
             verdict.differences += [found, *_averaged_by_nobody(found, [step, *steps])]
             return

@@ -113,8 +113,10 @@ _WORDS = {
         "prepare the data alike on all ranks",
     ),
     "split": (
-        "the same samples have different indices: each rank drew its own split or order of the data",
-        "draw it with a seeded generator: random_split(…, generator=torch.Generator().manual_seed(0))",
+        "the same samples have different indices: each rank drew its own split or order of the data, or selected "
+        "samples by its own part of them",
+        "draw it with a seeded generator: random_split(…, generator=torch.Generator().manual_seed(0)); select by the "
+        "values of all samples (lockstep.all_gather)",
     ),
     "batch-size": (
         "lockstep.DataLoader's batch_size counts the samples of all ranks together, but the script computes it from "
@@ -361,6 +363,11 @@ _WORDS = {
         "draw changes of parameters from a generator with one seed on all ranks, load the "
         "same file on all of them, and " + _WRAP,
     ),
+    "ranks-differ untrained": (
+        "the ranks have different parameters in a model that no optimizer trains: it is updated, drawn or loaded on "
+        "some ranks only (if rank == 0: …), or by each rank's own values",
+        "update it on all ranks, from values that are the same on all of them",
+    ),
     "moved between": (
         "they are changed between the steps by a rank's own values, such as weights that are "
         "restored or replaced by its own samples",
@@ -409,6 +416,16 @@ _WORDS = {
         "they follow the samples of one rank instead of the whole batch",
         "update them from the samples of all ranks (lockstep.all_gather in forward()); for "
         "BatchNorm lockstep.convert_sync_batchnorm",
+    ),
+    "buffers between": (
+        "they are changed between the steps by a rank's own values, such as masks by its gradients, or by batches that "
+        "it evaluates in training mode",
+        "compute the change from all ranks: averaged gradients, lockstep.mean(total, count), lockstep.all_gather(rows)",
+    ),
+    "buffers combined": (
+        "all ranks have the same, which depend on the number of ranks: a sum over ranks that is divided by the rows of "
+        "one rank, or a mean of their means",
+        "lockstep.mean(total, count)",
     ),
     # what follows
     "padded-evaluation": (
