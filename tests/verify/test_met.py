@@ -13,6 +13,7 @@ import torch
 
 import met
 import met_beside
+import met_between
 import met_given
 import met_projects
 import met_small
@@ -26,10 +27,10 @@ from lockstep.tools.verify.verification import verify
 from met import COMMON
 from test_mistakes import is_documented
 
-RIGHT = met.RIGHT | met_projects.RIGHT | met_small.RIGHT | met_beside.RIGHT | met_given.RIGHT
+RIGHT = met.RIGHT | met_projects.RIGHT | met_small.RIGHT | met_beside.RIGHT | met_given.RIGHT | met_between.RIGHT
 SUM = ("gradients", "sum")
-WRONG = met_wrong.WRONG | met_projects.WRONG | met_small.WRONG | met_beside.WRONG | met_given.WRONG
-UNKNOWN = met.UNKNOWN | met_beside.UNKNOWN | met_given.UNKNOWN
+WRONG = met_wrong.WRONG | met_projects.WRONG | met_small.WRONG | met_beside.WRONG | met_given.WRONG | met_between.WRONG
+UNKNOWN = met.UNKNOWN | met_beside.UNKNOWN | met_given.UNKNOWN | met_between.UNKNOWN
 SAID = met_small.SAID | met_beside.SAID
 
 SHARDS = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")

@@ -27,6 +27,10 @@ _DRAWN_THERE = (
     "evaluation: it draws random numbers, and one process draws others than the ranks, so what it prints was not "
     "compared"
 )
+_OF_RANK_0S_SAMPLES = (
+    "The training is the same. If this number covers only the rank's samples, lockstep.mean(loss * len(y), len(y)) "
+    "covers all"
+)
 _ALIKE_IN_ONE = (
     "samples: the loader ({line}) is recreated for each epoch, so all epochs have the order of the first, on one "
     "process, too. Create it once, before the epochs"
@@ -212,15 +216,11 @@ def _printed(
             measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
         tried = (third if is_tried else own).get(key, _Line(False, [], "", ())).numbers
         here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
-        if line.is_evaluation and one["draws_in_evaluation"]:
-            notes = notes or [f"{_DRAWN_THERE}: {measured}"]
-        elif line.is_evaluation and _is_of_evaluation(here, own_here, tried, len(ranks)):
+        is_drawn = line.is_evaluation and one["draws_in_evaluation"]
+        if line.is_evaluation and not is_drawn and _is_of_evaluation(here, own_here, tried, len(ranks)):
             found.setdefault(key[0], []).append((measured, line.where, _are_close(here, tried)))
         elif not [*found, *notes]:
-            notes = [
-                f"{LOGGED}{measured}. The training is the same. If this number covers only the rank's samples, "
-                "lockstep.mean(loss * len(y), len(y)) covers all"
-            ]
+            notes = [f"{_DRAWN_THERE}: {measured}" if is_drawn else f"{LOGGED}{measured}. {_OF_RANK_0S_SAMPLES}"]
     if not found:
         return [], notes
     texts, places, are_own = map(list, zip(*next(iter(found.values())), strict=True))
@@ -242,7 +242,12 @@ def _unlike_places(
 ) -> list[int]:
     """Positions of numbers that differ by more than rounding, and not as `counts` do."""
     pairs = enumerate(zip(numbers, others, strict=True))
-    return [place for place, each in pairs if each not in counts and not _is_close(*each, most)]
+    return [place for place, each in pairs if each not in counts and not _is_close(*each, most) and not _are_tiny(each)]
+
+
+def _are_tiny(numbers: tuple[str, str]) -> bool:
+    """Whether numbers below 0.01 have a single digit, such as seconds, which two runs may have alike by chance."""
+    return all(abs(float(each)) < 0.01 and len(each.partition(".")[2].lstrip("0")) == 1 for each in numbers)
 
 
 def _is_of_evaluation(numbers: list[str], own: list[str], tried: list[str], world_size: int) -> bool:

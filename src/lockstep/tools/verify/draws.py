@@ -95,8 +95,7 @@ class DrawWatch:
 
     def _see(self, name: str, values: Tensor, is_replaceable: bool = True) -> Tensor | None:
         """Record a draw of the script, or return what the ranks drew instead."""
-        if self._recorder.is_evaluating and not self._recorder.busy and not torch.is_grad_enabled():
-            self._recorder.facts["draws_in_evaluation"] = True
+        self._note_evaluation()
         if not self._recorder.is_recording:
             self._note_before(name, values)
             return None
@@ -128,6 +127,10 @@ class DrawWatch:
             else:
                 step["given"] += not torch.equal(joined, values)
             return joined
+
+    def _note_evaluation(self) -> None:
+        is_evaluating = self._recorder.is_evaluating and not torch.is_grad_enabled()
+        self._recorder.facts["draws_in_evaluation"] |= is_evaluating and not self._recorder.busy
 
     def _note_before(self, name: str, values: Tensor) -> None:
         if self._recorder.is_before_steps and self._settings.role == RANKS and values.numel() <= _MOST_BEFORE:
@@ -181,9 +184,7 @@ class DrawWatch:
         # No batch of this step if several steps use one.
         batches = [each["keys"][after - 1 : after] for each in self._of_ranks(step)]
         rows = [len(each[0]) for each in batches] if order and all(batches) else []
-        per_row = _draws_per_row([_kinds(draws[place:]) for draws in every], rows)
-        if per_row and all(_is_a_round(draws[place:], count) for draws, count in zip(every, rows, strict=True)):
-            per_row = 1
+        per_row = _draws_per_row([draws[place:] for draws in every], rows)
         if not per_row:
             return False
         drawn = [draws[place : place + per_row * count] for draws, count in zip(every, rows, strict=True)]
@@ -351,9 +352,11 @@ def _are_alike(every: list[list[_Draw]]) -> bool:
     return all(torch.equal(a["values"], b["values"]) for a, b in pairs)
 
 
-def _draws_per_row(kinds: list[list[_Kind]], rows: list[int]) -> int:
+def _draws_per_row(drawn: list[list[_Draw]], rows: list[int]) -> int:
     """How many draws each rank makes for a sample, if it makes the same ones for all its samples in turn; else 0."""
     most = _MOST_PER_ROW if max(rows, default=0) > 1 else 0
+    kinds, pairs = [*map(_kinds, drawn)], zip(drawn, rows, strict=False)
+    most = 1 if most and all(_is_a_round(own, count) for own, count in pairs) else most
     every = [*zip(kinds, rows, strict=False)]
     fits = (n for n in range(most, 0, -1) if all(own[: n * count] == kinds[0][:n] * count for own, count in every))
     return next(fits, 0)

@@ -119,7 +119,7 @@ class StepRecorder:
             "begun": [],  # parameters that differed in one process before the first step
             "draws_in_evaluation": False,
             "by_hand": False,  # whether a model was evaluated without a loader
-            "joins": False,  # whether ranks may take different numbers of steps, within torch's Join
+            "joins": False,  # whether fewer ranks may rightly share a step, within torch's Join
             "wants_gpus": False,  # whether the script asked for nccl
             "joined": False,  # whether there was a process group at the end of a step
             "returned": False,

@@ -142,23 +142,8 @@ def run_one_by_option(
     Args:
         where: which numbers in the script to try, too.
     """
-    asked, before, first = ranks[0]["facts"]["made"], script.changes, first_steps(ranks)
-    # A library may recreate a loader with the size that the first one was given.
-    pairs = list(zip(asked, sizes, strict=True))
-    own = one[0]["facts"]["asked"] if one else ()
-    if not all(map(operator.contains, pairs, own)):
-        return []
-    trains = _loaders_that_train(ranks[0])
-    needed = {
-        str(size): str(other) for place, (size, other) in enumerate(pairs) if size is not None and place in trains
-    }
-    if needed and all(own[place : place + 1] == [sizes[place]] for place in trains):
-        return []  # the script divides a batch size by the number of ranks
-    calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
-    rows = [each["count"] for each in calls]
-    if None in asked:  # a sampler of batches that does not tell its size
-        rows += [int(each["rows"]) for each in batches_of(*first[:1])]
-    needed |= {str(count): str(count * len(ranks)) for count in rows}
+    before, first = script.changes, first_steps(ranks)
+    needed = _sizes_to_try(ranks, one, sizes)
     for changes in _ways(script, needed, ranks[0]["facts"]["options"], where):
         script.changes = changes
         code, found = script.run(ONE, (), {})
@@ -166,6 +151,26 @@ def run_one_by_option(
             return found
     script.changes = before
     return []
+
+
+def _sizes_to_try(ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]) -> dict[str, str]:
+    """Number in the arguments -> its replacement; empty if one process has other loaders, or these sizes by itself."""
+    asked, first = ranks[0]["facts"]["made"], first_steps(ranks)
+    pairs = list(zip(asked, sizes, strict=True))
+    own = one[0]["facts"]["asked"] if one else ()
+    # A library may recreate a loader with the size that the first one was given.
+    if not all(map(operator.contains, pairs, own)):
+        return {}
+    trained = {asked[place] for place in _loaders_that_train(ranks[0])} - {None}
+    places = [place for place, size in enumerate(asked) if size in trained]
+    if places and own and all(own[place : place + 1] == [sizes[place]] for place in places):
+        return {}  # the script divides a batch size by the number of ranks
+    calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
+    rows = [each["count"] for each in calls]
+    if None in asked:  # a sampler of batches that does not tell its size
+        rows += [int(each["rows"]) for each in batches_of(*first[:1])]
+    needed = {str(asked[place]): str(sizes[place]) for place in places}
+    return needed | {str(count): str(count * len(ranks)) for count in rows}
 
 
 def _has_sizes(one: Record, rank: Record, sizes: tuple[int | None, ...]) -> bool:

@@ -108,8 +108,7 @@ def _beside_drawn(drawn: Verdict, verdict: Verdict) -> Verdict:
 def _compared(script: Script) -> Verdict:
     code, ranks = script.run_ranks()
     world_size, number = script.world_size, said_number(ranks)
-    refused = next((each["facts"]["refused"] for each in ranks if each["facts"]["refused"]), "")
-    refused = refused or (_OF_MPI if _meets_by_mpi(ranks) else "")
+    refused = _why_refused(ranks)
     if refused or number is not None:
         return Verdict(world_size, unknown=refused or _OTHER_NUMBER.format(ranks=counted(number or 0, "rank")))
     if len(ranks) < world_size:
@@ -131,9 +130,10 @@ def _compared(script: Script) -> Verdict:
     return verdict
 
 
-def _meets_by_mpi(ranks: Sequence[Record]) -> bool:
-    """Whether the ranks would meet only through MPI, in which each of them is alone."""
-    return len(ranks) > 1 and all(each["facts"]["mpi"] and not each["facts"]["joined"] for each in ranks)
+def _why_refused(ranks: Sequence[Record]) -> str:
+    """Why there can be no verdict on these ranks; empty if there can."""
+    meet_by_mpi = len(ranks) > 1 and all(each["facts"]["mpi"] and not each["facts"]["joined"] for each in ranks)
+    return next((each["facts"]["refused"] for each in ranks if each["facts"]["refused"]), _OF_MPI * meet_by_mpi)
 
 
 def _never_on_one(script: Script, code: int, ranks: Sequence[Record]) -> Verdict:

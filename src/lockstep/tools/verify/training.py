@@ -92,7 +92,7 @@ class TrainingWatch:
         """Watch from now on."""
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
-        wrap(Join, "__enter__", self._join)
+        wrap(Join, "__init__", self._join)
         wrap(torch.Tensor, "backward", self._backward)
         wrap(torch.autograd, "backward", self._backward)
         wrap(torch.amp.GradScaler, "__init__", self._make_scaler)
@@ -164,11 +164,11 @@ class TrainingWatch:
         return unscale
 
     def _join(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(context: Any) -> Any:
-            self._recorder.facts["joins"] = True
-            return original(context)
+        def init(context: Any, *args: Any, **kwargs: Any) -> None:
+            self._recorder.facts["joins"] |= not kwargs.get("divide_by_initial_world_size", True)
+            original(context, *args, **kwargs)
 
-        return enter
+        return init
 
     def _see_engine(self, engine: Any) -> None:
         engines = self._recorder.facts["engines"]

@@ -131,18 +131,7 @@ def judge(runs: Runs, failure: str = "") -> Verdict:
 def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
     """Judge steps up to the first that differs or cannot be judged."""
     for step in steps:
-        why = _is_beyond_compare(step)
-        if why:
-            verdict.unknown = f"step {step.number}: {why}"
-            return
-        others = _has_other_samples(step)
-        chance = "" if others else _is_moved_by_rounding(step)
-        why, apart = others or chance or _is_made_by_ranks(step), None
-        if chance:  # rounding does not change samples
-            apart = causes.read_samples(step)
-            verdict.wants_double = verdict.wants_double or (_BY_CHANCE if _is_single(step.one) else "")
-        elif why and not others:  # ranks whose parameters diverge are wrong, whatever one process's samples
-            apart = causes.read_ranks(step) or causes.read_unaveraged(step)
+        why, apart = _look_at_chance(verdict, step)
         if why and apart is None:
             verdict.unknown = f"step {step.number}: {why}"
             return
@@ -163,6 +152,20 @@ def _judge_steps(verdict: Verdict, steps: Iterator[StepOfJob]) -> None:
         if found is not None:
             verdict.differences += [found, *_averaged_by_nobody(found, [step, *steps])]
             return
+
+
+def _look_at_chance(verdict: Verdict, step: StepOfJob) -> tuple[str, Difference | None]:
+    """Why a step cannot be compared, empty if it can; and a difference that can be told nevertheless."""
+    why = _is_beyond_compare(step) or _has_other_samples(step)
+    if why:
+        return why, None
+    why = _is_moved_by_rounding(step)
+    if why:  # rounding does not change samples
+        verdict.wants_double = verdict.wants_double or (_BY_CHANCE if _is_single(step.one) else "")
+        return why, causes.read_samples(step)
+    why = _is_made_by_ranks(step)
+    # Ranks whose parameters diverge are wrong, whatever one process's samples.
+    return why, (causes.read_ranks(step) or causes.read_unaveraged(step)) if why else None
 
 
 def _averaged_by_nobody(found: Difference, steps: Sequence[StepOfJob]) -> list[Difference]:

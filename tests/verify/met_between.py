@@ -1,0 +1,184 @@
+"""Programs after `COMMON` of `met.py` that draw, call or change something between steps: see `test_met.py`."""
+
+from __future__ import annotations
+
+_TWO_MODELS = """
+        torch.set_rng_state(unseeded)
+        if world.world_size > 1:
+            torch.randn(3)
+        wrap = torch.nn.parallel.DistributedDataParallel
+        maker, critic = wrap(nn.Linear(6, 6)), wrap(nn.Linear(6, 1))
+        of_maker, of_critic = (torch.optim.SGD(each.parameters(), 0.1) for each in (maker, critic))
+        for x, _ in split():
+            made = maker(x)
+            of_critic.zero_grad()
+            ((1 - critic(x)).square().mean() + critic(made.detach()).square().mean()).backward()
+            of_critic.step()
+            of_maker.zero_grad()
+            (1 - critic(made)).square().mean().backward()
+            of_maker.step()
+"""
+# The evaluation, whose loader is asked for a batch while gradients are on, draws noise in the model.
+_NOISY_EVALUATION = """
+        class Noisy(nn.Linear):
+            def forward(self, x):
+                return super().forward(x + torch.randn_like(x))
+
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(Noisy(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(1 + world.rank)
+        batches = split()
+        for epoch in range(2):
+            batches.sampler.set_epoch(epoch)
+            for x, y in batches:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+            total = torch.zeros(2)
+            for x, y in split():
+                with torch.no_grad():
+                    total += torch.tensor([cross_entropy(model.module(x), y, reduction="sum"), len(x)])
+            torch.distributed.all_reduce(total)
+            if world.rank == 0:
+                print(f"epoch {epoch}: loss {total[0] / total[1]:.6f}")
+"""
+_OVER_TIME = """
+        model, optimizer = by_torch()
+        torch.manual_seed(world.rank)
+        for x, y in split():
+            for _ in range(3):
+                with torch.no_grad():
+                    shift = model.module(x).mean(1, keepdim=True)
+                x = x + shift + torch.cat([torch.rand(1, 1) for _ in x])
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+"""
+# An owner's change that rounding of its gradient moves by some percent, as 16 bits within Muon do.
+_ROUNDED_OWNERS = """
+        class Owners(torch.optim.SGD):
+            def step(self):
+                owned = [*enumerate(self.param_groups[0]["params"])]
+                for place, each in owned:
+                    torch.distributed.reduce(each.grad.div_(world.world_size), dst=place % world.world_size)
+                    each.grad = each.grad if place % world.world_size == world.rank else None
+                    if each.grad is not None:
+                        each.data.sub_(each.grad * (0.1 + 0.003 * (1e18 * each.grad).sin()))
+                for place, each in owned:
+                    torch.distributed.broadcast(each.data, src=place % world.world_size)
+
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        optimizer = Owners(net.parameters(), lr=0.1)
+        for x, y in split():
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            optimizer.step()
+"""
+# Masks by the gradients after two steps.
+_MASKS = """
+        class Masked(nn.Linear):
+            def __init__(self):
+                super().__init__(6, 4)
+                self.register_buffer("mask", torch.ones(4, 6))
+
+            def forward(self, x):
+                return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(Masked())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number, (x, y) in enumerate(split()):
+            loss = cross_entropy(model(x), y)
+            (own,) = torch.autograd.grad(loss, [model.module.weight], retain_graph=True)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if number == 1:
+                size = GRADIENT.abs()
+                model.module.mask.copy_(size > size.median())
+"""
+_TARGET = """
+        import copy
+
+        model, optimizer = by_torch()
+        target = copy.deepcopy(model.module)
+        for x, y in split():
+            optimizer.zero_grad()
+            with torch.no_grad():
+                wanted = target(x).softmax(1)
+            out = model(x)
+            (cross_entropy(out, y) + cross_entropy(out, wanted)).backward()
+            optimizer.step()
+            if WHO:
+                for slow, fast in zip(target.parameters(), model.module.parameters()):
+                    slow.data.lerp_(fast.data, 0.1)
+"""
+_CENTRE = """
+        class Centred(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("centre", torch.zeros(4))
+
+            def forward(self, out):
+                wanted = (out - self.centre).softmax(1)
+                total = out.detach().sum(0)
+                torch.distributed.all_reduce(total)
+                self.centre.lerp_(total / (len(out) * DIVISOR), 0.1)
+                return wanted
+
+        model, optimizer = by_torch()
+        centred = Centred()
+        for x, y in split():
+            optimizer.zero_grad()
+            out = model(x)
+            with torch.no_grad():
+                wanted = centred(out)
+            (cross_entropy(out, y) + cross_entropy(out, wanted)).backward()
+            optimizer.step()
+"""
+RIGHT = {
+    "two models of ranks without a seed": _TWO_MODELS,
+    "an evaluation that draws noise": _NOISY_EVALUATION,
+    "draws for each sample in a loop over time": _OVER_TIME,
+    "changes of an owner that rounding moves": _ROUNDED_OWNERS,
+    "masks by averaged gradients": _MASKS.replace("GRADIENT", "model.module.weight.grad"),
+    "a target that all ranks update": _TARGET.replace("WHO", "True"),
+    "a centre of all rows": _CENTRE.replace("DIVISOR", "world.world_size"),
+}
+WRONG = {
+    "masks by a rank's own gradients": (("buffers", "buffers"), _MASKS.replace("GRADIENT", "own")),
+    "a target that rank 0 updates": (("parameters", "ranks-differ"), _TARGET.replace("WHO", "world.rank == 0")),
+    "a centre of all rows, divided by a rank's": (("buffers", "buffers"), _CENTRE.replace("DIVISOR", "1")),
+    "a list of files that one process alone shuffles": (
+        ("samples", "order"),
+        """
+        model, optimizer = by_torch()
+        order = torch.randperm(60, generator=draws) if world.world_size == 1 else torch.arange(60)
+        rows = torch.utils.data.TensorDataset(*(each[order] for each in data.tensors))
+        sampler = torch.utils.data.DistributedSampler(rows, shuffle=False)
+        for x, y in torch.utils.data.DataLoader(rows, 5, sampler=sampler):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """,
+    ),
+}
+UNKNOWN = {
+    "ranks that join": (
+        "takes part in the steps of others (Join)",
+        """
+        from torch.distributed.algorithms.join import Join
+
+        model, optimizer = by_torch()
+        with Join([model], divide_by_initial_world_size=False):
+            blocks = [[*range(at, at + 5)] for at in range(5 * world.rank, 55, 5 * world.world_size)]
+            for _ in range(2):
+                for x, y in torch.utils.data.DataLoader(data, 5, sampler=sum(blocks, [])):
+                    optimizer.zero_grad()
+                    cross_entropy(model(x), y).backward()
+                    optimizer.step()
+        """,
+    )
+}
