@@ -205,15 +205,8 @@ def _printed(
     found: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {}  # by form: of each epoch, as few samples may agree
     # Counts that depend on the rank: of ranks, and of samples in an epoch and a batch.
     counts = {(str(len(ranks)), "1"), *zip(_counts(ranks[0]), _counts(one), strict=False)}
-    unsure = _unsure_places(own, second)
-    for key in [key for key in first if key in own]:
-        line, theirs = first[key], own[key].numbers
-        wrong = [at for at in _unlike_places(line.numbers, theirs, counts, most) if (key[0], at) not in unsure]
-        if not wrong:
-            continue
-        measured = f"rank 0 writes {line.text!r}, one process {own[key].text!r}"
-        if len(theirs) > 1:
-            measured += f": {line.numbers[wrong[0]]} is not {theirs[wrong[0]]}"
+    for key, wrong in _unlike_lines(first, own, second, counts, most):
+        line, theirs, measured = first[key], own[key].numbers, _in_words(first[key], own[key], wrong[0])
         tried = (third if is_tried else own).get(key, _Line(False, [], "", ())).numbers
         here, own_here, tried = ([each[place] for place in wrong if each] for each in (line.numbers, theirs, tried))
         is_drawn = line.is_evaluation and one["draws_in_evaluation"]
@@ -225,6 +218,23 @@ def _printed(
         return [], notes
     texts, places, are_own = map(list, zip(*next(iter(found.values())), strict=True))
     return [_evaluated(ranks, one, texts[0], places[0], evaluates_all, all(are_own))], notes
+
+
+def _unlike_lines(
+    first: _Lines, own: _Lines, again: _Lines, counts: set[tuple[str, str]], most: float
+) -> Iterator[tuple[tuple[str, int], list[int]]]:
+    """The key of each line with other numbers than in one process, and their positions."""
+    unsure = _unsure_places(own, again)
+    for key in [key for key in first if key in own]:
+        places = _unlike_places(first[key].numbers, own[key].numbers, counts, most)
+        places = [place for place in places if (key[0], place) not in unsure]
+        if places:
+            yield key, places
+
+
+def _in_words(line: _Line, own: _Line, place: int) -> str:
+    measured = f"rank 0 writes {line.text!r}, one process {own.text!r}"
+    return measured if len(own.numbers) == 1 else f"{measured}: {line.numbers[place]} is not {own.numbers[place]}"
 
 
 def _unsure_places(own: _Lines, again: _Lines) -> set[tuple[str, int]]:

@@ -155,7 +155,7 @@ def run_one_by_option(
 
 def _sizes_to_try(ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[int | None, ...]) -> dict[str, str]:
     """Number in the arguments -> its replacement; empty if one process has other loaders, or these sizes by itself."""
-    asked, first = ranks[0]["facts"]["made"], first_steps(ranks)
+    asked = ranks[0]["facts"]["made"]
     pairs = list(zip(asked, sizes, strict=True))
     own = one[0]["facts"]["asked"] if one else ()
     # A library may recreate a loader with the size that the first one was given.
@@ -165,12 +165,17 @@ def _sizes_to_try(ranks: Sequence[Record], one: Sequence[Record], sizes: tuple[i
     places = [place for place, size in enumerate(asked) if size in trained]
     if places and own and all(own[place : place + 1] == [sizes[place]] for place in places):
         return {}  # the script divides a batch size by the number of ranks
-    calls = calls_of(first[0]) if first and not ranks[0]["facts"]["loaders"] else []
-    rows = [each["count"] for each in calls]
-    if None in asked:  # a sampler of batches that does not tell its size
-        rows += [int(each["rows"]) for each in batches_of(*first[:1])]
     needed = {str(asked[place]): str(sizes[place]) for place in places}
-    return needed | {str(count): str(count * len(ranks)) for count in rows}
+    return needed | {str(count): str(count * len(ranks)) for count in _rows_of_first(ranks[0])}
+
+
+def _rows_of_first(rank: Record) -> list[int]:
+    """Numbers of rows in the first step that no loader's batch size tells."""
+    facts, first = rank["facts"], rank["steps"][:1]
+    rows = [] if facts["loaders"] else [each["count"] for step in first for each in calls_of(step)]
+    if None in facts["made"]:  # a sampler of batches that does not tell its size
+        rows += [int(each["rows"]) for each in batches_of(*first)]
+    return rows
 
 
 def _has_sizes(one: Record, rank: Record, sizes: tuple[int | None, ...]) -> bool:
