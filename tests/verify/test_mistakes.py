@@ -283,6 +283,13 @@ def test_lines_are_told_apart_without_seconds_that_have_their_unit_attached() ->
     assert judge([ranks] * 2, one, moved, again) == ([], [])
 
 
+def test_numbers_that_are_padded_to_a_width_are_those_of_one_line() -> None:
+    pairs = ((9.75, 16), (10.25, 31), (9.75, 16))
+    ranks, one, moved = (facts_of(f"loss {each:6.2f}", count) for each, count in pairs)
+    (found,), _ = judge([ranks] * 2, one, moved)
+    assert found.cause == "metric"
+
+
 def test_the_time_of_day_is_no_number_of_an_evaluation() -> None:
     line = "12:59:{},871 epoch 0: val loss 1.41257"
     ranks, one, moved = (

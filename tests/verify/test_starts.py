@@ -307,6 +307,68 @@ def test_a_script_that_never_starts_one_cannot_be_judged(tmp_path: Path) -> None
     assert "the script starts 2 ranks, and no argument or number in it makes it start one" in text
 
 
+BY_MPI = """
+    import torch
+    from mpi4py import MPI
+
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in torch.randn(24, 4).split(4)[MPI.COMM_WORLD.Get_rank() :: MPI.COMM_WORLD.Get_size()]:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        for each in model.parameters():
+            MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, each.grad.numpy())
+        optimizer.step()
+"""
+FAILS_WITH_LARGER_BATCHES = """
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    class Buckets:
+        def __init__(self, rank, world_size):
+            self.batch_size = 4
+            self.batches = [[*range(at, at + 4)] for at in range(4 * rank, 24, 4 * world_size)]
+
+        def __iter__(self):
+            assert all(len(each) == self.batch_size for each in self.batches), "the buckets have another size"
+            return iter(self.batches)
+
+        def __len__(self):
+            return len(self.batches)
+
+    def train(rank, world_size):
+        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:PORT", rank=rank, world_size=world_size)
+        torch.cuda.set_device(rank)
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2).cuda(), [rank])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in DataLoader(torch.randn(24, 4), batch_sampler=Buckets(rank, world_size)):
+            optimizer.zero_grad()
+            model(x.cuda()).square().mean().backward()
+            optimizer.step()
+
+    if __name__ == "__main__":
+        mp.spawn(train, nprocs=torch.cuda.device_count(), args=(torch.cuda.device_count(),))
+"""
+
+
+def test_the_error_of_one_process_is_shown_even_if_it_was_also_tried_with_all_gpus(tmp_path: Path) -> None:
+    verdict, text = verdict_on(FAILS_WITH_LARGER_BATCHES, tmp_path, "mean")
+    assert verdict.code == 2, text
+    assert "the buckets have another size" in text
+    assert "no argument or number" not in text
+
+
+def test_ranks_of_mpi_alone_cannot_be_judged(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    verdict, text = verdict_on(BY_MPI, tmp_path, "mean")
+    assert verdict.code == 2, text
+    assert "the ranks meet through mpi4py" in " ".join(text.split())
+
+
 def test_an_error_on_all_ranks_is_shown(tmp_path: Path) -> None:
     """Even if one process joins a group of several, as it sees several GPUs."""
     verdict, text = verdict_on(BY_LOCAL_RANK, tmp_path)

@@ -250,6 +250,7 @@ def what_is_made_in_between():
     assert net.weight_hh_l0.grad.device.index == 1
     assert nn.functional.one_hot(torch.tensor([1, 2], device="cuda:1")).device.index == 1
     assert inputs.new_tensor([1.0]).device.index == 1
+    assert torch.histc(torch.tensor([1, 1, 2], device="cuda:1"), bins=2, min=1, max=2).tolist() == [2, 1]
     assert torch.ones(1).type_as(inputs).device.index == 1
     assert inputs.type_as(torch.ones(1).double()).device.type == "cpu"
     assert inputs[torch.tensor([0, 1])].device.index == 1  # indices may lie on the host

@@ -189,7 +189,7 @@ def _lines(facts: Facts | None) -> _Lines:
     found = {}
     for is_evaluation, line, where in () if facts is None else facts["texts"]:
         timeless = _CLOCK.sub(":", line)
-        form = _NUMBER.sub("#", timeless)
+        form = " ".join(_NUMBER.sub("#", timeless).split())  # numbers may be padded to a width
         found[form, counts[form]] = _Line(is_evaluation, _NUMBER.findall(timeless), line.strip()[:100], _some(where))
         counts[form] += 1
     return found

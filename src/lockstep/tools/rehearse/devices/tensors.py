@@ -296,6 +296,18 @@ def _new(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _histc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.histc`, which takes integers on GPUs, but not on CPUs."""
+
+    def histc(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if mark_of(self) is None or self.is_floating_point():
+            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+        counts: torch.Tensor = original(self.double(), *args, **kwargs)
+        return counts.to(self.dtype)
+
+    return histc
+
+
 def _pad_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Marks the padded result, which torch creates empty in host memory and fills; lengths stay in host memory."""
 
@@ -337,6 +349,8 @@ def install() -> None:
     for name in _FROM_DATA:
         wrap(torch, name, _from_data)
     wrap(torch, "set_default_tensor_type", _set_default_tensor_type)
+    for owner in (torch, torch.Tensor):
+        wrap(owner, "histc", _histc)
     for name in ("new_tensor", "new"):
         wrap(torch.Tensor, name, _new)
     for name in _NEW:
