@@ -40,6 +40,9 @@ _ALIKE_IN_ONE = (
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\.?\d)")
 # Times such as 12:59:07,123, whose parts may be equal in two runs of one process, but differ on the ranks.
 _CLOCK = re.compile(r"\d+(?::\d+)+(?:[.,]\d+)?")
+# What a number of seconds, or a speed, follows and is followed by: two runs may print the same one by chance.
+_BEFORE_TIME = re.compile(r"(?:time|elapsed|eta|duration|speed|throughput|fps)[^a-z]*$", re.IGNORECASE)
+_AFTER_TIME = re.compile(r"\s?(?:[mun]?s|secs?|seconds?|minutes?|hours?|h)\b|\s?\w*/(?:s|sec|it|iter|step|batch)\b")
 # Largest effect of rounding on a number that one process prints in two runs; seconds rarely differ by so little.
 _REPEATED = 1e-5
 # Largest effect of rounding between the ranks and one process, if there is no reason for another difference.
@@ -48,12 +51,13 @@ Facts = Mapping[str, Any]
 
 
 class _Line(NamedTuple):
-    """A printed line: whether it follows an evaluation, its numbers, its text, and the line of the script."""
+    """A printed line: whether it follows an evaluation, its numbers, text and line of the script, and which are times."""
 
     is_evaluation: bool
     numbers: list[str]
     text: str
     where: tuple[str, ...]
+    times: frozenset[int] = frozenset()
 
 
 # (text of a line without its numbers, how often it was printed before) -> the line.
@@ -74,7 +78,7 @@ def judge_aftermath(runs: Runs) -> tuple[list[Difference], list[str]]:
     ]
     is_rounded = any(step["rounded"] for step in runs.one["steps"])
     most = _CLOSE if is_rounded or not _evaluates_unevenly(ranks, one) else _REPEATED
-    evaluated, logged = _printed(ranks, one, again, moved, most)
+    evaluated, logged = _printed(ranks, one, again, moved, most, _counts_of_passes(runs))
     return found + evaluated, notes + logged
 
 
@@ -190,21 +194,38 @@ def _lines(facts: Facts | None) -> _Lines:
     for is_evaluation, line, where in () if facts is None else facts["texts"]:
         timeless = _CLOCK.sub(":", line)
         form = " ".join(_NUMBER.sub("#", timeless).split())  # numbers may be padded to a width
-        found[form, counts[form]] = _Line(is_evaluation, _NUMBER.findall(timeless), line.strip()[:100], _some(where))
+        times = frozenset(at for at, each in enumerate(_NUMBER.finditer(timeless)) if _is_time(timeless, each))
+        numbers, text = _NUMBER.findall(timeless), line.strip()[:100]
+        found[form, counts[form]] = _Line(is_evaluation, numbers, text, _some(where), times)
         counts[form] += 1
     return found
 
 
+def _is_time(text: str, number: re.Match[str]) -> bool:
+    return bool(_BEFORE_TIME.search(text[: number.start()]) or _AFTER_TIME.match(text, number.end()))
+
+
 def _printed(
-    ranks: Sequence[Facts], one: Facts, again: Facts | None, moved: Facts | None, most: float
+    ranks: Sequence[Facts],
+    one: Facts,
+    again: Facts | None,
+    moved: Facts | None,
+    most: float,
+    counts: set[tuple[str, str]],
 ) -> tuple[list[Difference], list[str]]:
-    """Differences in numbers that rank 0 prints, and notes; `most`: the largest effect of rounding on them."""
+    """Differences in numbers that rank 0 prints, and notes.
+
+    Args:
+        ranks, one, again, moved: facts of the runs.
+        most: the largest effect of rounding on a number.
+        counts: numbers of rank 0 and of one process that are different counts of the same.
+    """
     first, own, second, third = map(_lines, (ranks[0], one, again, moved))
     evaluates_all, notes = _evaluation_keys(ranks[0]) == _evaluation_keys(one), list[str]()
     is_tried = not evaluates_all or (one["by_hand"] and bool(third))
     found: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {}  # by form: of each epoch, as few samples may agree
     # Counts that depend on the rank: of ranks, and of samples in an epoch and a batch.
-    counts = {(str(len(ranks)), "1"), *zip(_counts(ranks[0]), _counts(one), strict=False)}
+    counts |= {(str(len(ranks)), "1"), *zip(_counts(ranks[0]), _counts(one), strict=False)}
     for key, wrong in _unlike_lines(first, own, second, counts, most):
         line, theirs, measured = first[key], own[key].numbers, _in_words(first[key], own[key], wrong[0])
         tried = (third if is_tried else own).get(key, _Line(False, [], "", ())).numbers
@@ -227,7 +248,7 @@ def _unlike_lines(
     unsure = _unsure_places(own, again)
     for key in [key for key in first if key in own]:
         places = _unlike_places(first[key].numbers, own[key].numbers, counts, most)
-        places = [place for place in places if (key[0], place) not in unsure]
+        places = [place for place in places if (key[0], place) not in unsure and place not in first[key].times]
         if places:
             yield key, places
 
@@ -269,6 +290,13 @@ def _counts(facts: Facts) -> list[str]:
     """Numbers of samples in batches of torch's loaders, and in each epoch, as printed."""
     epochs = (sum(map(len, each["keys"])) for each in facts["passes"] if each["trains"])
     return list(map(str, [*facts["made"], *epochs]))
+
+
+def _counts_of_passes(runs: Runs) -> set[tuple[str, str]]:
+    """How many backward passes rank 0 and one process may have counted so far, if the latter runs a multiple."""
+    own, theirs = (sum(len(each["backwards"]) for each in run["steps"]) for run in (runs.one, runs.ranks[0]))
+    times = own // theirs if theirs and own % theirs == 0 else 1
+    return {(str(number), str(number * times)) for number in range(theirs + 1)} if times > 1 else set()
 
 
 def _decimals(text: str) -> float:

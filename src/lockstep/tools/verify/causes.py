@@ -162,7 +162,7 @@ def _is_another_order(one: Record, ranks: Sequence[Record]) -> bool:
 
 
 def _are_elsewhere(rank: Record, one: Record) -> bool:
-    """Whether a rank has a sample in a batch whose indices give one process other samples, and that one elsewhere.
+    """Whether most samples that a rank has, and one process has not in batches of their indices, it has elsewhere.
 
     In whole batches, because a collate_fn may sort the rows of a batch.
     """
@@ -171,11 +171,13 @@ def _are_elsewhere(rank: Record, one: Record) -> bool:
         known |= keys
         for index in indices:
             near[index] |= keys
-    return any(
-        key in known and all(index in near and key not in near[index] for index in indices)
+    found = Counter(
+        key in known
         for indices, keys in _batches_by_index(rank)
         for key in keys
+        if all(index in near and key not in near[index] for index in indices)
     )
+    return found[True] > found[False]
 
 
 def _batches_by_index(run: Record) -> Iterator[tuple[list[tuple[int, int]], set[int]]]:

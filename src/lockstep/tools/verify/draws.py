@@ -116,11 +116,11 @@ class DrawWatch:
             step["own_draws"].append(after)
             every, place = self._place_of(after)
             joined = None if self._order_of_ranks() else self._of_other_batches(name, values)
+            joined = self._of_pieces(name, values, every, place) if joined is None else joined
             turn = self._in_turn(name, values, every, place) if joined is None else None
+            self._place += turn is None
             joined = turn if joined is None else joined
-            if joined is None:
-                joined = self._joined(name, values, every, place)
-                self._place += 1
+            joined = self._joined(name, values, every, place) if joined is None else joined
             if joined is None or not (is_replaceable or torch.equal(joined, values)):
                 drawn = [draws[place]["values"] for draws in every if place < len(draws)] if turn is None else [turn]
                 step["unlike_draws"].append(_unlike(name, values, drawn, after, in_turn=turn is not None))
@@ -231,6 +231,22 @@ class DrawWatch:
             places = [place * each_has + number for place in order for number in range(each_has)]
         return joined.index_select(axis, torch.tensor(places[piece * size : (piece + 1) * size], device="cpu"))
 
+    def _of_pieces(self, name: str, own: Tensor, every: list[list[_Draw]], place: int) -> Tensor | None:
+        """The draw for a piece of a batch, if ranks cut their batches into several of its size and draw for each."""
+        order, counts = self._order_of_ranks(), {*map(len, every)}
+        size = _rows_of(every[0][0]["values"]) if counts and 0 not in counts else 0
+        rows = len(order) // max(1, len(every))
+        per_piece, rest = divmod(max(counts, default=0), -(-rows // size)) if size else (0, 0)
+        if len(counts) != 1 or rest or not per_piece or not _rows_of(own) <= size < rows:
+            return None
+        number, at = divmod(place, per_piece)
+        drawn = [each for draws in every for each in draws[at::per_piece]]
+        if any(each["name"] != name or each["values"].shape[1:] != own.shape[1:] for each in drawn):
+            return None
+        joined, chosen = torch.cat([each["values"] for each in drawn]), order[number * size :][: _rows_of(own)]
+        is_whole = (len(joined), len(chosen)) == (len(order), _rows_of(own))
+        return joined[chosen].to(own.device) if is_whole else None
+
     def _of_other_batches(self, name: str, own: Tensor) -> Tensor | None:
         """`_joined`, sample by sample, if the ranks had the samples in other batches, each with a backward pass."""
         step, ranks = self._recorder.step, self._of_ranks(len(self._recorder.steps))
@@ -340,6 +356,10 @@ class _DrawsOfPasses:
 def _noted(name: str, values: Tensor) -> _Draw:
     """The record of a draw, including whether gradients were on."""
     return {"name": name, "values": values.detach().cpu().clone(), "trains": torch.is_grad_enabled()}
+
+
+def _rows_of(values: Tensor) -> int:
+    return values.size(0) if values.ndim else 0
 
 
 def _kinds(draws: list[_Draw]) -> list[_Kind]:

@@ -119,9 +119,21 @@ def run_one(script: Script, ranks: Sequence[Record]) -> tuple[int, list[Record],
     sizes = _needed_batch_sizes(ranks, [])
     code, one = _run_alone(script, sizes, ranks)
     corrected = _needed_batch_sizes(ranks, one)
+    if any(each["stream"] and each["trains"] for each in ranks[0]["facts"]["passes"]) and _has_others(ranks, one):
+        # It may divide the batch of all ranks by their number, and join the samples of a stream by itself.
+        unchanged = tuple(ranks[0]["facts"]["made"])
+        code_of_own, own = script.run(ONE, unchanged, {})
+        if not code_of_own and own and not _has_others(ranks, own):
+            return code_of_own, own, unchanged
     if code or corrected == sizes or _is_cut_before(ranks, one):
         return code, one, sizes
     return *script.run(ONE, corrected, {}), corrected
+
+
+def _has_others(ranks: Sequence[Record], one: Sequence[Record]) -> bool:
+    """Whether the first step of one process has other samples than the ranks'."""
+    first, own = first_steps(ranks), first_steps(one)
+    return not (first and own) or Samples(first, own[0]).differ
 
 
 def _is_cut_before(ranks: Sequence[Record], one: Sequence[Record]) -> bool:

@@ -156,11 +156,12 @@ def sample_keys(batch: Any, count: int | None = None, padding: Sequence[int] = (
 
     Args:
         batch: a batch from a loader, or the input of a module. If its samples cannot be separated, it gets one pair.
-        count: number of its samples if known; else the length of its first tensor.
+        count: number of its samples if known; else the length of a list of dicts, or of its first tensor.
         padding: numbers that samples may be padded with, besides 0 and -100.
     """
     first = next((tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim), None)
-    for number in (count, first):
+    is_list = isinstance(batch, list) and all(isinstance(each, Mapping) for each in batch)
+    for number in (count, len(batch) if is_list else None, first):
         columns = _columns(batch, number) if number else []
         if number and columns:
             return [_key_of([column[row] for column in columns], padding) for row in range(number)]

@@ -289,12 +289,14 @@ def _sides_differ(one: Record, ranks: Sequence[Record], what: str, pairs: Sequen
 
 
 def _culprit(one: Record, ranks: Sequence[Record], pairs: Sequence[_Pair], limit: float) -> tuple[str, str]:
-    """The first module, in order of return, whose rows differ."""
+    """The first module, in order of return, whose rows differ; none that is called for each sample."""
+    own, *theirs = (Counter(inner["name"] for inner in call["inner"]) for call in (one, *ranks))
     for place, inner in enumerate(one["inner"]):
         others = [call["inner"][place] for call in ranks if place < len(call["inner"])]
         if [each["name"] for each in others] != [inner["name"]] * len(ranks):
             break
-        is_seen = all(each["outputs"] is not None for each in (inner, *others))
+        is_once = all(each[inner["name"]] == own[inner["name"]] for each in theirs)
+        is_seen = is_once and all(each["outputs"] is not None for each in (inner, *others))
         if is_seen and far(_sides_differ(inner, others, "outputs", pairs), limit):
             if far(_sides_differ(inner, others, "inputs", pairs), limit):
                 break

@@ -163,7 +163,7 @@ def _look_at_chance(verdict: Verdict, step: StepOfJob) -> tuple[str, Difference 
     if why:  # rounding does not change samples
         verdict.wants_double = verdict.wants_double or (_BY_CHANCE if _is_single(step.one) else "")
         return why, causes.read_samples(step)
-    why = _is_made_by_ranks(step)
+    why = _is_made_by_ranks(step) if _judge_step(step) is not None else ""
     # Ranks whose parameters diverge are wrong, whatever one process's samples.
     return why, (causes.read_ranks(step) or causes.read_unaveraged(step)) if why else None
 
@@ -278,13 +278,21 @@ def _is_made_by_ranks(step: StepOfJob) -> str:
 
 
 def _has_own_data(step: StepOfJob) -> bool:
-    """Whether rank 0's samples are one process's, but other ranks have others at the same indices of a dataset."""
-    records = (step.runs.one, *step.runs.ranks)
-    one, *ranks = (contents(each["steps"][: step.number]) for each in records)
+    """Whether rank 0's samples are one process's, but other ranks have others at the same indices of a dataset.
+
+    In the whole pass: at first, ranks may draw with one seed for their samples what one process draws for its first.
+    """
+    records, passes = (step.runs.one, *step.runs.ranks), {batch["pass"] for batch in step.one["batches"]}
+    last = max([step.number, *(n for n, each in enumerate(step.runs.one["steps"], 1) if _is_of(each, passes))])
+    one, *ranks = (contents(each["steps"][:last]) for each in records)
     sizes = {frozenset(loader["samples"] for loader in each["facts"]["loaders"]) for each in records}
     alike = [{found[index] == one[index] for index in found.keys() & one.keys()} for found in ranks]
     has_others = any({*one.values()}.isdisjoint(found.values()) for found in ranks[1:])
     return len(sizes) == 1 and alike[0] == {True} and {False} in alike[1:] and has_others
+
+
+def _is_of(step: Record, passes: set[int]) -> bool:
+    return any(batch["pass"] in passes for batch in step["batches"])
 
 
 def _cuts_pieces(step: StepOfJob) -> bool:
