@@ -138,7 +138,84 @@ _CENTRE = """
             (cross_entropy(out, y) + cross_entropy(out, wanted)).backward()
             optimizer.step()
 """
+# As guided-diffusion's: a backward pass for each piece of the batch, for which times and noise are drawn.
+_PIECES = """
+        model, optimizer = by_torch()
+        torch.manual_seed(1 + world.rank)
+        for x, y in split(6):
+            optimizer.zero_grad()
+            for at in range(0, len(x), PIECE):
+                part = x[at : at + PIECE]
+                noise = torch.rand(len(part), 1) * torch.randn_like(part)
+                cross_entropy(model(part + noise), y[at : at + PIECE]).backward()
+            optimizer.step()
+"""
+# As detectron2's: the batch of all ranks is divided by their number, the stream is cut into batches outside of the
+# loader, and a batch is a list of dicts with images.
+_OF_DICTS = """
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                for at in range(world.rank, 60, world.world_size):
+                    yield {"image": data[at][0].reshape(3, 2), "label": data[at][1], "parts": 1 + int(data[at][1])}
+
+        class Batches(torch.utils.data.IterableDataset):
+            def __init__(self, loader, size):
+                self.loader, self.size = loader, size
+
+            def __iter__(self):
+                bucket = []
+                for each in self.loader:
+                    bucket.append(each)
+                    if len(bucket) == self.size:
+                        yield bucket
+                        bucket = []
+
+        class Model(nn.Linear):
+            def forward(self, batch):
+                outputs = [super(Model, self).forward(each["image"].flatten()) for each in batch]
+                losses = [cross_entropy(out, each["label"]) for out, each in zip(outputs, batch)]
+                return {"loss": sum(LOSS for loss, each in zip(losses, batch)) / DIVISOR}
+
+        size = 12 // world.world_size
+        stream = torch.utils.data.DataLoader(Stream(), LOADER, collate_fn=lambda rows: rows, drop_last=True)
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(Model(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            model(batch)["loss"].backward()
+            optimizer.step()
+"""
+_BY_LOADER = _OF_DICTS.replace("LOADER", "size").replace("BATCHES", "stream")
+_BY_BUCKETS = (
+    _OF_DICTS.replace("lambda rows: rows", "lambda rows: rows[0]")
+    .replace("LOADER", "1")
+    .replace("BATCHES", "Batches(stream, size)")
+)
+# Lengths relative to the longest of a batch: the content of a sample depends on its batch, and the loss does not.
+_RELATIVE = """
+        def collate(rows):
+            lengths = [2 + int(y) for _, y in rows]
+            padded = torch.stack([torch.where(torch.arange(6) < n, x, 0.0) for (x, _), n in zip(rows, lengths)])
+            longest = max(lengths)
+            return padded[:, :longest], torch.tensor([n / longest for n in lengths])
+
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False, drop_last=True)
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, lengths in torch.utils.data.DataLoader(data, 5, sampler=sampler, collate_fn=collate, drop_last=True):
+            mask = (torch.arange(x.size(1)) < (lengths * x.size(1)).round()[:, None]).double()
+            optimizer.zero_grad()
+            ((model(x[..., None]).squeeze(-1) * mask).sum(1) / mask.sum(1) - 1).square().mean().backward()
+            optimizer.step()
+"""
 RIGHT = {
+    "pieces with draws": _PIECES.replace("PIECE", "2"),
+    "pieces with draws, as large as a rank's batch": _PIECES.replace("PIECE", "6"),
+    "lists of dicts, by a loader": _BY_LOADER.replace("LOSS", "loss").replace("DIVISOR", "len(batch)"),
+    "lists of dicts, cut outside of the loader": _BY_BUCKETS.replace("LOSS", "loss").replace("DIVISOR", "len(batch)"),
+    "lengths relative to the longest": _RELATIVE,
     "two models of ranks without a seed": _TWO_MODELS,
     "an evaluation that draws noise": _NOISY_EVALUATION,
     "draws for each sample in a loop over time": _OVER_TIME,
@@ -148,6 +225,26 @@ RIGHT = {
     "a centre of all rows": _CENTRE.replace("DIVISOR", "world.world_size"),
 }
 WRONG = {
+    "lists of dicts, divided by their parts": (
+        ("loss", "count"),
+        _BY_LOADER.replace("LOSS", 'loss * each["parts"]').replace("DIVISOR", 'sum(each["parts"] for each in batch)'),
+    ),
+    "negatives that collate_fn draws with one seed on all ranks": (
+        ("samples", "drawn"),
+        """
+        def collate(rows):
+            negatives = [np.random.rand(6) for _ in rows]
+            return torch.stack([x for x, _ in rows]), torch.tensor(np.stack(negatives))
+
+        np.random.seed(0)
+        model, optimizer = by_torch()
+        sampler = torch.utils.data.DistributedSampler(data, drop_last=True)
+        for x, other in torch.utils.data.DataLoader(data, 5, sampler=sampler, collate_fn=collate, drop_last=True):
+            optimizer.zero_grad()
+            torch.sigmoid(model(x) - model(other)).log().mean().neg().backward()
+            optimizer.step()
+        """,
+    ),
     "masks by a rank's own gradients": (("buffers", "buffers"), _MASKS.replace("GRADIENT", "own")),
     "a target that rank 0 updates": (("parameters", "ranks-differ"), _TARGET.replace("WHO", "world.rank == 0")),
     "a centre of all rows, divided by a rank's": (("buffers", "buffers"), _CENTRE.replace("DIVISOR", "1")),

@@ -221,7 +221,7 @@ def judge(
     again: dict[str, Any] | None = None,
 ) -> tuple[list[Difference], list[str]]:
     runs = ({"facts": each, "steps": []} for each in (one, again or one, moved) if each)
-    return judge_aftermath(Runs([{"facts": each} for each in ranks], *runs))
+    return judge_aftermath(Runs([{"facts": each, "steps": []} for each in ranks], *runs))
 
 
 @pytest.mark.parametrize("moved", ["1.41213", "1.41257"])
@@ -288,6 +288,15 @@ def test_numbers_that_are_padded_to_a_width_are_those_of_one_line() -> None:
     ranks, one, moved = (facts_of(f"loss {each:6.2f}", count) for each, count in pairs)
     (found,), _ = judge([ranks] * 2, one, moved)
     assert found.cause == "metric"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["val loss 1.4, val time: {} s", "Averaged stats: model_time: {0} ({0})", "took {}s", "{} samples/s", "{} it/s"],
+)
+def test_seconds_and_speeds_are_no_numbers_of_an_evaluation_even_if_one_process_repeats_them(line: str) -> None:
+    ranks, one, moved = (facts_of(line.format(each), count) for each, count in ((0.25, 16), (0.27, 31), (0.26, 16)))
+    assert judge([ranks] * 2, one, moved) == ([], [])
 
 
 def test_the_time_of_day_is_no_number_of_an_evaluation() -> None:

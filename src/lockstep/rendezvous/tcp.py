@@ -6,6 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import itertools
+import multiprocessing
 import os
 import socket
 import threading
@@ -283,8 +284,9 @@ def _listen_on(address: str, port: int, setting: str) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise _NotHere from error
+        advice = ". If the script starts its ranks itself, start it once, with python"
         raise RendezvousError(
             f"rank 0 cannot listen on port {port} of {socket.gethostname()} ({error.strerror}); set {setting} to one "
-            "that is free, the same for all ranks"
+            f"that is free, the same for all ranks{advice if multiprocessing.parent_process() else ''}"
         ) from error
     return listener

@@ -51,7 +51,7 @@ Facts = Mapping[str, Any]
 
 
 class _Line(NamedTuple):
-    """A printed line: whether it follows an evaluation, its numbers, text and line of the script, and which are times."""
+    """A printed line: whether it follows an evaluation, its numbers and text, where it is printed, and its times."""
 
     is_evaluation: bool
     numbers: list[str]

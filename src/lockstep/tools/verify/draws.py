@@ -236,8 +236,10 @@ class DrawWatch:
         order, counts = self._order_of_ranks(), {*map(len, every)}
         size = _rows_of(every[0][0]["values"]) if counts and 0 not in counts else 0
         rows = len(order) // max(1, len(every))
-        per_piece, rest = divmod(max(counts, default=0), -(-rows // size)) if size else (0, 0)
-        if len(counts) != 1 or rest or not per_piece or not _rows_of(own) <= size < rows:
+        if len(counts) != 1 or size == 1 or not 0 < _rows_of(own) <= size <= rows:
+            return None  # draws for one row at a time are those in turn
+        per_piece, rest = divmod(max(counts), -(-rows // size))
+        if rest or not per_piece:
             return None
         number, at = divmod(place, per_piece)
         drawn = [each for draws in every for each in draws[at::per_piece]]
