@@ -5,7 +5,7 @@ General layout, from the bottom up:
 * `settings`: the settings of a process in a verification.
 * `rows`, `state`: samples, tensors and states in a form that two runs can compare and exchange.
 * `recorder`: a process's record of its steps; `loaders`, `training`, `draws`, `outputs`: fill it in.
-* `by_sample`: lets samples draw by their indices.
+* `halves`: operators computed in two halves; `by_sample`: lets samples draw by their indices.
 * `waits`: ends ranks that wait for each other; `starts`: ranks that the script starts itself.
 * `scratch`: keeps the script's output apart from the user's files.
 * `rank`: runs in each process before the script.
