@@ -23,6 +23,14 @@ def test_says_that_nobody_joined(launches: Launches) -> None:
     assert "lockstep.init()" in done.stderr
 
 
+def test_says_nothing_if_the_script_only_shows_its_options(launches: Launches) -> None:
+    script = launches.script("import argparse, torch\nargparse.ArgumentParser().parse_args()")
+    done = launches.run("--nproc", "2", script, "--help")
+    assert done.returncode == 0
+    assert "show this help message" in done.stdout
+    assert TOLD not in done.stderr
+
+
 JOINED = {
     "lockstep": "import lockstep\nwith lockstep.init(): pass",
     "gloo, without a collective": """

@@ -118,6 +118,8 @@ class Supervisor:
     def _warn_unjoined(self, folder: Path) -> None:
         """Warn if no rank joined a group: each rank may then have run the whole training."""
         count = self._num_ranks
+        if not {"-h", "--help"}.isdisjoint(self._config.args):  # then a script only shows its options
+            return
         if count > 1 and len(find_unjoined(folder, range(count))) == count:
             say(
                 f"lockstep: {count} ranks ended and none joined a process group: each ran the whole script alone. To "
