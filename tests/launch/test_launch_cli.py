@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from launching import Launches
 from lockstep import cli
 from lockstep.commands import parsing
 from lockstep.commands import train as train_command
+from lockstep.errors import LaunchError
 from lockstep.testing import limit_s
 
 
@@ -148,6 +150,15 @@ def test_a_number_that_went_to_the_script_is_told_by_other_commands_too(
         assert f"did you mean `lockstep {name} --nproc 3 {__file__} x`?" in capfd.readouterr().err
         command.main(["--nproc", "4", __file__, "--nproc", "3"])
         assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["rehearse", "verify"])
+def test_commands_that_start_ranks_are_not_for_mpirun(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    command = importlib.import_module(f"lockstep.commands.{name}")
+    with pytest.raises(LaunchError, match=f"mpirun has started 2 copies of `lockstep {name}`. Start it once"):
+        command.main([__file__])
 
 
 def test_options_end_where_the_script_begins() -> None:

@@ -8,11 +8,13 @@ import shlex
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from lockstep import env
 from lockstep.errors import LaunchError
 from lockstep.launch.config import LaunchConfig
 from lockstep.similar import suggest
+from lockstep.topology.mpi import read_mpi
 
-__all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "hint_of_misplaced", "split_at_script"]
+__all__ = ["NPROC_OPTIONS", "Parser", "add_grace", "add_nproc", "check_alone", "hint_of_misplaced", "split_at_script"]
 
 NPROC_OPTIONS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
@@ -30,6 +32,16 @@ class Parser(argparse.ArgumentParser):
         if unknown.startswith("-"):
             message += suggest(unknown, re.findall(r"(?<!\S)--?[a-z][a-z_-]*", self.format_help()))
         raise LaunchError(f"{message}; see `{self.prog} --help`")
+
+
+def check_alone(command: str) -> None:
+    """Refuse to run a command, which starts ranks itself, as one of several ranks of MPI, by a LaunchError."""
+    topology = read_mpi(env.snapshot())
+    if topology is not None and topology.world_size > 1:
+        raise LaunchError(
+            f"mpirun has started {topology.world_size} copies of `{command}`. Start it once, without mpirun: it starts "
+            "the ranks itself"
+        )
 
 
 def add_nproc(parser: argparse._ActionsContainer) -> None:

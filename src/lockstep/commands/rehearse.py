@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.commands.parsing import NPROC_OPTIONS, Parser, add_grace, hint_of_misplaced, split_at_script
+from lockstep.commands.parsing import NPROC_OPTIONS, Parser, add_grace, check_alone, hint_of_misplaced, split_at_script
 from lockstep.errors import LaunchError
 from lockstep.launch.screen import say
 from lockstep.tools.rehearse.rehearsal import Rehearsal, rehearse
@@ -93,6 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(options)
     if script is None:
         parser.error("name a module to run after -m" if chosen.is_module else "name a script to run")
+    check_alone("lockstep rehearse")
     if chosen.nproc == parser.get_default("nproc"):
         say(hint_of_misplaced("lockstep rehearse", (*(["-m"] if chosen.is_module else []), script), script_arguments))
     for name in ("nproc", "nodes", "gpus"):

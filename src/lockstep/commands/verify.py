@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.commands.parsing import NPROC_OPTIONS, Parser, hint_of_misplaced, split_at_script
+from lockstep.commands.parsing import NPROC_OPTIONS, Parser, check_alone, hint_of_misplaced, split_at_script
 from lockstep.errors import LaunchError
 from lockstep.launch.screen import say
 from lockstep.tools.verify.settings import Verification
@@ -95,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = vars(parser.parse_args(options))
     if script is None:
         parser.error("name a module to run after -m" if chosen["is_module"] else "name a script to run")
+    check_alone("lockstep verify")
     json_file, plot_file = chosen.pop("json"), chosen.pop("plot")
     if chosen["nproc"] is None:
         say(hint_of_misplaced("lockstep verify", (*(["-m"] if chosen["is_module"] else []), script), script_arguments))

@@ -120,6 +120,7 @@ class StepRecorder:
             "draws_in_evaluation": False,
             "by_hand": False,  # whether a model was evaluated without a loader
             "joins": False,  # whether fewer ranks may rightly share a step, within torch's Join
+            "mpi": False,  # whether the script uses mpi4py, in which this process is alone
             "wants_gpus": False,  # whether the script asked for nccl
             "joined": False,  # whether there was a process group at the end of a step
             "returned": False,
@@ -342,8 +343,9 @@ class StepRecorder:
             return
         self._is_written = True
         with self.aside():
-            mpi = getattr(sys.modules.get("mpi4py"), "MPI", None)
-            self.facts["mpi"] = bool(mpi and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() == 1)
+            mpi: Any = getattr(sys.modules.get("mpi4py"), "MPI", None)
+            is_open = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+            self.facts["mpi"] = is_open and mpi.COMM_WORLD.Get_size() == 1
             path = self.settings.file("record", self.settings.role, self.rank)
             write_at_once(path, {"steps": self.steps, "facts": self.facts})
 
