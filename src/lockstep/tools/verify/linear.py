@@ -79,9 +79,15 @@ def read_gradients(step: StepOfJob) -> Difference | None:
         other = step.found(stage, cause, measured, **values)
         measured = f"{measured}; {describe_draws(drawn)}"
         return step.found(stage, "drawn", measured, meaning=other.meaning, advice=other.advice)
-    if stage == "gradients" and cause == "not-linear":
-        cause = "not-linear gradients"
+    cause += _where(step, stage) if cause == "not-linear" else ""
     return step.found(stage, cause, measured, **values)
+
+
+def _where(step: StepOfJob, stage: str) -> str:
+    """The end of the key of words for a loss that is not linear."""
+    if stage == "gradients":
+        return " gradients"
+    return " later" if _comes_later(step) else ""
 
 
 def _is_over_lengths(step: StepOfJob, needed: list[float] | None) -> bool:

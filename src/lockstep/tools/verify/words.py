@@ -232,6 +232,11 @@ _WORDS = {
         "agree across ranks: lockstep.mean(loss * len(y), len(y)), lockstep.any(…)",
     ),
     "not-linear": (_NOT_LINEAR, _WRITE_MEANS),
+    "not-linear later": (
+        _NOT_LINEAR + ". Or, since earlier steps were those of one process, state kept between steps (counts, "
+        "thresholds, a queue) follows one rank's rows",
+        _WRITE_MEANS + "; state from the samples of all ranks",
+    ),
     "not-linear gradients": (
         _NOT_LINEAR + "; or rows gathered from other ranks pass no gradients back to them; or a hook, or the backward "
         "of an autograd.Function, changes gradients by a rank's own values",
