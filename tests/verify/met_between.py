@@ -225,6 +225,19 @@ RIGHT = {
     "a centre of all rows": _CENTRE.replace("DIVISOR", "world.world_size"),
 }
 WRONG = {
+    "weights by the labels that a rank has seen, in every third step": (
+        ("loss", "not-linear"),
+        """
+        model, optimizer = by_torch()
+        seen = torch.zeros(4)
+        for number, (x, y) in enumerate(split()):
+            weights = 1 + (seen[y] if number % 3 == 2 else 0 * seen[y])
+            seen += torch.bincount(y, minlength=4)
+            optimizer.zero_grad()
+            (cross_entropy(model(x), y, reduction="none") * weights).mean().backward()
+            optimizer.step()
+        """,
+    ),
     "lists of dicts, divided by their parts": (
         ("loss", "count"),
         _BY_LOADER.replace("LOSS", 'loss * each["parts"]').replace("DIVISOR", 'sum(each["parts"] for each in batch)'),
