@@ -50,6 +50,7 @@ _OF_ALL = "Create the samples of all ranks on each, and let each use its part"
 _NO_NUMBERS = "no gradient is finite (nan, inf), on the ranks or in one process, so nothing can be compared"
 _REST = "rest: what follows this difference (later steps, evaluations, saved files) was not compared"
 _JOINED = "a rank has no batches left, and takes part in the steps of others (Join), which cannot be compared"
+_OF_PARTS = "parameters that are split over the ranks, or whose size depends on a rank's data, cannot be compared"
 _PIECES = (
     "pieces: the script cuts its batches into pieces of a fixed size; one process, with the batch of all ranks, has "
     "N times as many. The gradients are the same up to that factor; parameters and buffers after the steps were not "
@@ -234,13 +235,14 @@ def _is_beyond_compare(step: StepOfJob) -> str:
 
 def _is_split(step: StepOfJob) -> str:
     """A text if parameters have other shapes on the ranks than in one process, else empty."""
+    counts = {len(each["shapes"]) for each in (step.one, *step.ranks)}
     pairs = (zip(step.one["names"], step.one["shapes"], each["shapes"], strict=False) for each in step.ranks)
     for name, one, own in itertools.chain(*pairs):
         if one != own:
-            return (
-                f"the shape of a parameter ({name or 'without a name'}) is {one} in one process, and {own} on a rank: "
-                "parameters that are split over the ranks, or whose size depends on a rank's data, cannot be compared"
-            )
+            what = f"the shape of a parameter ({name or 'without a name'}) is {one} in one process, and {own} on a rank"
+            if len(counts) > 1:
+                what = f"one process trains {len(step.one['shapes'])} parameters, and ranks other numbers of them"
+            return f"{what}: {_OF_PARTS}"
     return ""
 
 
