@@ -128,6 +128,23 @@ def test_an_unwrapped_model_is_warned_of_if_the_script_communicates(make: Callab
     assert others == [([], "")]
 
 
+def train_odd_parameters() -> None:
+    """Parameters of other kinds than floats, the last ones empty and sparse."""
+    whole, weights = (torch.ones(4, dtype=dtype) for dtype in (torch.complex64, torch.float32))
+    parameters = [nn.Parameter(each) for each in (whole, weights.bfloat16(), weights[:0], weights.to_sparse())]
+    optimizer = torch.optim.SGD(parameters[:3], lr=0.1)
+    optimizer.add_param_group({"params": parameters[3:]})
+    for inputs, _ in lockstep.DataLoader(samples(), BATCH):
+        optimizer.zero_grad()
+        (parameters[0].abs() * inputs.mean(0)).sum().backward()
+        optimizer.step()
+
+
+def test_parameters_of_all_kinds_are_compared() -> None:
+    (told, error), _ = run_ranks(outcome_of, 2, train_odd_parameters, init=False)
+    assert (told, error) == ([], "")  # of bfloat16, which has no gradient
+
+
 def by_hand() -> None:
     model = make_model()
     train(model, sgd(model), lambda: average([each.grad for each in model.parameters() if each.grad is not None]))

@@ -114,8 +114,7 @@ def check_dataset(dataset: Any) -> int:
         length = len(dataset)
     except (TypeError, NotImplementedError):
         raise DataError(
-            f"dataset {name} has no length, but batches of an epoch are planned ahead from the number of samples. "
-            "Give it __len__"
+            f"dataset {name} has no length, from which batches are planned ahead. Give it __len__"
         ) from None
     if length < 1:
         raise DataError(f"dataset {name} is empty: expected at least one sample. Check its path and its filters")

@@ -4,10 +4,9 @@
 the averaging: this engine, torch's, FSDP, Horovod's optimizer, or `dist.all_reduce` in a loop. So if a
 `lockstep.DataLoader` gives each rank its own part of every batch, and nothing is communicated from the first step on,
 ranks diverge: each trains its own model. Rank 0 warns of this after `_QUIET_STEPS`, since local SGD averages parameters
-only now and then. A script may take fewer steps, or communicate for another reason, such as to show a loss. So ranks
-without an engine also compare a parameter when the world is left, and rank 0 warns if it began with the same values on
-all of them and did not end so. It is a small one, as it is kept until then, and no constant if there are others: the
-parts of a sharded parameter could begin alike.
+only now and then. A script may take fewer steps, or communicate for another reason. So ranks without an engine also
+compare a small parameter when the world is left, and rank 0 warns if it began alike on all of them and did not end so.
+It is no constant if there are others: parts of a sharded one could begin alike.
 
 [Note: uncounted evaluations] A loader gives each rank its share of the samples. If the script has iterated over a
 loader with `evaluation=True`, or under no_grad, to its end, and this process communicates nothing from the beginning of
@@ -32,6 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from lockstep.comm import clock
 from lockstep.comm.backend import engine_of
 from lockstep.comm.callsite import make_locator, site_text
+from lockstep.comm.staging import is_capturing
 from lockstep.drift.comparison import comparison_of_engines, digest
 from lockstep.drift.engines import StepArguments, engines, parameters_of
 from lockstep.log import get_logger, warn_once
@@ -159,9 +159,7 @@ def _look_for_communication(optimizer: Optimizer) -> None:
     assert watched is not None
     if not watched.label:
         watched.label, watched.communication = describe_step(optimizer), current
-        small = [each for each in parameters_of(optimizer) if type(each) is Parameter and each.numel() < _SMALL]
-        sample = max(small[::-1], key=lambda each: bool((each != each.max()).any()), default=None)
-        watched.sample = None if sample is None else (digest([sample]), sample)
+        watched.sample = _sample_of(optimizer)
     group = watched.group()  # None once the group is freed; then the default group may be gone, too
     _is_quiet = group is not None and group is dist.group.WORLD and watched.communication == current
     watched.num_steps += _is_quiet
@@ -169,6 +167,19 @@ def _look_for_communication(optimizer: Optimizer) -> None:
         if dist.get_rank() == 0:
             warn_once(_logger, _text_of(watched, f"nothing was communicated in the first {_QUIET_STEPS} steps"))
         _is_quiet, watched.sample = False, None
+
+
+def _sample_of(optimizer: Optimizer) -> tuple[str, torch.Tensor] | None:
+    """The last small parameter that is no constant, or else the last small one, after a hash of its values. Local."""
+    small = [each for each in parameters_of(optimizer) if type(each) is Parameter and 0 < each.numel() < _SMALL]
+    small = [each for each in small if each.layout is torch.strided and not is_capturing(each.device)]
+
+    def varies(parameter: torch.Tensor) -> bool:
+        values = parameter.detach().reshape(-1).view(torch.uint8).reshape(parameter.numel(), -1)  # of any dtype
+        return bool((values != values[0]).any())
+
+    sample = max(small[::-1], key=varies, default=None)
+    return None if sample is None else (digest([sample]), sample)
 
 
 def _text_of(watched: _Watched, measured: str) -> str:

@@ -101,10 +101,7 @@ def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
 def check_parameters(named: dict[str, torch.nn.Parameter]) -> None:
     """Check that there are parameters that require a gradient, and that all of them can be averaged."""
     if not named:
-        raise ModelError(
-            "no parameter of the model requires a gradient, so there is nothing to average. Use it without "
-            "DistributedDataParallel"
-        )
+        raise ModelError("no parameter of the model requires a gradient, so nothing is averaged. Do not wrap it")
     for name, parameter in named.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name} is lazy and has no shape yet. Run one forward pass before wrapping")
@@ -185,10 +182,7 @@ def find_buffers(module: torch.nn.Module, ignored: frozenset[str]) -> list[tuple
                 continue
             seen.add(id(buffer))
             if buffer.layout is torch.strided and may_overlap(buffer):
-                raise ModelError(
-                    f"buffer {full_name} is expanded: several of its values share memory, so rank 0's cannot be "
-                    "written to it. Register buffer.clone()"
-                )
+                raise ModelError(f"buffer {full_name} is expanded: its values share memory. Register buffer.clone()")
             entries.append((buffers_of(submodule), name))
     return entries
 
@@ -296,11 +290,7 @@ class _Reducer:
     """Stands in for the C++ reducer of torch's engine."""
 
     def prepare_for_backward(self, outputs: object) -> NoReturn:
-        """Refuses to average gradients that were accumulated under `no_sync()`.
-
-        Raises:
-            ModelError: always; says what to write instead.
-        """
+        """Refuse to average gradients accumulated under `no_sync()`, by a ModelError that says what to write."""
         raise ModelError(
             f"{_OURS} averages in the backward pass of a forward pass that ran outside of no_sync(), and this cannot "
             "be changed later. Run the last forward pass of a window outside of no_sync(); for torch's pipeline "
