@@ -53,6 +53,10 @@ _OWNERS = """
             cross_entropy(net(x), y).backward()
             optimizer.step()
 """
+# The same with changes that rounding of a gradient moves by some percent, as 16 bits within Muon do.
+_ROUNDED = """for _, each in owned:
+                    if each.grad is not None:
+                        each.data.sub_(each.grad * (0.1 + 0.003 * (1e18 * each.grad).sin()))"""
 _SAVED = """
         import pickle
         import numpy
@@ -131,6 +135,9 @@ ARGUMENTS = dict.fromkeys(
 RIGHT = {
     "a teacher that rests": _LOOP.replace("TEACHES", "teacher.eval()(x)").replace("AFTER", "pass"),
     "gradients that only their owners have": _OWNERS.replace("DIVISOR", "world.world_size"),
+    "changes of an owner that rounding moves": _OWNERS.replace("DIVISOR", "world.world_size").replace(
+        "super().step()", _ROUNDED
+    ),
     "an evaluation of slices": _EVALUATED.replace("PART", "world.rank :: world.world_size")
     .replace("HOW", "sum")
     .replace("DIVISOR", "number[1]"),

@@ -55,27 +55,6 @@ _OVER_TIME = """
             cross_entropy(model(x), y).backward()
             optimizer.step()
 """
-# An owner's change that rounding of its gradient moves by some percent, as 16 bits within Muon do.
-_ROUNDED_OWNERS = """
-        class Owners(torch.optim.SGD):
-            def step(self):
-                owned = [*enumerate(self.param_groups[0]["params"])]
-                for place, each in owned:
-                    torch.distributed.reduce(each.grad.div_(world.world_size), dst=place % world.world_size)
-                    each.grad = each.grad if place % world.world_size == world.rank else None
-                    if each.grad is not None:
-                        each.data.sub_(each.grad * (0.1 + 0.003 * (1e18 * each.grad).sin()))
-                for place, each in owned:
-                    torch.distributed.broadcast(each.data, src=place % world.world_size)
-
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-        optimizer = Owners(net.parameters(), lr=0.1)
-        for x, y in split():
-            optimizer.zero_grad()
-            cross_entropy(net(x), y).backward()
-            optimizer.step()
-"""
 # Masks by the gradients after two steps.
 _MASKS = """
         class Masked(nn.Linear):
@@ -219,7 +198,6 @@ RIGHT = {
     "two models of ranks without a seed": _TWO_MODELS,
     "an evaluation that draws noise": _NOISY_EVALUATION,
     "draws for each sample in a loop over time": _OVER_TIME,
-    "changes of an owner that rounding moves": _ROUNDED_OWNERS,
     "masks by averaged gradients": _MASKS.replace("GRADIENT", "model.module.weight.grad"),
     "a target that all ranks update": _TARGET.replace("WHO", "True"),
     "a centre of all rows": _CENTRE.replace("DIVISOR", "world.world_size"),

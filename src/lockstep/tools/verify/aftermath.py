@@ -273,12 +273,7 @@ def _unlike_places(
 ) -> list[int]:
     """Positions of numbers that differ by more than rounding, and not as `counts` do."""
     pairs = enumerate(zip(numbers, others, strict=True))
-    return [place for place, each in pairs if each not in counts and not _is_close(*each, most) and not _are_tiny(each)]
-
-
-def _are_tiny(numbers: tuple[str, str]) -> bool:
-    """Whether numbers below 0.01 have a single digit, such as seconds, which two runs may have alike by chance."""
-    return all(abs(float(each)) < 0.01 and len(each.partition(".")[2].lstrip("0")) == 1 for each in numbers)
+    return [place for place, each in pairs if each not in counts and not _is_close(*each, most)]
 
 
 def _is_of_evaluation(numbers: list[str], own: list[str], tried: list[str], world_size: int) -> bool:

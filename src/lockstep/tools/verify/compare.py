@@ -4,8 +4,8 @@
 
 [Note: how far is far] A difference is measured relative to the largest number of its stage. It counts if it exceeds the
 effect of rounding, which is measured for each stage and tensor: the same step of one process, with its sums cut in two
-(see `halves.py`), moves them by some amount, and `TIMES_NOISE` times that is rounding. With the few
-digits of 16-bit numbers both often come out equal: if a step uses them, `_ROUNDINGS` of them count as rounding, too.
+(see `halves.py`), moves them by some amount, and `TIMES_NOISE` times that is rounding. With the few digits of 16-bit
+numbers both often come out equal: if a step uses them, `_ROUNDINGS` of them count as rounding, too.
 """
 
 from __future__ import annotations

@@ -176,6 +176,8 @@ class StepRecorder:
 
     def forget_batches(self, gone: set[int]) -> None:
         """Drop batches of the step, by position, and what was drawn and called after each: they only evaluated."""
+        if not gone:
+            return
         step = self.step
         kept = [number - sum(each < number for each in gone) for number in range(len(step["batches"]) + 1)]
         step["batches"] = [each for place, each in enumerate(step["batches"]) if place not in gone]
@@ -186,7 +188,7 @@ class StepRecorder:
         for part, event in (("batches", "batch"), ("calls", "call")):
             if not step[part]:
                 step["lines"].pop(event, None)
-        step["forgotten"] += bool(gone)
+        step["forgotten"] += 1
 
     def note_evaluation(self) -> bool:
         """At a call in eval mode, without gradients: whether it evaluates a model, between steps, without a loader."""
